@@ -1,0 +1,67 @@
+"""KPT's core: ops, kernels, backends, and what introduces one to the other."""
+
+from ._autocast import without_autocast
+from ._config import Config
+from ._errors import (
+    FallbackWarning,
+    InputError,
+    KernelFailedWarning,
+    KptError,
+    KptWarning,
+    NoKernelError,
+    PluginWarning,
+    RegistrationError,
+    SignatureError,
+    UnknownNameError,
+)
+from ._kernel import Backend, Capability, Kernel
+from ._op import Op, op
+from ._optimize import Optimized, apply_plan, optimize
+from ._plan import Plan, PlanEntry
+from ._registry import Problem, add_backend, backends, get_op, ops, problems, refresh, remove_backend
+from ._rewrite import Rewrite, Site
+from ._selection import Refusal, Selection
+from ._settings import record
+from ._use import explain, use
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "Capability",
+    "Config",
+    "FallbackWarning",
+    "InputError",
+    "Kernel",
+    "KernelFailedWarning",
+    "KptError",
+    "KptWarning",
+    "NoKernelError",
+    "Op",
+    "Optimized",
+    "Plan",
+    "PlanEntry",
+    "PluginWarning",
+    "Problem",
+    "Refusal",
+    "RegistrationError",
+    "Rewrite",
+    "Selection",
+    "SignatureError",
+    "Site",
+    "UnknownNameError",
+    "add_backend",
+    "apply_plan",
+    "backends",
+    "explain",
+    "get_op",
+    "op",
+    "optimize",
+    "ops",
+    "problems",
+    "record",
+    "refresh",
+    "remove_backend",
+    "use",
+    "without_autocast",
+]

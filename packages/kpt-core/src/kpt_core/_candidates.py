@@ -1,0 +1,172 @@
+"""Which kernels may serve an op on a device: everything about a choice that does not depend on the call's arguments."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from . import _registry
+from ._errors import KptError, PluginWarning, UnknownNameError
+from ._kernel import Backend, Kernel, compare_signatures, load
+from ._selection import REFERENCE, Refusal
+from ._settings import Scope
+
+#: Backends of this project by torch device type, for the sentence that says what is missing.
+PACKAGES = {
+    "cpu": "kpt-backend-cpu",
+    "cuda": "kpt-backend-amd" if torch.version.hip else "kpt-backend-nvidia",
+    "xpu": "kpt-backend-xpu",
+    "xla": "kpt-backend-tpu",
+}
+
+CallSignature = tuple[Any, ...]
+
+
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignature:
+    """What identifies a call for quarantine: shapes, dtypes, devices and plain values."""
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (tuple(value.shape), value.dtype, value.device, value.requires_grad)
+        return repr(value)
+
+    return (*map(describe, args), *((name, describe(value)) for name, value in sorted(kwargs.items())))
+
+
+@dataclass(eq=False, slots=True)
+class Candidate:
+    """A kernel whose needs the device meets."""
+
+    backend: str
+    kernel: Kernel
+    call: Callable[..., Any]
+    unsupported: Callable[..., str | None] | None
+    quarantined: dict[CallSignature, str] = field(default_factory=dict)
+
+    @property
+    def unconditional(self) -> bool:
+        """True if the kernel takes every call on its device and dtype."""
+        return self.unsupported is None and not self.kernel.forward_only and not self.quarantined
+
+    def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why this call is not for this kernel, or None."""
+        if self.kernel.forward_only and torch.is_grad_enabled():
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
+                return "forward only, and a gradient is needed"
+        if self.unsupported is not None:
+            reason = self.unsupported(*args, **kwargs)
+            if reason is not None:
+                return reason
+        if self.quarantined:
+            failure = self.quarantined.get(call_signature(args, kwargs))
+            if failure is not None:
+                return f"quarantined for this signature: it raised {failure}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The kernels that may serve an op on a device and dtype, best first, and why the others may not.
+
+    Attributes:
+        reference: whether the reference may run if no kernel accepts the call.
+        explicit: the choice (`use`, `KPT_USE`) that limits the kernels, None for automatic selection.
+    """
+
+    accepted: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+    reference: bool
+    explicit: str | None
+
+
+def find_candidates(
+    op: str,
+    reference: Callable[..., Any],
+    composite: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    scope: Scope,
+    loaded: dict[str, Candidate],
+) -> Candidates:
+    """Sort the kernels offered for an op into accepted and refused.
+
+    Args:
+        op: name of the op.
+        reference: the op's own body, whose signature kernels must have.
+        composite: whether the reference calls other ops, so that a backend may serve those instead.
+        device: device of the first tensor.
+        dtype: dtype of the first tensor.
+        scope: settings in force.
+        loaded: candidates made before, by target; what is quarantined must survive a change of scope.
+    """
+    choice = scope.choice(op)
+    if choice is not None and choice not in _registry.known_choices():
+        raise UnknownNameError("backend or kernel", choice, _registry.known_choices(), "(asked for by use or KPT_USE)")
+    offers = _registry.kernels(op)
+    if choice is not None and ":" in choice and not any(kernel.target == choice for _, kernel in offers):
+        choice = None  # a kernel of another op: this one is chosen automatically
+    accepted, refusals = [], []
+    for backend, kernel in offers:
+        reason = (
+            None
+            if choice in (None, backend.name, kernel.target)
+            else f"{choice} was asked for (use or KPT_USE)"
+        ) or _static_refusal(backend, kernel, device, dtype, scope)
+        if reason is None:
+            try:
+                candidate = loaded.get(kernel.target) or _load(reference, backend, kernel)
+            except (ImportError, AttributeError) as error:
+                reason = f"could not be loaded: {type(error).__name__}: {error}"
+                warnings.warn(f"KPT goes on without kernel {kernel.target}: {reason}", PluginWarning, stacklevel=4)
+            else:
+                loaded[kernel.target] = candidate
+                accepted.append(candidate)
+                continue
+        refusals.append(Refusal(backend.name, kernel.target, reason))
+    if not offers and device.type in PACKAGES and not any(b.device_type == device.type for b in _backends()):
+        refusals.append(Refusal(PACKAGES[device.type], None, "not installed"))
+    chosen_backend_is_silent = composite and not any(backend.name == choice for backend, _ in offers)
+    return Candidates(
+        accepted=tuple(accepted),
+        refusals=tuple(refusals),
+        reference=choice in (None, REFERENCE) or chosen_backend_is_silent,
+        explicit=choice,
+    )
+
+
+def _backends() -> list[Backend]:
+    return list(_registry.backends().values())
+
+
+def _load(reference: Callable[..., Any], backend: Backend, kernel: Kernel) -> Candidate:
+    call = load(kernel.target)
+    compare_signatures(kernel.op, reference, kernel.target, call)
+    unsupported = load(kernel.unsupported) if kernel.unsupported else None
+    return Candidate(backend.name, kernel, call, unsupported)
+
+
+def _static_refusal(
+    backend: Backend, kernel: Kernel, device: torch.device, dtype: torch.dtype, scope: Scope
+) -> str | None:
+    if backend.name in scope.disabled or kernel.target in scope.disabled:
+        return "disabled (KPT_DISABLE)"
+    if backend.device_type != device.type:
+        return f"runs on {backend.device_type}; this call is on {device.type}"
+    try:
+        unavailable = backend.unavailable()
+        missing = () if unavailable else sorted(kernel.requires - backend.capabilities(device))
+    except KptError:
+        raise
+    except Exception as error:
+        return f"its backend failed to describe {device}: {type(error).__name__}: {error}"
+    if unavailable:
+        return unavailable
+    if missing:
+        return f"needs {', '.join(missing)}, which {device} lacks"
+    name = str(dtype).removeprefix("torch.")
+    if kernel.dtypes is not None and name not in kernel.dtypes:
+        return f"dtype {name}; needs {' or '.join(sorted(kernel.dtypes))}"
+    return None

@@ -1,0 +1,57 @@
+"""Every error and warning that KPT raises, in one hierarchy."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class KptError(Exception):
+    """Base of every error that KPT raises on purpose."""
+
+
+class InputError(KptError, ValueError):
+    """An argument's shape, dtype, device or value is wrong; the message says what was expected."""
+
+
+class UnknownNameError(KptError, LookupError):
+    """A name (op, kernel, backend, preset, level) does not exist; the message offers the nearest ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        if near:
+            offer = f"did you mean {' or '.join(repr(n) for n in near)}?"
+        elif known:
+            offer = f"known: {', '.join(known)}"
+        else:
+            offer = f"no {kind} is installed"
+        super().__init__(f"unknown {kind} {name!r}: {offer}{' ' + hint if hint else ''}")
+        self.name = name
+        self.nearest = near
+
+
+class NoKernelError(KptError, RuntimeError):
+    """What was asked for explicitly (`use`, `KPT_USE`, strict mode) cannot run; the message has every refusal."""
+
+
+class SignatureError(KptError, TypeError):
+    """A kernel's signature differs from its op's."""
+
+
+class RegistrationError(KptError):
+    """Two things claim one name, or something registered is not what its group promises."""
+
+
+class KptWarning(UserWarning):
+    """Base of KPT's warnings."""
+
+
+class PluginWarning(KptWarning):
+    """A plug-in could not be used; the rest goes on without it."""
+
+
+class KernelFailedWarning(KptWarning):
+    """A kernel raised and is quarantined for that signature; the next one ran."""
+
+
+class FallbackWarning(KptWarning):
+    """An accelerator runs the pure PyTorch reference because no kernel accepted the call."""

@@ -1,0 +1,110 @@
+"""A backend's side of the contract: what a kernel and a backend declare."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ._errors import SignatureError
+
+Capability = str
+"""A fact about a device: `bf16`, `fp8_e4m3fn`, `tma`, `wgmma`, `sm90`, `gfx942`, `avx512`..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One implementation of an op, named by strings so that registering it imports nothing.
+
+    Args:
+        op: name of the op, for instance `moe.grouped_mm`.
+        target: where the callable lives, `package.module:attribute`. This is the kernel's full name.
+        requires: capabilities that the device must have.
+        priority: the higher one is tried first.
+        dtypes: dtypes of the op's first tensor that are accepted, as in `"bfloat16"`; None accepts all.
+        unsupported: `package.module:attribute` of a function with the op's arguments that returns None, or the
+            sentence that refuses the call. What it raises propagates: a bug there must not look like a refusal.
+        forward_only: the kernel gives no gradients and is refused when one is needed.
+    """
+
+    op: str
+    target: str
+    requires: frozenset[Capability] = frozenset()
+    priority: int = 0
+    dtypes: frozenset[str] | None = None
+    unsupported: str | None = None
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "requires", frozenset(self.requires))
+        if self.dtypes is not None:
+            object.__setattr__(self, "dtypes", frozenset(str(d).removeprefix("torch.") for d in self.dtypes))
+        for reference in (self.target, *([self.unsupported] if self.unsupported else [])):
+            module, _, attribute = reference.partition(":")
+            if not module or not attribute:
+                raise SignatureError(f"kernel for {self.op}: {reference!r} is not of the form 'package.module:name'")
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A vendor's package: finds devices, tells their capabilities, offers kernels.
+
+    Attributes:
+        name: short and unique, for instance `nvidia`; what `use("nvidia")` and `KPT_USE=nvidia` name.
+        device_type: torch's device type: `cuda`, `xpu`, `xla`, `cpu`.
+
+    None of the methods may import a compiler or a framework other than torch at package import.
+    """
+
+    name: str
+    device_type: str
+
+    def unavailable(self) -> str | None:
+        """None if the backend can run here, else the sentence that `kpt doctor` prints."""
+
+    def capabilities(self, device: torch.device) -> frozenset[Capability]:
+        """What `device`, which is of this backend's `device_type`, can do."""
+
+    def kernels(self) -> Iterable[Kernel]:
+        """Every kernel offered, whether or not it can run here."""
+
+
+def load(target: str) -> Any:
+    """Import `package.module:attribute`."""
+    module, _, attribute = target.partition(":")
+    value: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def signature_of(function: Callable[..., Any]) -> list[tuple[str, bool, Any]]:
+    """Parameters as (name, keyword only, default); custom ops are read from their schema."""
+    overload = getattr(function, "_opoverload", function)
+    schema = getattr(overload, "_schema", None)
+    if schema is not None:
+        return [
+            (a.name, bool(a.kwarg_only), a.default_value if a.has_default_value() else inspect.Parameter.empty)
+            for a in schema.arguments
+        ]
+    return [
+        (p.name, p.kind is inspect.Parameter.KEYWORD_ONLY, p.default)
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def compare_signatures(op: str, reference: Callable[..., Any], target: str, kernel: Callable[..., Any]) -> None:
+    """Raise `SignatureError` naming op and kernel unless both take the same parameters with the same defaults."""
+    want, have = signature_of(reference), signature_of(kernel)
+    if want == have:
+        return
+
+    def show(parameters: list[tuple[str, bool, Any]]) -> str:
+        return ", ".join(
+            f"{'*' if kw else ''}{name}{'' if default is inspect.Parameter.empty else f'={default!r}'}"
+            for name, kw, default in parameters
+        )
+
+    raise SignatureError(f"kernel {target} takes ({show(have)}), but op {op} takes ({show(want)}); make them equal")

@@ -1,0 +1,343 @@
+"""An op: one operation's contract, and the dispatch of its calls to kernels."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from . import _registry
+from ._autocast import without_autocast
+from ._candidates import PACKAGES, Candidate, Candidates, call_signature, find_candidates
+from ._errors import FallbackWarning, InputError, KernelFailedWarning, KptError, NoKernelError, RegistrationError
+from ._kernel import signature_of
+from ._selection import REFERENCE, Refusal, Selection
+from ._settings import Scope, current, effective, scoped
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Op(Generic[P, R]):
+    """One operation: calling it runs the best kernel that accepts the call, or else the reference.
+
+    Made by `@kpt_core.op`. The reference, the function that was decorated, is pure PyTorch, differentiable and runs
+    on any device.
+
+    Attributes:
+        name: `family.operation`, for instance `moe.grouped_mm`.
+        reference: the decorated function.
+        check: raises `InputError` for wrong arguments, before any kernel sees them; None if nothing is checked.
+        composed_of: names of the ops that the reference calls.
+        autocast: names of the tensor parameters that autocast converts; the others keep their dtype.
+        defined_in: module and name of the reference.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[P, R],
+        check: Callable[P, None] | None = None,
+        composed_of: Iterable[str] = (),
+        autocast: Iterable[str] = (),
+    ) -> None:
+        family, _, operation = name.partition(".")
+        if not (family.isidentifier() and operation.isidentifier()):
+            raise RegistrationError(f"op name {name!r} is not of the form 'family.operation'")
+        if not signature_of(reference):
+            raise RegistrationError(f"op {name!r} has no parameters; the first one must be a tensor")
+        functools.update_wrapper(self, reference)
+        self.name = name
+        self.reference = reference
+        self.check = check
+        self.composed_of = tuple(composed_of)
+        self.autocast = frozenset(autocast)
+        self.defined_in = f"{reference.__module__}.{reference.__qualname__}"
+        #: (device, dtype) -> what serves every such call when nothing but the environment applies.
+        self._direct: dict[tuple[torch.device, torch.dtype], Callable[..., Any]] = {}
+        self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
+        #: What traced calls read: a plain dictionary, so that Dynamo guards on what it finds there.
+        self._traced: dict[tuple[torch.device, torch.dtype, str], Candidates] = {}
+        self._loaded: dict[str, Candidate] = {}
+        self._said: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.autocast and torch._C._is_any_autocast_enabled():
+            return self._call_autocast(args, kwargs)
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        if args and current.scope is None:
+            first: Any = args[0]
+            call = self._direct.get((first.device, first.dtype))
+            if call is not None:
+                try:
+                    return call(*args, **kwargs)  # type: ignore[no-any-return]
+                except Exception as error:
+                    if call is self.reference or not self._contain(error):
+                        raise
+                    return self._recover(error, args, kwargs)
+        return self._dispatch(args, kwargs)
+
+    def _call_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Convert the parameters named in `autocast`, as torch does for its own ops, and call with autocast off."""
+        device_type = self._first_tensor(args, kwargs).device.type
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            names = [name for name, _, _ in signature_of(self.reference)]
+
+            def convert(name: str, value: Any) -> Any:
+                eligible = name in self.autocast and isinstance(value, torch.Tensor) and value.is_floating_point()
+                return value.to(dtype) if eligible and value.dtype is not torch.float64 else value
+
+            args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
+            kwargs = {name: convert(name, value) for name, value in kwargs.items()}
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        with without_autocast(device_type):
+            return self._dispatch(args, kwargs)
+
+    def forget(self) -> None:
+        """Drop cached selections and quarantine."""
+        self._direct.clear()
+        self._found.clear()
+        self._traced.clear()
+        self._loaded.clear()
+        self._said.clear()
+
+    def candidates(self, device: torch.device, dtype: torch.dtype) -> Candidates:
+        """The kernels that may serve calls on `device` with a first tensor of `dtype`, under the settings in force."""
+        scope = replace(effective(), log=None)
+        key = (device, dtype, scope)
+        found = self._found.get(key)
+        if found is None:
+            found = find_candidates(
+                self.name, self.reference, bool(self.composed_of), device, dtype, scope, self._loaded
+            )
+            self._found[key] = found
+        return found
+
+    def has_kernel(self, x: torch.Tensor) -> bool:
+        """Whether some kernel, rather than the reference, may serve calls on `x`'s device and dtype."""
+        if torch.compiler.is_compiling():
+            return bool(self._traced_candidates(x).accepted)
+        return bool(self.candidates(x.device, x.dtype).accepted)
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
+        """What a call with these arguments would run, and why not the others; nothing is computed."""
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        first = self._first_tensor(args, kwargs)
+        found = self.candidates(first.device, first.dtype)
+        candidate, refusals = self._choose(found, args, kwargs)
+        if candidate is None:
+            self._require_reference(found, refusals, first.device)
+        children = self._explain_children(args, kwargs) if candidate is None and self.composed_of else ()
+        return self._selection(first.device, candidate, refusals, children)
+
+    def _explain_children(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Selection, ...]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.utils._pytree import tree_map_only
+
+        log: list[Selection] = []
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        with scoped(replace(effective(), log=log)), mode:
+            self.reference(*fake_args, **fake_kwargs)
+        return tuple(log)
+
+    def _first_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        first = args[0] if args else kwargs.get(signature_of(self.reference)[0][0])
+        if not isinstance(first, torch.Tensor):
+            raise InputError(f"{self.name}: the first argument must be a tensor, not {type(first).__name__}")
+        return first
+
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        first = self._first_tensor(args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._dispatch_traced(first, args, kwargs)
+        scope = effective()
+        found = self.candidates(first.device, first.dtype)
+        result = self._run(found, scope, first.device, args, kwargs)
+        if current.scope is None:
+            if not found.accepted:
+                self._direct[first.device, first.dtype] = self.reference
+            elif found.accepted[0].unconditional:
+                self._direct[first.device, first.dtype] = found.accepted[0].call
+        return result
+
+    def _dispatch_traced(self, first: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Dispatch inside torch.compile: the choice is made while tracing, nothing of it stays in the graph."""
+        found = self._traced_candidates(first)
+        for candidate in found.accepted:
+            if candidate.refusal(args, kwargs) is None:
+                return candidate.call(*args, **kwargs)  # type: ignore[no-any-return]
+        if not found.reference:
+            raise NoKernelError(f"{self.name}: {found.explicit} was asked for and accepts no such call")
+        return self.reference(*args, **kwargs)
+
+    def _traced_candidates(self, x: torch.Tensor) -> Candidates:
+        scope = current.scope
+        scope_key = "" if scope is None else scope.key
+        _find_while_tracing(self.name, str(x.device), x.dtype, scope_key)
+        return self._traced[x.device, x.dtype, scope_key]
+
+    def _choose(
+        self, found: Candidates, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Candidate | None, list[Refusal]]:
+        refusals = list(found.refusals)
+        for candidate in found.accepted:
+            reason = candidate.refusal(args, kwargs)
+            if reason is None:
+                return candidate, refusals
+            refusals.append(Refusal(candidate.backend, candidate.kernel.target, reason))
+        return None, refusals
+
+    def _run(
+        self,
+        found: Candidates,
+        scope: Scope,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        failed: list[tuple[Candidate, Exception]] | None = None,
+    ) -> R:
+        """Run the best candidate; one that raises is quarantined and the next one runs."""
+        failed = failed if failed is not None else []
+        while True:
+            candidate, refusals = self._choose(found, args, kwargs)
+            if candidate is None:
+                self._require_reference(found, refusals, device)
+            try:
+                result = self._call(candidate, refusals, scope, device, args, kwargs)
+            except Exception as error:
+                if candidate is None:
+                    # The reference fails too: the call is wrong, not the kernels.
+                    for other, _ in failed:
+                        other.quarantined.pop(call_signature(args, kwargs), None)
+                    raise
+                if scope.strict or found.explicit or not self._contain(error):
+                    error.add_note(f"raised by kernel {candidate.kernel.target} of op {self.name}")
+                    raise
+                self._quarantine(candidate, error, args, kwargs)
+                failed.append((candidate, error))
+                continue
+            for other, error in failed:
+                self._warn_failed(other, error, candidate)
+            return result
+
+    def _call(
+        self,
+        candidate: Candidate | None,
+        refusals: list[Refusal],
+        scope: Scope,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> R:
+        call = self.reference if candidate is None else candidate.call
+        if scope.log is None:
+            return call(*args, **kwargs)
+        children: list[Selection] = []
+        with scoped(replace(scope, log=children)):
+            result = call(*args, **kwargs)
+        scope.log.append(self._selection(device, candidate, refusals, tuple(children)))
+        return result
+
+    def _recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """A kernel on the short path raised: contain it and run the next one."""
+        first = self._first_tensor(args, kwargs)
+        found, scope = self.candidates(first.device, first.dtype), effective()
+        candidate = found.accepted[0]
+        if scope.strict or found.explicit:
+            error.add_note(f"raised by kernel {candidate.kernel.target} of op {self.name}")
+            raise error
+        self._direct.pop((first.device, first.dtype), None)
+        self._quarantine(candidate, error, args, kwargs)
+        return self._run(found, scope, first.device, args, kwargs, [(candidate, error)])
+
+    def _selection(
+        self,
+        device: torch.device,
+        candidate: Candidate | None,
+        refusals: list[Refusal],
+        children: tuple[Selection, ...],
+    ) -> Selection:
+        backend = REFERENCE if candidate is None else candidate.backend
+        kernel = REFERENCE if candidate is None else candidate.kernel.target
+        return Selection(self.name, str(device), backend, kernel, tuple(refusals), children)
+
+    def _require_reference(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> None:
+        """Raise if the reference may not serve the call; say once if it does so on an accelerator."""
+        trace = "".join(f"\n  {refusal}" for refusal in refusals)
+        if not found.reference:
+            raise NoKernelError(f"no kernel for {self.name} on {device}: {found.explicit} was asked for{trace}")
+        if device.type in ("cpu", "meta") or found.explicit:
+            return
+        advice = f"install {PACKAGES[device.type]}" if device.type in PACKAGES else "see `kpt doctor`"
+        if effective().strict:
+            raise NoKernelError(f"no kernel for {self.name} on {device} (strict); {advice}{trace}")
+        if device.type not in self._said:
+            self._said.add(device.type)
+            warnings.warn(
+                f"{self.name} runs its PyTorch reference on {device}, which is slow; {advice}{trace}",
+                FallbackWarning,
+                stacklevel=5,
+            )
+
+    @staticmethod
+    def _contain(error: Exception) -> bool:
+        """Whether a failure is the kernel's own: running out of memory and refusals of KPT are not."""
+        return not isinstance(error, KptError | torch.OutOfMemoryError | MemoryError)
+
+    @staticmethod
+    def _quarantine(candidate: Candidate, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        candidate.quarantined[call_signature(args, kwargs)] = f"{type(error).__name__}: {error}"
+
+    def _warn_failed(self, failed: Candidate, error: Exception, ran: Candidate | None) -> None:
+        warnings.warn(
+            f"kernel {failed.kernel.target} raised {type(error).__name__}: {error}; it is quarantined for this "
+            f"signature of {self.name} and {ran.kernel.target if ran else 'the reference'} ran "
+            "(KPT_STRICT=1 raises instead)",
+            KernelFailedWarning,
+            stacklevel=5,
+        )
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+def _find_while_tracing(name: str, device: str, dtype: torch.dtype, scope_key: str) -> bool:
+    """Fill `_traced` in plain Python: Dynamo calls this instead of tracing it."""
+    op = _registry.get_op(name)
+    op._traced[torch.device(device), dtype, scope_key] = op.candidates(torch.device(device), dtype)
+    return True
+
+
+def op(
+    name: str,
+    *,
+    check: Callable[P, None] | None = None,
+    composed_of: Iterable[str] = (),
+    autocast: Iterable[str] = (),
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make an op of its reference.
+
+    Args:
+        name: `family.operation`.
+        check: a function with the op's parameters that raises `InputError`; it runs before dispatch.
+        composed_of: names of the ops that the reference calls, if any: a backend may serve those instead.
+        autocast: names of the tensor parameters that `torch.autocast` converts to its dtype.
+
+    Raises:
+        RegistrationError: the name is malformed or taken.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Op[P, R]:
+        made = Op(name, reference, check, composed_of, autocast)
+        _registry.define(made)
+        return made
+
+    return decorate

@@ -1,0 +1,242 @@
+"""What is installed: backends, ops and rewrites, found through entry points when first asked for."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from . import _settings
+from ._errors import PluginWarning, RegistrationError, UnknownNameError
+from ._kernel import Backend, Kernel
+
+if TYPE_CHECKING:
+    from ._op import Op
+    from ._rewrite import Rewrite
+
+BACKENDS_GROUP = "kpt.backends"
+OPS_GROUP = "kpt.ops"
+REWRITES_GROUP = "kpt.rewrites"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A plug-in that could not be used, and why."""
+
+    plugin: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.plugin}: {self.reason}"
+
+
+@dataclass
+class _State:
+    backends: dict[str, Backend] | None = None
+    origins: dict[str, str] = field(default_factory=dict)
+    rewrites: dict[str, "Rewrite"] | None = None
+    ops_discovered: bool = False
+    problems: list[Problem] = field(default_factory=list)
+
+
+_lock = threading.RLock()
+_state = _State()
+_ops: dict[str, "Op[..., Any]"] = {}
+_added: dict[str, Backend] = {}
+
+
+def _problem(plugin: str, reason: str) -> None:
+    problem = Problem(plugin, reason)
+    if problem not in _state.problems:
+        _state.problems.append(problem)
+        warnings.warn(f"KPT goes on without {problem}", PluginWarning, stacklevel=4)
+
+
+def _origin(entry: EntryPoint) -> str:
+    dist = entry.dist
+    return f"{dist.name} {dist.version}" if dist is not None else entry.value
+
+
+def _discover(group: str, accept: Callable[[EntryPoint, Any], None]) -> None:
+    """Load every entry point of a group; a broken one, or two of one name, cost a warning each."""
+    by_name: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=group):
+        by_name.setdefault(entry.name, []).append(entry)
+    for name, entries in sorted(by_name.items()):
+        origins = sorted({_origin(entry) for entry in entries})
+        if len({entry.value for entry in entries}) > 1:
+            _problem(
+                f"{group} {name!r}",
+                f"claimed by {' and by '.join(origins)}; uninstall one of them",
+            )
+            continue
+        try:
+            accept(entries[0], entries[0].load())
+        except Exception as error:
+            _problem(f"{group} {name!r} of {origins[0]}", f"{type(error).__name__}: {error}")
+
+
+def check_backend(backend: object) -> Backend:
+    """Raise `RegistrationError` unless `backend` satisfies the protocol."""
+    if not isinstance(backend, Backend):
+        missing = [
+            name
+            for name in ("name", "device_type", "unavailable", "capabilities", "kernels")
+            if not hasattr(backend, name)
+        ]
+        raise RegistrationError(
+            f"{backend!r} is not a Backend: it lacks {', '.join(missing)}; see kpt_core.Backend for what is needed"
+        )
+    if backend.name == "reference" or not backend.name.isidentifier():
+        raise RegistrationError(f"backend name {backend.name!r} is reserved or not an identifier")
+    return backend
+
+
+def backends() -> dict[str, Backend]:
+    """Installed and added backends by name."""
+    with _lock:
+        if _state.backends is None:
+            found: dict[str, Backend] = {}
+
+            def accept(entry: EntryPoint, value: Any) -> None:
+                backend = check_backend(value)
+                if backend.name != entry.name:
+                    raise RegistrationError(f"its backend calls itself {backend.name!r}; make the two names equal")
+                found[entry.name] = backend
+                _state.origins[entry.name] = _origin(entry)
+
+            _discover(BACKENDS_GROUP, accept)
+            _state.backends = found
+        return {**_state.backends, **_added}
+
+
+def origin(backend: str) -> str:
+    """Distribution and version that a backend came from."""
+    return _state.origins.get(backend, "added by this process")
+
+
+def add_backend(backend: Backend) -> None:
+    """Offer a backend's kernels in this process without installing a package (notebooks, tests).
+
+    Raises:
+        RegistrationError: the object is no backend, or its name is taken.
+    """
+    check_backend(backend)
+    if backend.name in backends():
+        raise RegistrationError(f"backend {backend.name!r} exists already ({origin(backend.name)}); remove it first")
+    _added[backend.name] = backend
+    _forget_selections()
+
+
+def remove_backend(name: str) -> None:
+    """Take back what `add_backend` added.
+
+    Raises:
+        UnknownNameError: no backend of that name was added.
+    """
+    if name not in _added:
+        raise UnknownNameError("added backend", name, _added)
+    del _added[name]
+    _forget_selections()
+
+
+def define(op: "Op[..., Any]") -> None:
+    """Enter an op into the table; called by `@op`."""
+    with _lock:
+        existing = _ops.get(op.name)
+        if existing is not None and existing.defined_in != op.defined_in:
+            raise RegistrationError(f"op {op.name!r} is defined in {existing.defined_in} and in {op.defined_in}")
+        _ops[op.name] = op
+
+
+def ops() -> dict[str, "Op[..., Any]"]:
+    """Every op by name, those of installed feature packages included."""
+    with _lock:
+        if not _state.ops_discovered:
+            _state.ops_discovered = True
+
+            def accept(entry: EntryPoint, value: Any) -> None:
+                for op in value:
+                    if op.name not in _ops:
+                        raise RegistrationError(f"{entry.value} lists {op!r}, which was not made by @kpt_core.op")
+
+            _discover(OPS_GROUP, accept)
+        return dict(_ops)
+
+
+def get_op(name: str) -> "Op[..., Any]":
+    """The op of that name.
+
+    Raises:
+        UnknownNameError: there is none; the message offers the nearest names.
+    """
+    found = _ops.get(name)
+    if found is None:
+        known = ops()
+        if name not in known:
+            raise UnknownNameError("op", name, known, "(`kpt kernels` lists all)")
+        found = known[name]
+    return found
+
+
+def rewrites() -> dict[str, "Rewrite"]:
+    """Rewrites of installed feature packages by name."""
+    with _lock:
+        if _state.rewrites is None:
+            found: dict[str, Rewrite] = {}
+
+            def accept(entry: EntryPoint, value: Any) -> None:
+                for rewrite in value:
+                    if rewrite.name in found:
+                        raise RegistrationError(f"rewrite {rewrite.name!r} exists already")
+                    found[rewrite.name] = rewrite
+
+            _discover(REWRITES_GROUP, accept)
+            _state.rewrites = found
+        return dict(_state.rewrites)
+
+
+def kernels(op: str) -> list[tuple[Backend, Kernel]]:
+    """Every kernel that any backend offers for an op, best first."""
+    offers: list[tuple[Backend, Kernel]] = []
+    for backend in backends().values():
+        offers += [(backend, kernel) for kernel in _kernels_of(backend) if kernel.op == op]
+    return sorted(offers, key=lambda offer: (-offer[1].priority, offer[0].name, offer[1].target))
+
+
+def problems() -> tuple[Problem, ...]:
+    """Every plug-in that could not be used so far; discovers everything first."""
+    backends(), ops(), rewrites()
+    return tuple(_state.problems)
+
+
+def known_choices() -> set[str]:
+    """What `use` and `KPT_USE` accept: backends, kernels' full names, `reference`."""
+    names: set[str] = {"reference"}
+    for backend in backends().values():
+        names.add(backend.name)
+        names.update(kernel.target for kernel in _kernels_of(backend))
+    return names
+
+
+def _kernels_of(backend: Backend) -> Iterable[Kernel]:
+    try:
+        return list(backend.kernels())
+    except Exception as error:
+        _problem(f"backend {backend.name!r}", f"kernels() raised {type(error).__name__}: {error}")
+        return []
+
+
+def _forget_selections() -> None:
+    for op in _ops.values():
+        op.forget()
+
+
+def refresh() -> None:
+    """Forget what was discovered, selected and quarantined, and read the environment variables again."""
+    global _state
+    with _lock:
+        _state = _State()
+        _settings.forget_environment()
+        _forget_selections()

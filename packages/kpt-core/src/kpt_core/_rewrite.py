@@ -1,0 +1,61 @@
+"""Rewrites: the changes of a model that `optimize` may try."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from ._errors import UnknownNameError
+
+#: From what changes no number class, over what costs accuracy within a budget, to what costs more of it.
+LEVELS = ("conservative", "balanced", "aggressive")
+OBJECTIVES = ("latency", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in a model where a rewrite applies.
+
+    Attributes:
+        module: dotted path of the sub-module, as in `model.named_modules()`.
+        op: the op that will serve it afterwards.
+    """
+
+    module: str
+    op: str
+
+
+@runtime_checkable
+class Rewrite(Protocol):
+    """A change of a model, offered by a feature package through the entry-point group `kpt.rewrites`.
+
+    Attributes:
+        name: unique, `family.what`.
+        lossless: the result has the numerics class of the original (same dtype, another order of sums).
+        level: the lowest level that may apply it.
+    """
+
+    name: str
+    lossless: bool
+    level: str
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Every place of `model` where this rewrite applies."""
+
+    def replacement(self, module: nn.Module) -> nn.Module:
+        """A module that takes the place of `module`, which must stay as it is. Lossless ones share its parameters."""
+
+
+def check_level(level: str) -> str:
+    """Raise `UnknownNameError` unless `level` is one."""
+    if level not in LEVELS:
+        raise UnknownNameError("level", level, LEVELS)
+    return level
+
+
+def check_objective(objective: str) -> str:
+    """Raise `UnknownNameError` unless `objective` is one."""
+    if objective not in OBJECTIVES:
+        raise UnknownNameError("objective", objective, OBJECTIVES)
+    return objective

@@ -1,0 +1,219 @@
+"""`moe.experts` for tensors in host memory: one expert after the other, in blocks of rows that stay in cache.
+
+Large temporaries are avoided because fresh pages cost more here than the arithmetic on them: outside of training no
+buffer has more than `_BLOCK` rows.
+"""
+
+import torch
+from torch import Tensor
+
+from ._loops import _library, segments
+from .activations import Activation
+
+#: Rows of one block: enough for the matrix product to reach its rate, few enough for its result to stay in cache.
+_BLOCK = 1024
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+_ACTIVATION = "str activation, float alpha, float beta, float? limit, bool interleaved"
+_library.define(
+    "experts(Tensor x, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, "
+    f"Tensor order, Tensor offsets, {_ACTIVATION}, bool training) -> (Tensor, Tensor)"
+)
+_library.define(
+    "experts_backward(Tensor grad, Tensor x, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, "
+    f"Tensor? down_bias, Tensor order, Tensor offsets, Tensor h, {_ACTIVATION}, bool[] needed) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def forward(
+    x: Tensor,
+    top_k_weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    act: Activation,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the output `[tokens, hidden_size]` and, if training, the pre-activation `[rows, width]`."""
+    parts = (act.name, act.alpha, act.beta, act.limit, act.interleaved)
+    return torch.ops.kpt_moe.experts.default(  # type: ignore[no-any-return]
+        x, top_k_weights, up, down, up_bias, down_bias, order, offsets, *parts, training
+    )
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    top_k_weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    h: Tensor,
+    act: Activation,
+    needed: tuple[bool, ...],
+) -> Gradients:
+    """Gradients of x, top_k_weights, up, down, up_bias and down_bias; None where not needed."""
+    parts = (act.name, act.alpha, act.beta, act.limit, act.interleaved)
+    needed = tuple(need and t is not None for need, t in zip(needed, (x, x, x, x, up_bias, down_bias), strict=True))
+    grads = torch.ops.kpt_moe.experts_backward.default(
+        grad, x, top_k_weights, up, down, up_bias, down_bias, order, offsets, h, *parts, list(needed)
+    )
+    return tuple(g if need else None for need, g in zip(needed, grads, strict=True))  # type: ignore[return-value]
+
+
+@torch.library.impl(_library, "experts", "CPU")
+def _experts(
+    x: Tensor,
+    top_k_weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        act = Activation(activation, alpha, beta, limit, interleaved)
+        total_dtype = _sum_dtype(x)
+        out = torch.zeros(x.shape, dtype=total_dtype)
+        tokens = order // top_k_weights.shape[1]
+        weights = top_k_weights.reshape(-1, 1).to(total_dtype)[order]
+        h_all = x.new_empty(order.shape[0] if training else 0, up.shape[2])
+        for expert, first, last in segments(offsets):
+            for start in range(first, last, _BLOCK):
+                end = min(start + _BLOCK, last)
+                rows = tokens[start:end]
+                h = _product(x[rows], up[expert], None if up_bias is None else up_bias[expert])
+                if training:
+                    h_all[start:end] = h
+                y = _product(act(h), down[expert], None if down_bias is None else down_bias[expert])
+                out.index_add_(0, rows, y.mul_(weights[start:end]) if y.dtype is total_dtype else y * weights[start:end])
+        if training:
+            h_all[int(offsets[-1]) :].zero_()
+        return out.to(x.dtype), h_all
+
+
+@torch.library.impl(_library, "experts_backward", "CPU")
+def _experts_backward(
+    grad: Tensor,
+    x: Tensor,
+    top_k_weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    h: Tensor,
+    activation: str,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
+    with torch.no_grad():
+        act = Activation(activation, alpha, beta, limit, interleaved)
+        total_dtype = _sum_dtype(x)
+        none = x.new_empty(0)
+        grad_x = torch.zeros(x.shape, dtype=total_dtype) if need_x else none
+        grad_weights = top_k_weights.new_zeros(top_k_weights.numel()) if need_weights else none
+        grad_up = _zeros_ordered_as(up) if need_up else none
+        grad_down = _zeros_ordered_as(down) if need_down else none
+        grad_up_bias = torch.zeros_like(up_bias) if need_up_bias and up_bias is not None else none
+        grad_down_bias = torch.zeros_like(down_bias) if need_down_bias and down_bias is not None else none
+        tokens = order // top_k_weights.shape[1]
+        weights = top_k_weights.reshape(-1, 1).to(total_dtype)[order]
+        for expert, start, end in segments(offsets):
+            rows = tokens[start:end]
+            h_e, w_e = h[start:end], weights[start:end]
+            grad_y = grad[rows]
+            a = act(h_e)
+            grad_a = grad_y @ down[expert].t()
+            if need_weights:
+                per_row = _dot(grad_a, a, total_dtype)
+                if down_bias is not None:
+                    per_row += _dot(grad_y, down_bias[expert].expand_as(grad_y), total_dtype)
+                grad_weights.index_copy_(0, order[start:end], per_row.to(grad_weights.dtype))
+            w_own = w_e.to(x.dtype)
+            if need_down:
+                _wgrad_out(a.mul_(w_own), grad_y, grad_down[expert])
+            if need_down_bias:
+                grad_down_bias[expert] = (grad_y * w_e).sum(0)
+            if need_x or need_up or need_up_bias:
+                grad_h = act.backward(grad_a.mul_(w_own), h_e)
+                if need_up:
+                    _wgrad_out(x[rows], grad_h, grad_up[expert])
+                if need_up_bias:
+                    grad_up_bias[expert] = grad_h.sum(0, dtype=total_dtype)
+                if need_x:
+                    grad_x.index_add_(0, rows, (grad_h @ up[expert].t()).to(total_dtype))
+        grad_x = grad_x.to(x.dtype)
+        return grad_x, grad_weights.view_as(top_k_weights) if need_weights else none, *(
+            (grad_up, grad_down, grad_up_bias, grad_down_bias)
+        )
+
+
+@torch.library.register_fake("kpt_moe::experts", lib=_library)
+def _experts_fake(
+    x: Tensor, top_k_weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    order: Tensor, offsets: Tensor, activation: str, alpha: float, beta: float, limit: float | None,
+    interleaved: bool, training: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape), x.new_empty(order.shape[0] if training else 0, up.shape[2])
+
+
+@torch.library.register_fake("kpt_moe::experts_backward", lib=_library)
+def _experts_backward_fake(
+    grad: Tensor, x: Tensor, top_k_weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, order: Tensor, offsets: Tensor, h: Tensor, activation: str, alpha: float, beta: float,
+    limit: float | None, interleaved: bool, needed: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    likes = (x.new_empty(x.shape), torch.empty_like(top_k_weights), _zeros_ordered_as(up), _zeros_ordered_as(down))
+    biases = (torch.empty_like(b) if b is not None else x.new_empty(0) for b in (up_bias, down_bias))
+    return tuple(t if need else x.new_empty(0) for need, t in zip(needed, (*likes, *biases), strict=True))
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Row-wise inner product `[rows]`, summed in `dtype`."""
+    if a.dtype is dtype:
+        return torch.linalg.vecdot(a, b)
+    return (a * b).sum(1, dtype=dtype)
+
+
+def _zeros_ordered_as(weight: Tensor) -> Tensor:
+    """Zeros of `weight`'s shape and memory order: `[E, K, N]` stored either way."""
+    if weight.stride(1) < weight.stride(2):
+        return torch.zeros(weight.mT.shape, dtype=weight.dtype, device=weight.device).mT
+    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def _wgrad_out(x: Tensor, grad: Tensor, out: Tensor) -> None:
+    """`out = x^T grad`, computed in the memory order of `out`."""
+    if out.stride(0) < out.stride(1):
+        torch.mm(grad.t(), x, out=out.t())
+    else:
+        torch.mm(x.t(), grad, out=out)

@@ -1,0 +1,122 @@
+"""Activations of experts and their derivatives, written out so that training saves the pre-activation alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from kpt_core import UnknownNameError
+from torch import Tensor
+from torch.nn import functional as F
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """An elementwise function and `(grad, x) -> grad * f'(x)`."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return _aten.silu_backward(grad, x)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.square(torch.relu(x))
+
+
+_PLAIN = {
+    "silu": _Plain(F.silu, _silu_backward),
+    "gelu": _Plain(F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
+    "gelu_tanh": _Plain(
+        lambda x: F.gelu(x, approximate="tanh"), lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh")
+    ),
+    "relu": _Plain(torch.relu, lambda grad, x: grad * (x > 0)),
+    "relu2": _Plain(_relu_squared, lambda grad, x: grad * (2 * torch.relu(x))),
+}
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+#: Every name that `Activation` accepts: gated ones take gate and up, plain ones a single projection.
+GATED = frozenset(_GATED)
+PLAIN = frozenset(_PLAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What happens between an expert's two products.
+
+    A plain activation maps the pre-activation `[rows, I]` to `f(h)`. A gated one splits `[rows, 2 I]` into gate `g` and
+    up `u`, and gives `f(g) * u`. `swiglu` is, with its three parameters,
+    `c(g) * sigmoid(alpha * c(g)) * (clamp(u, -limit, limit) + beta)` where `c` clamps from above at `limit`: SwiGLU
+    (arXiv:2002.05202) for the defaults, gpt-oss's variant for `alpha=1.702, beta=1, limit=7`.
+
+    Attributes:
+        name: one of `GATED` or `PLAIN`.
+        alpha: factor inside the sigmoid of `swiglu`.
+        beta: what is added to the up projection of `swiglu`.
+        limit: bound of gate and up in `swiglu`, None for none.
+        interleaved: gate and up alternate (`g0 u0 g1 u1 ...`, gpt-oss) instead of being two halves.
+    """
+
+    name: str
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in GATED and self.name not in PLAIN:
+            raise UnknownNameError("activation", self.name, GATED | PLAIN)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the pre-activation holds gate and up."""
+        return self.name in GATED
+
+    @property
+    def _standard(self) -> bool:
+        return self.alpha == 1.0 and self.beta == 0.0 and self.limit is None
+
+    def split(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of gate and up, each `[rows, I]`."""
+        if self.interleaved:
+            return h[..., ::2], h[..., 1::2]
+        gate, up = h.chunk(2, dim=-1)
+        return gate, up
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """The activation of the pre-activation `h` `[rows, I or 2 I]`, as `[rows, I]`."""
+        if not self.gated:
+            return _PLAIN[self.name].forward(h)
+        gate, up = self.split(h)
+        if self._standard or self.name != "swiglu":
+            return _PLAIN[_GATED[self.name]].forward(gate) * up
+        gate, up = self._clamp(gate, up)
+        return gate * torch.sigmoid(gate * self.alpha) * (up + self.beta)
+
+    def backward(self, grad: Tensor, h: Tensor) -> Tensor:
+        """The gradient of `h`, given that of the activation `[rows, I]`."""
+        if not self.gated:
+            return _PLAIN[self.name].backward(grad, h)
+        gate, up = self.split(h)
+        if self._standard or self.name != "swiglu":
+            plain = _PLAIN[_GATED[self.name]]
+            grad_gate, grad_up = plain.backward(grad * up, gate), grad * plain.forward(gate)
+        else:
+            c_gate, c_up = self._clamp(gate, up)
+            sigmoid = torch.sigmoid(c_gate * self.alpha)
+            grad_up = grad * (c_gate * sigmoid)
+            grad_gate = grad * (c_up + self.beta) * (sigmoid * (1 + self.alpha * c_gate * (1 - sigmoid)))
+            if self.limit is not None:
+                grad_gate = grad_gate * (gate <= self.limit)
+                grad_up = grad_up * (up.abs() <= self.limit)
+        if self.interleaved:
+            return torch.stack((grad_gate, grad_up), dim=-1).flatten(-2)
+        return torch.cat((grad_gate, grad_up), dim=-1)
+
+    def _clamp(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        if self.limit is None:
+            return gate, up
+        return gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)

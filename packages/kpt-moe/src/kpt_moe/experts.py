@@ -1,0 +1,191 @@
+"""The experts of a Mixture-of-Experts layer: op `moe.experts`."""
+
+from typing import Any
+
+import torch
+from kpt_core import InputError, op
+from torch import Tensor
+
+from . import _experts_grouped, _experts_loop
+from .activations import Activation
+from .grouped_mm import grouped_mm
+from .permutation import sort_by_expert
+
+
+def _check_experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+) -> None:
+    gated = Activation(activation, alpha, beta, limit, interleaved).gated
+    if x.dim() != 2 or not x.is_floating_point():
+        raise InputError(f"moe.experts: x must be floating [tokens, hidden_size]; got {x.dtype} {list(x.shape)}")
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_weights.shape != top_k_index.shape:
+        raise InputError(
+            f"moe.experts: top_k_index and top_k_weights must both be [{x.shape[0]}, top_k]; "
+            f"got {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
+        )
+    if top_k_index.dtype not in (torch.int64, torch.int32) or not top_k_weights.is_floating_point():
+        raise InputError(
+            "moe.experts: top_k_index must be int64 or int32 and top_k_weights floating; "
+            f"got {top_k_index.dtype} and {top_k_weights.dtype}"
+        )
+    if gate_up_proj.dim() != 3 or down_proj.dim() != 3:
+        raise InputError(
+            "moe.experts: gate_up_proj and down_proj must have three dimensions, the experts first; "
+            f"got {list(gate_up_proj.shape)} and {list(down_proj.shape)}"
+        )
+    num_experts, hidden = gate_up_proj.shape[0], x.shape[1]
+    width = gate_up_proj.shape[2 if transposed else 1]
+    inner = width // 2 if gated else width
+    up_shape = [num_experts, hidden, width] if transposed else [num_experts, width, hidden]
+    down_shape = [num_experts, inner, hidden] if transposed else [num_experts, hidden, inner]
+    if list(gate_up_proj.shape) != up_shape or list(down_proj.shape) != down_shape or (gated and width % 2):
+        raise InputError(
+            f"moe.experts: with hidden_size {hidden}, activation {activation!r} and transposed={transposed}, "
+            f"gate_up_proj {list(gate_up_proj.shape)} asks for itself as {up_shape} and for down_proj as {down_shape}; "
+            f"got down_proj {list(down_proj.shape)}"
+        )
+    for name, bias, size in (("gate_up", gate_up_proj_bias, width), ("down", down_proj_bias, hidden)):
+        if bias is not None and list(bias.shape) != [num_experts, size]:
+            raise InputError(
+                f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}"
+            )
+    for name, tensor in (
+        ("gate_up_proj", gate_up_proj),
+        ("down_proj", down_proj),
+        ("gate_up_proj_bias", gate_up_proj_bias),
+        ("down_proj_bias", down_proj_bias),
+    ):
+        if tensor is not None and (tensor.dtype is not x.dtype or tensor.device != x.device):
+            raise InputError(
+                f"moe.experts: {name} must have x's dtype and device ({x.dtype} on {x.device}); "
+                f"got {tensor.dtype} on {tensor.device}: convert one of them"
+            )
+    if top_k_index.device != x.device or top_k_weights.device != x.device:
+        raise InputError(
+            f"moe.experts: x is on {x.device}, but top_k_index on {top_k_index.device} "
+            f"and top_k_weights on {top_k_weights.device}"
+        )
+
+
+@op(
+    "moe.experts",
+    check=_check_experts,
+    composed_of=("moe.grouped_mm", "moe.grouped_mm_wgrad"),
+    autocast=("x", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
+)
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+) -> Tensor:
+    """Send every token through its experts and sum what they give, weighted by the routing.
+
+    `out[t] = sum_k top_k_weights[t, k] * (act(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])` with
+    `e = top_k_index[t, k]`.
+
+    For backward the input, the pre-activation, the routing and its sorted order are saved, and nothing else: the
+    gradient of the routing weights is taken as `<dA', A>` at the down projection's input (SonicMoE, arXiv:2512.14080).
+    The backward itself is not differentiable.
+
+    Args:
+        x: `[tokens, hidden_size]`.
+        top_k_index: `[tokens, top_k]` int64 or int32. Pairs with an id at or above the number of experts (another
+            rank's experts, dropped pairs) contribute nothing and get no gradient. Negative ids are not allowed.
+        top_k_weights: `[tokens, top_k]`, any floating dtype.
+        gate_up_proj: `[num_experts, width, hidden_size]`, or `[num_experts, hidden_size, width]` if `transposed`; width
+            is `2 * intermediate_size` for gated activations, else `intermediate_size`.
+        down_proj: `[num_experts, hidden_size, intermediate_size]`, or its last two exchanged if `transposed`.
+        gate_up_proj_bias: `[num_experts, width]`.
+        down_proj_bias: `[num_experts, hidden_size]`.
+        activation: gated `swiglu`, `geglu`, `geglu_tanh`, `reglu`; plain `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2`.
+        transposed: the matrices are stored as input by output (gpt-oss) rather than output by input (the default).
+        interleaved: gate and up rows alternate (gpt-oss) instead of being two halves.
+        alpha: factor inside the sigmoid of `swiglu`.
+        beta: what is added to the up projection of `swiglu`.
+        limit: bound of gate (above) and up (both sides) in `swiglu`; None for none.
+
+    Returns:
+        `[tokens, hidden_size]` of x's dtype.
+
+    Raises:
+        InputError: a shape, dtype or device does not fit.
+        UnknownNameError: no such activation.
+    """
+    act = Activation(activation, alpha, beta, limit, interleaved)
+    order, offsets = sort_by_expert(top_k_index, gate_up_proj.shape[0])
+    floats = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
+    return _Experts.apply(*floats, order, offsets, act, transposed, training)  # type: ignore[no-any-return]
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        top_k_weights: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        gate_up_proj_bias: Tensor | None,
+        down_proj_bias: Tensor | None,
+        order: Tensor,
+        offsets: Tensor,
+        act: Activation,
+        transposed: bool,
+        training: bool,
+    ) -> Tensor:
+        up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
+        where = _experts_loop if _in_host_memory(x) else _experts_grouped
+        out, h = where.forward(
+            x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, order, offsets, act, training
+        )
+        if training:
+            ctx.act, ctx.transposed = act, transposed
+            ctx.save_for_backward(
+                x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, order, offsets, h
+            )
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, top_k_weights, gate_up_proj, down_proj, up_bias, down_bias, order, offsets, h = ctx.saved_tensors
+        up, down = (gate_up_proj, down_proj) if ctx.transposed else (gate_up_proj.mT, down_proj.mT)
+        where = _experts_loop if _in_host_memory(x) else _experts_grouped
+        grads = where.backward(
+            grad, x, top_k_weights, up, down, up_bias, down_bias, order, offsets, h, ctx.act, ctx.needs_input_grad[:6]
+        )
+        grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias = grads
+        if not ctx.transposed:
+            grad_up = None if grad_up is None else grad_up.mT
+            grad_down = None if grad_down is None else grad_down.mT
+        return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None, None, None, None
+
+
+def _in_host_memory(x: Tensor) -> bool:
+    """Whether to loop over experts here, or to call `moe.grouped_mm`, for which a backend may have a kernel."""
+    return x.device.type in ("cpu", "meta") and not grouped_mm.has_kernel(x)

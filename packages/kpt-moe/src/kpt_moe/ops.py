@@ -1,0 +1,6 @@
+"""The ops of this package, for the entry-point group `kpt.ops`."""
+
+from .experts import experts
+from .grouped_mm import grouped_mm, grouped_mm_wgrad
+
+OPS = (experts, grouped_mm, grouped_mm_wgrad)

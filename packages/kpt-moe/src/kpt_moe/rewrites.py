@@ -1,0 +1,78 @@
+"""What `kpt_core.optimize` may do to the experts of a Hugging Face model."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kpt_core import InputError, Site
+from torch import nn
+
+#: What transformers' `use_experts_implementation` sets on every module that it decorates.
+_MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "config")
+
+
+def is_transformers_experts(module: nn.Module) -> bool:
+    """Whether a module's experts implementation can be chosen, told without importing transformers."""
+    return all(hasattr(module, mark) for mark in _MARKS) and hasattr(module.config, "_experts_implementation")
+
+
+@dataclass(frozen=True)
+class KptExperts:
+    """Serve an experts module by `moe.experts`; its weights are shared with the original."""
+
+    name: str = "moe.experts"
+    lossless: bool = True
+    level: str = "conservative"
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Every experts module that another implementation serves."""
+        for path, module in model.named_modules():
+            if path and is_transformers_experts(module) and module.config._experts_implementation != "kpt":
+                yield Site(path, "moe.experts")
+
+    def replacement(self, module: nn.Module) -> nn.Module:
+        """The module with its own configuration, in which the implementation is `kpt`."""
+        return _served_by_kpt(module)
+
+
+@dataclass(frozen=True)
+class Bfloat16Experts:
+    """Hold an experts module's float32 weights in bfloat16 and multiply in it: half the bytes, twice the rate."""
+
+    name: str = "moe.experts_bfloat16"
+    lossless: bool = False
+    level: str = "balanced"
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Every experts module with float32 weights."""
+        for path, module in model.named_modules():
+            if path and is_transformers_experts(module):
+                if any(p.dtype is torch.float32 for p in module.parameters(recurse=False)):
+                    yield Site(path, "moe.experts")
+
+    def replacement(self, module: nn.Module) -> nn.Module:
+        """A module with converted copies of the weights."""
+        clone = _served_by_kpt(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            converted = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
+            clone.register_parameter(name, converted)
+        return clone
+
+
+def _served_by_kpt(module: nn.Module) -> nn.Module:
+    """A twin that shares parameters and children, and whose configuration alone differs."""
+    if not is_transformers_experts(module):
+        raise InputError(f"{type(module).__name__} is no experts module of transformers")
+    from . import transformers  # noqa: F401  registers the implementation
+
+    clone: Any = copy.copy(module)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        clone.__dict__[registry] = dict(module.__dict__[registry])
+    clone.config = copy.copy(module.config)
+    clone.config._experts_implementation_internal = "kpt"
+    return clone  # type: ignore[no-any-return]
+
+
+REWRITES = (KptExperts(), Bfloat16Experts())
