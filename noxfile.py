@@ -1,0 +1,164 @@
+"""The checks of the repository, one session each; `nox -l` lists them, CONTRIBUTING.md explains them.
+
+Environments stay in .nox/ and are used again. Five of them hold torch: one per package under test, `workspace`, where
+every package is installed and which demo, bench, docs and types share, and `wheels`, which is made anew each time.
+Everything is installed under constraints/cpu.txt, so a check gives the same answer today and in a year.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.needs_version = ">=2026.10.20"
+nox.options.sessions = ["lint", "imports", "tests"]
+nox.options.default_venv_backend = "virtualenv"  # not uv, which looks for CPU builds of torch in other places than pip
+nox.options.reuse_venv = "yes"
+nox.options.stop_on_first_error = False
+
+PINS = "constraints/cpu.txt"
+FLOORS = "constraints/lowest.txt"
+DIST = Path("dist")
+WORKSPACE = Path(".nox/workspace/bin").absolute()
+OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
+
+
+def project_file(package: str) -> dict[str, Any]:
+    """Read a package's pyproject.toml."""
+    return nox.project.load_toml(f"packages/{package}/pyproject.toml")
+
+
+def siblings(package: str) -> set[str]:
+    """Return the package and every package of ours that it requires, itself or through another."""
+    required = [re.split(r"[^\w-]", requirement)[0] for requirement in project_file(package)["project"]["dependencies"]]
+    return {package}.union(*(siblings(name) for name in required if Path("packages", name).exists()))
+
+
+#: Each package after those that it requires.
+PACKAGES = sorted(
+    (path.parent.name for path in Path("packages").glob("*/pyproject.toml")),
+    key=lambda package: (len(siblings(package)), package),
+)
+
+
+def requirements(*packages: str) -> list[str]:
+    """Return what pip is asked for: the packages and their siblings, editable, and what the packages' tests need."""
+    ours = sorted(set().union(*(siblings(package) for package in packages)))
+    editable = [argument for package in ours for argument in ("-e", f"packages/{package}")]
+    groups = [nox.project.dependency_groups(project_file(package), "test") for package in packages]
+    return [*editable, *sorted(set().union(*groups))]
+
+
+def install(session: nox.Session, *packages: str, also: tuple[str, ...] = (), constraints: str = PINS) -> None:
+    """Install packages, their siblings, what their tests need and `also`, under constraints."""
+    session.log("The first time this takes a minute or two, because torch is large.")
+    session.install("-c", constraints, "--build-constraint", PINS, *requirements(*packages), *also)
+
+
+def run_tests(session: nox.Session, package: str, *options: str) -> None:
+    """Run the tests of one package, where nothing may be fetched from a model hub."""
+    env = {"HF_HUB_OFFLINE": "1"}
+    session.run("pytest", f"packages/{package}/tests", f"--ignore={OUT_OF_TREE}", *options, *session.posargs, env=env)
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
+def tests(session: nox.Session, package: str) -> None:
+    """Test one package with only its siblings and its requirements installed: for kpt-core, torch alone."""
+    install(session, package)
+    run_tests(session, package)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff; `nox -s lint -- --fix` mends what ruff can mend."""
+    session.install("-c", PINS, "ruff")
+    if "--fix" in session.posargs:
+        session.run("ruff", "check", "--fix", ".")
+        session.run("ruff", "format", ".")
+    else:
+        session.run("ruff", "check", ".")
+        session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Check who may import whom, from the source alone."""
+    session.install("-c", PINS, "import-linter")
+    source = os.pathsep.join(str(Path("packages", package, "src").absolute()) for package in PACKAGES)
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": source})
+
+
+@nox.session
+def workspace(session: nox.Session) -> None:
+    """Install every package, editable, into the environment that demo, bench, docs and types share."""
+    install(session, *PACKAGES, also=("mypy", "nox", "types-psutil"))
+
+
+@nox.session(venv_backend="none", requires=["workspace"])
+def types(session: nox.Session) -> None:
+    """Check the types of all packages with mypy's strict mode."""
+    session.run(WORKSPACE / "mypy", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none", requires=["workspace"])
+def docs(session: nox.Session) -> None:
+    """Check that README code and examples run, links resolve, and packages are what the house rules say."""
+    session.run(WORKSPACE / "pytest", "tools", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none", requires=["workspace"])
+def demo(session: nox.Session) -> None:
+    """Run `kpt demo`; what follows `--` is handed to it."""
+    session.run(WORKSPACE / "kpt", "demo", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none", requires=["workspace"])
+def bench(session: nox.Session) -> None:
+    """Run `kpt bench moe`; what follows `--` is handed to it."""
+    session.run(WORKSPACE / "kpt", "bench", "moe", *session.posargs, external=True)
+
+
+@nox.session(reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Build every sdist and wheel, install the wheels in a clean environment and try them there."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.install("-c", PINS, "build")
+    for package in PACKAGES:
+        env = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS}
+        session.run("python", "-m", "build", "--outdir", DIST, f"packages/{package}", env=env)
+    built = sorted(str(path) for path in DIST.glob("*.whl"))
+    # Wheels are named by path, so that no sibling can come from an index.
+    session.install("-c", PINS, *built, "pytest", "hypothesis")
+    session.run("python", "-m", "pip", "check")
+    session.run("python", "tools/check_wheels.py", DIST)
+    if OUT_OF_TREE.exists():
+        session.run("pytest", OUT_OF_TREE, env={"KPT_WHEELS": str(DIST.absolute())})
+    session.chdir(session.create_tmp())  # away from the source
+    session.run("python", "-m", "kpt_core")
+    session.run("kpt", "doctor")
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [nox.param(package, id=package) for package in ("kpt-core", "kpt-moe")])
+def lowest(session: nox.Session, package: str) -> None:
+    """Test with the oldest supported requirements. Not in CI: the old torch brings several GB of CUDA libraries."""
+    install(session, package, constraints=FLOORS)
+    # The deprecation warnings of an old torch are no business of ours.
+    run_tests(session, package, "-W", "default")
+
+
+@nox.session(default=False, reuse_venv=False)
+def pins(session: nox.Session) -> None:
+    """Resolve every requirement anew, torch excepted, and rewrite constraints/cpu.txt; test and commit the result."""
+    lines = Path(PINS).read_text().splitlines()
+    header = [line for line in lines if line.startswith("#")]
+    torch = next(line for line in lines if line.startswith("torch=="))
+    tools = ["build", "editables", "hatchling", "import-linter", "mypy", "nox", "ruff", "types-psutil"]
+    session.install(torch, *requirements(*PACKAGES), *tools)
+    frozen = str(session.run("python", "-m", "pip", "freeze", "--exclude-editable", silent=True))
+    pinned = [re.sub(r"\+\w+$", "", line) for line in frozen.splitlines() if "==" in line]
+    Path(PINS).write_text("\n".join([*header, *pinned]) + "\n")
