@@ -15,6 +15,7 @@ from ._errors import (
     UnknownNameError,
 )
 from ._kernel import Backend, Capability, Kernel
+from ._measure import gain_of, interleaved_times
 from ._op import Op, op
 from ._optimize import Optimized, apply_plan, optimize
 from ._plan import Plan, PlanEntry
@@ -54,7 +55,9 @@ __all__ = [
     "apply_plan",
     "backends",
     "explain",
+    "gain_of",
     "get_op",
+    "interleaved_times",
     "op",
     "optimize",
     "ops",

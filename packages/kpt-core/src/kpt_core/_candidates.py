@@ -1,6 +1,5 @@
 """Which kernels may serve an op on a device: everything about a choice that does not depend on the call's arguments."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from . import _registry
-from ._errors import KptError, PluginWarning, UnknownNameError
+from ._errors import KptError, UnknownNameError
 from ._kernel import Backend, Kernel, compare_signatures, load
 from ._selection import REFERENCE, Refusal
 from ._settings import Scope
@@ -31,9 +30,15 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignatu
     def describe(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return (tuple(value.shape), value.dtype, value.device, value.requires_grad)
+        if isinstance(value, list | tuple):
+            return tuple(map(describe, value))
         return repr(value)
 
     return (*map(describe, args), *((name, describe(value)) for name, value in sorted(kwargs.items())))
+
+
+def _any_requires_grad(tree: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
 
 
 @dataclass(eq=False, slots=True)
@@ -53,14 +58,16 @@ class Candidate:
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call is not for this kernel, or None."""
-        if self.kernel.forward_only and torch.is_grad_enabled():
-            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
-                return "forward only, and a gradient is needed"
+        if self.kernel.forward_only and torch.is_grad_enabled() and _any_requires_grad((args, kwargs)):
+            return "forward only, and a gradient is needed"
         if self.unsupported is not None:
             reason = self.unsupported(*args, **kwargs)
             if reason is not None:
                 return reason
         if self.quarantined:
+            if torch.compiler.is_compiling():
+                # Shapes may be symbols here.
+                return "quarantined for some signature; compiled code leaves it out for all"
             failure = self.quarantined.get(call_signature(args, kwargs))
             if failure is not None:
                 return f"quarantined for this signature: it raised {failure}"
@@ -89,7 +96,7 @@ def find_candidates(
     device: torch.device,
     dtype: torch.dtype,
     scope: Scope,
-    loaded: dict[str, Candidate],
+    loaded: dict[tuple[str, Kernel], Candidate],
 ) -> Candidates:
     """Sort the kernels offered for an op into accepted and refused.
 
@@ -100,29 +107,33 @@ def find_candidates(
         device: device of the first tensor.
         dtype: dtype of the first tensor.
         scope: settings in force.
-        loaded: candidates made before, by target; what is quarantined must survive a change of scope.
+        loaded: candidates made before, by backend and kernel; what is quarantined must survive a change of scope.
     """
+    for named, _ in scope.choices:
+        if named != "*":
+            _registry.get_op(named)
     choice = scope.choice(op)
     if choice is not None and choice not in _registry.known_choices():
         raise UnknownNameError("backend or kernel", choice, _registry.known_choices(), "(asked for by use or KPT_USE)")
     offers = _registry.kernels(op)
-    if choice is not None and ":" in choice and not any(kernel.target == choice for _, kernel in offers):
+    limited = (op, choice) in scope.choices
+    if choice is not None and ":" in choice and not limited and not any(k.target == choice for _, k in offers):
         choice = None  # a kernel of another op: this one is chosen automatically
     accepted, refusals = [], []
     for backend, kernel in offers:
         reason = (
-            None
-            if choice in (None, backend.name, kernel.target)
-            else f"{choice} was asked for (use or KPT_USE)"
+            None if choice in (None, backend.name, kernel.target) else f"{choice} was asked for (use or KPT_USE)"
         ) or _static_refusal(backend, kernel, device, dtype, scope)
         if reason is None:
             try:
-                candidate = loaded.get(kernel.target) or _load(reference, backend, kernel)
-            except (ImportError, AttributeError) as error:
+                candidate = loaded.get((backend.name, kernel)) or _load(reference, backend, kernel)
+            except KptError:
+                raise
+            except Exception as error:
                 reason = f"could not be loaded: {type(error).__name__}: {error}"
-                warnings.warn(f"KPT goes on without kernel {kernel.target}: {reason}", PluginWarning, stacklevel=4)
+                _registry.report(f"kernel {kernel.target}", reason)
             else:
-                loaded[kernel.target] = candidate
+                loaded[backend.name, kernel] = candidate
                 accepted.append(candidate)
                 continue
         refusals.append(Refusal(backend.name, kernel.target, reason))

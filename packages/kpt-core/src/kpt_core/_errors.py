@@ -1,6 +1,8 @@
 """Every error and warning that KPT raises, in one hierarchy."""
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -55,3 +57,11 @@ class KernelFailedWarning(KptWarning):
 
 class FallbackWarning(KptWarning):
     """An accelerator runs the pure PyTorch reference because no kernel accepted the call."""
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warn at the line outside this package that called it, however deep the call lies."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

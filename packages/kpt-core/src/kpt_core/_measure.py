@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,37 +16,55 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def interleaved_medians(
-    before: Callable[[], object], after: Callable[[], object], device: torch.device, seconds: float = 0.6
-) -> tuple[float, float, float]:
-    """Median seconds of `before` and `after`, run in turn so that a change of the machine's load meets both.
+def interleaved_times(
+    functions: Sequence[Callable[[], object]], device: torch.device, seconds: float = 0.6, rounds: int | None = None
+) -> list[list[float]]:
+    """Time several functions in turn, so that a change of the machine's load meets all of them.
 
     Args:
-        before: called without arguments.
-        after: likewise.
+        functions: called without arguments, each once a round after two rounds of warm-up.
         device: waited for before the clock is read.
-        seconds: about how long to measure; at least five rounds are run, at most two hundred.
+        seconds: about how long to measure in all; at least five rounds are run, at most two hundred.
+        rounds: how many rounds to run instead.
 
     Returns:
-        Median of `before`, median of `after`, and the noise: the standard error of the median of the per-round ratios,
-        relative. A gain smaller than twice the noise is no gain.
+        Seconds of each round, a list for each function.
     """
+    times: list[list[float]] = [[] for _ in functions]
 
-    def run(function: Callable[[], object]) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        return time.perf_counter() - start
+    def run_all(first: int) -> list[tuple[int, float]]:
+        taken = []
+        for offset in range(len(functions)):
+            index = (first + offset) % len(functions)
+            synchronize(device)
+            start = time.perf_counter()
+            functions[index]()
+            synchronize(device)
+            taken.append((index, time.perf_counter() - start))
+        return taken
 
-    run(before), run(after)
-    estimate = run(before) + run(after)
-    rounds = max(5, min(200, int(seconds / max(estimate, 1e-9))))
-    times = [(run(before), run(after)) if i % 2 else tuple(reversed((run(after), run(before)))) for i in range(rounds)]
-    first, second = (list(column) for column in zip(*times, strict=True))
-    ratios = [a / b for a, b in times]
-    spread = statistics.median(abs(r - statistics.median(ratios)) for r in ratios)
-    return statistics.median(first), statistics.median(second), 1.86 * spread / rounds**0.5
+    run_all(0)
+    estimate = sum(taken for _, taken in run_all(0))
+    for turn in range(rounds or max(5, min(200, int(seconds / max(estimate, 1e-9))))):
+        for index, taken in run_all(turn):
+            times[index].append(taken)
+    return times
+
+
+def gain_of(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """How much faster `after` is, and the noise of that figure.
+
+    Args:
+        before: seconds of each round.
+        after: seconds of the same rounds.
+
+    Returns:
+        The median of the rounds' ratios, and its standard error (from the median absolute deviation), relative to 1.
+    """
+    ratios = [a / b for a, b in zip(before, after, strict=True)]
+    gain = statistics.median(ratios)
+    spread = statistics.median(abs(ratio - gain) for ratio in ratios)
+    return gain, 1.86 * spread / len(ratios) ** 0.5
 
 
 def relative_error(after: Any, before: Any) -> float:

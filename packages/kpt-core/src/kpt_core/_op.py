@@ -1,18 +1,27 @@
 """An op: one operation's contract, and the dispatch of its calls to kernels."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import _registry
 from ._autocast import without_autocast
 from ._candidates import PACKAGES, Candidate, Candidates, call_signature, find_candidates
-from ._errors import FallbackWarning, InputError, KernelFailedWarning, KptError, NoKernelError, RegistrationError
-from ._kernel import signature_of
+from ._errors import (
+    FallbackWarning,
+    InputError,
+    KernelFailedWarning,
+    KptError,
+    NoKernelError,
+    RegistrationError,
+    warn_caller,
+)
+from ._kernel import Kernel, signature_of
 from ._selection import REFERENCE, Refusal, Selection
 from ._settings import Scope, current, effective, scoped
 
@@ -60,7 +69,7 @@ class Op(Generic[P, R]):
         self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
         #: What traced calls read: a plain dictionary, so that Dynamo guards on what it finds there.
         self._traced: dict[tuple[torch.device, torch.dtype, str], Candidates] = {}
-        self._loaded: dict[str, Candidate] = {}
+        self._loaded: dict[tuple[str, Kernel], Candidate] = {}
         self._said: set[str] = set()
 
     def __repr__(self) -> str:
@@ -71,9 +80,13 @@ class Op(Generic[P, R]):
             return self._call_autocast(args, kwargs)
         if self.check is not None:
             self.check(*args, **kwargs)
-        if args and current.scope is None:
+        # Not while Dynamo traces: it would guard on what `_direct` lacks, and trace again after the next eager call.
+        if args and current.scope is None and not is_dynamo_compiling():
             first: Any = args[0]
-            call = self._direct.get((first.device, first.dtype))
+            try:
+                call = self._direct.get((first.device, first.dtype))
+            except AttributeError:
+                call = None  # no tensor: `_dispatch` says so
             if call is not None:
                 try:
                     return call(*args, **kwargs)  # type: ignore[no-any-return]
@@ -84,7 +97,15 @@ class Op(Generic[P, R]):
         return self._dispatch(args, kwargs)
 
     def _call_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Convert the parameters named in `autocast`, as torch does for its own ops, and call with autocast off."""
+        """Convert as autocast asks, and call with autocast off."""
+        args, kwargs = self._convert(args, kwargs)
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        with without_autocast(self._first_tensor(args, kwargs).device.type):
+            return self._dispatch(args, kwargs)
+
+    def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Convert the parameters named in `autocast`, as torch does for its own ops."""
         device_type = self._first_tensor(args, kwargs).device.type
         if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
@@ -96,10 +117,7 @@ class Op(Generic[P, R]):
 
             args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
             kwargs = {name: convert(name, value) for name, value in kwargs.items()}
-        if self.check is not None:
-            self.check(*args, **kwargs)
-        with without_autocast(device_type):
-            return self._dispatch(args, kwargs)
+        return args, kwargs
 
     def forget(self) -> None:
         """Drop cached selections and quarantine."""
@@ -111,14 +129,14 @@ class Op(Generic[P, R]):
 
     def candidates(self, device: torch.device, dtype: torch.dtype) -> Candidates:
         """The kernels that may serve calls on `device` with a first tensor of `dtype`, under the settings in force."""
-        scope = replace(effective(), log=None)
-        key = (device, dtype, scope)
-        found = self._found.get(key)
+        scope = effective()
+        found = self._found.get((device, dtype, scope))
         if found is None:
+            scope = replace(scope, log=None)
             found = find_candidates(
                 self.name, self.reference, bool(self.composed_of), device, dtype, scope, self._loaded
             )
-            self._found[key] = found
+            self._found[device, dtype, scope] = found
         return found
 
     def has_kernel(self, x: torch.Tensor) -> bool:
@@ -129,24 +147,29 @@ class Op(Generic[P, R]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
         """What a call with these arguments would run, and why not the others; nothing is computed."""
+        first = self._first_tensor(args, kwargs)
+        if self.autocast:
+            args, kwargs = self._convert(args, kwargs)  # type: ignore[assignment]
+            first = self._first_tensor(args, kwargs)
         if self.check is not None:
             self.check(*args, **kwargs)
-        first = self._first_tensor(args, kwargs)
-        found = self.candidates(first.device, first.dtype)
-        candidate, refusals = self._choose(found, args, kwargs)
-        if candidate is None:
-            self._require_reference(found, refusals, first.device)
-        children = self._explain_children(args, kwargs) if candidate is None and self.composed_of else ()
+        with without_autocast(first.device.type) if self.autocast else nullcontext():
+            found = self.candidates(first.device, first.dtype)
+            candidate, refusals = self._choose(found, args, kwargs)
+            if candidate is None:
+                self._require_reference(found, refusals, first.device)
+            children = self._explain_children(args, kwargs) if candidate is None and self.composed_of else ()
         return self._selection(first.device, candidate, refusals, children)
 
     def _explain_children(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Selection, ...]:
+        """What the ops that the reference calls would run: it runs on fake tensors, and so do their references."""
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.utils._pytree import tree_map_only
 
         log: list[Selection] = []
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-        with scoped(replace(effective(), log=log)), mode:
+        with scoped(replace(effective(), log=log, dry=True)), mode:
             self.reference(*fake_args, **fake_kwargs)
         return tuple(log)
 
@@ -163,7 +186,8 @@ class Op(Generic[P, R]):
         scope = effective()
         found = self.candidates(first.device, first.dtype)
         result = self._run(found, scope, first.device, args, kwargs)
-        if current.scope is None:
+        # Unless the kernels changed while it ran, in this thread or in another.
+        if current.scope is None and self._found.get((first.device, first.dtype, scope)) is found:
             if not found.accepted:
                 self._direct[first.device, first.dtype] = self.reference
             elif found.accepted[0].unconditional:
@@ -176,8 +200,9 @@ class Op(Generic[P, R]):
         for candidate in found.accepted:
             if candidate.refusal(args, kwargs) is None:
                 return candidate.call(*args, **kwargs)  # type: ignore[no-any-return]
-        if not found.reference:
-            raise NoKernelError(f"{self.name}: {found.explicit} was asked for and accepts no such call")
+        refusal = _fall_back_while_tracing(self.name, str(first.device), first.dtype)
+        if refusal is not None:
+            raise NoKernelError(refusal)
         return self.reference(*args, **kwargs)
 
     def _traced_candidates(self, x: torch.Tensor) -> Candidates:
@@ -212,10 +237,12 @@ class Op(Generic[P, R]):
             candidate, refusals = self._choose(found, args, kwargs)
             if candidate is None:
                 self._require_reference(found, refusals, device)
+                if not scope.dry:
+                    self._warn_fallback(found, refusals, device)
             try:
                 result = self._call(candidate, refusals, scope, device, args, kwargs)
             except Exception as error:
-                if candidate is None:
+                if candidate is None or scope.dry:
                     # The reference fails too: the call is wrong, not the kernels.
                     for other, _ in failed:
                         other.quarantined.pop(call_signature(args, kwargs), None)
@@ -226,8 +253,8 @@ class Op(Generic[P, R]):
                 self._quarantine(candidate, error, args, kwargs)
                 failed.append((candidate, error))
                 continue
-            for other, error in failed:
-                self._warn_failed(other, error, candidate)
+            for other, failure in failed:
+                self._warn_failed(other, failure, candidate)
             return result
 
     def _call(
@@ -239,12 +266,14 @@ class Op(Generic[P, R]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> R:
-        call = self.reference if candidate is None else candidate.call
+        call = self.reference if candidate is None or scope.dry else candidate.call
         if scope.log is None:
             return call(*args, **kwargs)
         children: list[Selection] = []
         with scoped(replace(scope, log=children)):
             result = call(*args, **kwargs)
+        if scope.dry and candidate is not None:
+            children = []
         scope.log.append(self._selection(device, candidate, refusals, tuple(children)))
         return result
 
@@ -256,7 +285,6 @@ class Op(Generic[P, R]):
         if scope.strict or found.explicit:
             error.add_note(f"raised by kernel {candidate.kernel.target} of op {self.name}")
             raise error
-        self._direct.pop((first.device, first.dtype), None)
         self._quarantine(candidate, error, args, kwargs)
         return self._run(found, scope, first.device, args, kwargs, [(candidate, error)])
 
@@ -272,21 +300,26 @@ class Op(Generic[P, R]):
         return Selection(self.name, str(device), backend, kernel, tuple(refusals), children)
 
     def _require_reference(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> None:
-        """Raise if the reference may not serve the call; say once if it does so on an accelerator."""
-        trace = "".join(f"\n  {refusal}" for refusal in refusals)
+        """Raise if the reference may not serve the call."""
+        refusal = self._refuse_reference(found, refusals, device)
+        if refusal is not None:
+            raise NoKernelError(refusal)
+
+    def _refuse_reference(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> str | None:
         if not found.reference:
-            raise NoKernelError(f"no kernel for {self.name} on {device}: {found.explicit} was asked for{trace}")
-        if device.type in ("cpu", "meta") or found.explicit:
-            return
-        advice = f"install {PACKAGES[device.type]}" if device.type in PACKAGES else "see `kpt doctor`"
-        if effective().strict:
-            raise NoKernelError(f"no kernel for {self.name} on {device} (strict); {advice}{trace}")
-        if device.type not in self._said:
+            return f"no kernel for {self.name} on {device}: {found.explicit} was asked for{_trace(refusals)}"
+        if _is_slow(found, device) and effective().strict:
+            return f"no kernel for {self.name} on {device} (strict); {_advice(device)}{_trace(refusals)}"
+        return None
+
+    def _warn_fallback(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> None:
+        """Say once for each type of accelerator that the reference serves it."""
+        if _is_slow(found, device) and device.type not in self._said:
             self._said.add(device.type)
-            warnings.warn(
-                f"{self.name} runs its PyTorch reference on {device}, which is slow; {advice}{trace}",
+            warn_caller(
+                f"{self.name} runs its PyTorch reference on {device}, which is slow; "
+                f"{_advice(device)}{_trace(refusals)}",
                 FallbackWarning,
-                stacklevel=5,
             )
 
     @staticmethod
@@ -294,26 +327,65 @@ class Op(Generic[P, R]):
         """Whether a failure is the kernel's own: running out of memory and refusals of KPT are not."""
         return not isinstance(error, KptError | torch.OutOfMemoryError | MemoryError)
 
-    @staticmethod
-    def _quarantine(candidate: Candidate, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _quarantine(
+        self, candidate: Candidate, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         candidate.quarantined[call_signature(args, kwargs)] = f"{type(error).__name__}: {error}"
+        self._direct.clear()  # the short path asks for no quarantine
 
     def _warn_failed(self, failed: Candidate, error: Exception, ran: Candidate | None) -> None:
-        warnings.warn(
+        warn_caller(
             f"kernel {failed.kernel.target} raised {type(error).__name__}: {error}; it is quarantined for this "
             f"signature of {self.name} and {ran.kernel.target if ran else 'the reference'} ran "
             "(KPT_STRICT=1 raises instead)",
             KernelFailedWarning,
-            stacklevel=5,
         )
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+def _trace(refusals: Iterable[Refusal]) -> str:
+    return "".join(f"\n  {refusal}" for refusal in refusals)
+
+
+def _is_slow(found: Candidates, device: torch.device) -> bool:
+    """Whether the reference would serve an accelerator without having been asked for."""
+    return device.type not in ("cpu", "meta") and not found.explicit
+
+
+def _advice(device: torch.device) -> str:
+    return f"install {PACKAGES[device.type]}" if device.type in PACKAGES else "see `kpt doctor`"
+
+
+def _constant_while_tracing(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo call a function instead of tracing it, as `torch.compiler.assume_constant_result` does.
+
+    That one imports Dynamo, which takes longer than everything else here.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_while_tracing
 def _find_while_tracing(name: str, device: str, dtype: torch.dtype, scope_key: str) -> bool:
-    """Fill `_traced` in plain Python: Dynamo calls this instead of tracing it."""
+    """Fill `_traced`."""
     op = _registry.get_op(name)
     op._traced[torch.device(device), dtype, scope_key] = op.candidates(torch.device(device), dtype)
     return True
+
+
+@_constant_while_tracing
+def _fall_back_while_tracing(name: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why the reference may not serve a traced call; if it may and is slow, that is said."""
+    op = _registry.get_op(name)
+    found = op.candidates(torch.device(device), dtype)
+    refused = [
+        Refusal(candidate.backend, candidate.kernel.target, "refuses these arguments (`explain` says why)")
+        for candidate in found.accepted
+    ]
+    refusals = [*found.refusals, *refused]
+    refusal = op._refuse_reference(found, refusals, torch.device(device))
+    if refusal is None:
+        op._warn_fallback(found, refusals, torch.device(device))
+    return refusal
 
 
 def op(

@@ -2,8 +2,9 @@
 
 import copy
 import platform
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from . import _registry
 from ._errors import InputError, UnknownNameError
-from ._measure import interleaved_medians, parameter_bytes, relative_error
+from ._measure import gain_of, interleaved_times, parameter_bytes, relative_error
 from ._plan import Plan, PlanEntry
 from ._rewrite import LEVELS, Rewrite, Site, check_level, check_objective
 from ._selection import REFERENCE, Selection
@@ -224,12 +225,8 @@ def _attempt(
     if objective == "memory":
         gain, noise = parameter_bytes(current) / max(parameter_bytes(candidate), 1), 0.0
     else:
-        before, after, noise = interleaved_medians(
-            lambda: current(*module_args, **module_kwargs),
-            lambda: candidate(*module_args, **module_kwargs),
-            _device(current),
-        )
-        gain = before / after
+        contest = (lambda: current(*module_args, **module_kwargs), lambda: candidate(*module_args, **module_kwargs))
+        gain, noise = gain_of(*interleaved_times(contest, _device(current)))
     what = "smaller" if objective == "memory" else "faster"
     if gain <= 1 + 2 * noise:
         return entry(kernel, gain, error, False, f"not {what} by more than the noise ({2 * noise:.1%})")
@@ -246,8 +243,6 @@ def _settle(
     budget: float,
 ) -> tuple[list[PlanEntry], float]:
     """Roll kept rewrites back, the least accurate first, until the model's own output is within the budget."""
-    from dataclasses import replace
-
     while True:
         error = relative_error(work.model(*args, **kwargs), expected)
         kept = [entry for entry in entries if entry.kept]
@@ -274,9 +269,9 @@ def _whole(
         work.model(*args, **kwargs)
 
     originals = {path: chain[0] for path, chain in work._originals.items()}
-    before, after, _ = interleaved_medians(lambda: run(originals), lambda: run(changed), device, seconds=2.0)
+    before, after = interleaved_times((lambda: run(originals), lambda: run(changed)), device, seconds=2.0)
     run(changed)
-    return before, after
+    return statistics.median(before), statistics.median(after)
 
 
 def _bytes_of_original(work: Optimized) -> int:

@@ -1,14 +1,13 @@
 """What is installed: backends, ops and rewrites, found through entry points when first asked for."""
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from . import _settings
-from ._errors import PluginWarning, RegistrationError, UnknownNameError
+from ._errors import PluginWarning, RegistrationError, UnknownNameError, warn_caller
 from ._kernel import Backend, Kernel
 
 if TYPE_CHECKING:
@@ -46,11 +45,12 @@ _ops: dict[str, "Op[..., Any]"] = {}
 _added: dict[str, Backend] = {}
 
 
-def _problem(plugin: str, reason: str) -> None:
+def report(plugin: str, reason: str) -> None:
+    """Warn, the first time, that a plug-in can't be used; `problems` lists it from then on."""
     problem = Problem(plugin, reason)
     if problem not in _state.problems:
         _state.problems.append(problem)
-        warnings.warn(f"KPT goes on without {problem}", PluginWarning, stacklevel=4)
+        warn_caller(f"KPT goes on without {problem}", PluginWarning)
 
 
 def _origin(entry: EntryPoint) -> str:
@@ -66,7 +66,7 @@ def _discover(group: str, accept: Callable[[EntryPoint, Any], None]) -> None:
     for name, entries in sorted(by_name.items()):
         origins = sorted({_origin(entry) for entry in entries})
         if len({entry.value for entry in entries}) > 1:
-            _problem(
+            report(
                 f"{group} {name!r}",
                 f"claimed by {' and by '.join(origins)}; uninstall one of them",
             )
@@ -74,11 +74,13 @@ def _discover(group: str, accept: Callable[[EntryPoint, Any], None]) -> None:
         try:
             accept(entries[0], entries[0].load())
         except Exception as error:
-            _problem(f"{group} {name!r} of {origins[0]}", f"{type(error).__name__}: {error}")
+            report(f"{group} {name!r} of {origins[0]}", f"{type(error).__name__}: {error}")
 
 
 def check_backend(backend: object) -> Backend:
     """Raise `RegistrationError` unless `backend` satisfies the protocol."""
+    if isinstance(backend, type):
+        raise RegistrationError(f"{backend!r} is a class; give an instance of it")
     if not isinstance(backend, Backend):
         missing = [
             name
@@ -158,7 +160,7 @@ def ops() -> dict[str, "Op[..., Any]"]:
 
             def accept(entry: EntryPoint, value: Any) -> None:
                 for op in value:
-                    if op.name not in _ops:
+                    if getattr(op, "name", None) not in _ops:
                         raise RegistrationError(f"{entry.value} lists {op!r}, which was not made by @kpt_core.op")
 
             _discover(OPS_GROUP, accept)
@@ -224,7 +226,7 @@ def _kernels_of(backend: Backend) -> Iterable[Kernel]:
     try:
         return list(backend.kernels())
     except Exception as error:
-        _problem(f"backend {backend.name!r}", f"kernels() raised {type(error).__name__}: {error}")
+        report(f"backend {backend.name!r}", f"kernels() raised {type(error).__name__}: {error}")
         return []
 
 

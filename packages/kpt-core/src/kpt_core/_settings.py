@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from ._errors import InputError
 from ._selection import REFERENCE, Selection
 
@@ -26,12 +28,14 @@ class Scope:
         disabled: backends and kernels that may not run.
         strict: raise where KPT would otherwise warn and go on.
         log: where `record` collects the selections of calls, None if nobody listens.
+        dry: kernels are chosen, but references run in their place (on fake tensors, for `explain`).
     """
 
     choices: tuple[tuple[str, str], ...] = ()
     disabled: frozenset[str] = frozenset()
     strict: bool = False
     log: list[Selection] | None = field(default=None, compare=False)
+    dry: bool = field(default=False, compare=False)
 
     @property
     def key(self) -> str:
@@ -48,14 +52,14 @@ def _split(value: str) -> list[str]:
 
 
 def parse_choices(value: str) -> tuple[tuple[str, str], ...]:
-    """`nvidia`, `reference`, `pkg.mod:kernel` or `moe.experts=reference`, comma-separated."""
+    """`nvidia`, `reference`, `pkg.mod:kernel` or `moe.experts=reference`, comma-separated; pairs win over the others."""
     choices = []
     for part in _split(value):
-        op, separator, name = part.rpartition("=")
+        op, separator, name = map(str.strip, part.rpartition("="))
         if separator and not (op and name):
             raise InputError(f"{KPT_USE}={value!r}: {part!r} is not of the form 'name' or 'op=name'")
         choices.append((op or "*", name))
-    return tuple(choices)
+    return tuple(sorted(choices, key=lambda choice: choice[0] != "*"))
 
 
 def read_environment() -> Scope:
@@ -71,8 +75,10 @@ def read_environment() -> Scope:
 
 
 class _Current(threading.local):
-    #: None when nothing but the environment applies: dispatch then takes its short path.
-    scope: Scope | None = None
+    def __init__(self) -> None:
+        # Not a class attribute: Dynamo's guard on one of a thread-local misses that a thread sets its own later.
+        #: None when nothing but the environment applies: dispatch then takes its short path.
+        self.scope: Scope | None = None
 
 
 current = _Current()
@@ -113,8 +119,14 @@ def scoped(scope: Scope) -> Iterator[Scope]:
 def record() -> Iterator[list[Selection]]:
     """Collect the selection of every op called by this thread inside the block, in call order.
 
-    Composite references nest: the ops that they call are the `children` of their selection.
+    Composite references nest: the ops that they call are the `children` of their selection. Calls in compiled code are
+    not recorded: what they run was chosen when they were compiled.
+
+    Raises:
+        InputError: opened inside a compiled function.
     """
+    if torch.compiler.is_compiling():
+        raise InputError("record() can't be opened inside a compiled function: open it around eager calls")
     log: list[Selection] = []
     with scoped(replace(effective(), log=log)):
         yield log

@@ -81,7 +81,7 @@ def backward(
     if need_down:
         grad_down = _weight_gradient((a * weights).to(x.dtype), grad_y, offsets, down)
     if need_down_bias and down_bias is not None:
-        grad_down_bias = _sum_by_expert(grad_y * weights, expert, down_bias)
+        grad_down_bias = _sum_by_expert(_inside_only(grad_y * weights, offsets), expert, down_bias)
     if need_x or need_up or need_up_bias:
         grad_h = act.backward((grad_a * weights).to(x.dtype), h)
         if need_up:

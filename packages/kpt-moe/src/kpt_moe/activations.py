@@ -13,28 +13,35 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """An elementwise function and `(grad, x) -> grad * f'(x)`."""
+    """An elementwise function, the same into a given buffer, and `(grad, x) -> grad * f'(x)`."""
 
     forward: Callable[[Tensor], Tensor]
+    into: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return _aten.silu_backward(grad, x)
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return torch.square(torch.relu(x))
+def _gelu(approximate: str) -> _Plain:
+    return _Plain(
+        lambda x: F.gelu(x, approximate=approximate),
+        lambda x, out: _aten.gelu.out(x, approximate=approximate, out=out),
+        lambda grad, x: _aten.gelu_backward(grad, x, approximate=approximate),
+    )
 
 
 _PLAIN = {
-    "silu": _Plain(F.silu, _silu_backward),
-    "gelu": _Plain(F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
-    "gelu_tanh": _Plain(
-        lambda x: F.gelu(x, approximate="tanh"), lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh")
+    "silu": _Plain(
+        F.silu, lambda x, out: _aten.silu.out(x, out=out), lambda grad, x: _aten.silu_backward(grad, x)
     ),
-    "relu": _Plain(torch.relu, lambda grad, x: grad * (x > 0)),
-    "relu2": _Plain(_relu_squared, lambda grad, x: grad * (2 * torch.relu(x))),
+    "gelu": _gelu("none"),
+    "gelu_tanh": _gelu("tanh"),
+    "relu": _Plain(
+        torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out), lambda grad, x: grad * (x > 0)
+    ),
+    "relu2": _Plain(
+        lambda x: torch.square(torch.relu(x)),
+        lambda x, out: torch.clamp_min(x, 0, out=out).square_(),
+        lambda grad, x: grad * (2 * torch.relu(x)),
+    ),
 }
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
@@ -95,6 +102,15 @@ class Activation:
             return _PLAIN[_GATED[self.name]].forward(gate) * up
         gate, up = self._clamp(gate, up)
         return gate * torch.sigmoid(gate * self.alpha) * (up + self.beta)
+
+    def into(self, h: Tensor, out: Tensor) -> Tensor:
+        """`self(h)` written into `out` `[rows, I]`, without a temporary where there is no limit."""
+        if not self.gated:
+            return _PLAIN[self.name].into(h, out)
+        gate, up = self.split(h)
+        if self._standard or self.name != "swiglu":
+            return _PLAIN[_GATED[self.name]].into(gate, out).mul_(up)
+        return out.copy_(self(h))
 
     def backward(self, grad: Tensor, h: Tensor) -> Tensor:
         """The gradient of `h`, given that of the activation `[rows, I]`."""

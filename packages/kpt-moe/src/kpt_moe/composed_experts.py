@@ -54,6 +54,6 @@ def composed_experts(
         y = y + down_proj_bias[expert]
     if post_norm is not None:
         y = post_norm(y)
-    weights = top_k_weights.reshape(-1)[order].unsqueeze(1)
+    weights = top_k_weights.reshape(-1)[order].unsqueeze(1).masked_fill(away, 0)
     weighted = (y * weights).masked_fill(away, 0)
     return weighted[inverse(order)].view(x.shape[0], top_k, x.shape[1]).sum(1).to(x.dtype)

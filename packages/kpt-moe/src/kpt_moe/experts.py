@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from kpt_core import InputError, op
+from kpt_core import InputError, KptError, op
 from torch import Tensor
 
 from . import _experts_grouped, _experts_loop
@@ -139,7 +139,28 @@ def experts(
     order, offsets = sort_by_expert(top_k_index, gate_up_proj.shape[0])
     floats = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    return _Experts.apply(*floats, order, offsets, act, transposed, training)  # type: ignore[no-any-return]
+    if training:
+        return _Experts.apply(*floats, order, offsets, act, transposed)  # type: ignore[no-any-return]
+    return _forward(*floats, order, offsets, act, transposed, training)[0]
+
+
+def _forward(
+    x: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None,
+    down_proj_bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    act: Activation,
+    transposed: bool,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output, and the pre-activation if training."""
+    up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
+    where = _experts_loop if _in_host_memory(x) else _experts_grouped
+    return where.forward(x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, order, offsets, act, training)
 
 
 class _Experts(torch.autograd.Function):
@@ -156,23 +177,25 @@ class _Experts(torch.autograd.Function):
         offsets: Tensor,
         act: Activation,
         transposed: bool,
-        training: bool,
     ) -> Tensor:
-        up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
-        where = _experts_loop if _in_host_memory(x) else _experts_grouped
-        out, h = where.forward(
-            x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, order, offsets, act, training
-        )
-        if training:
-            ctx.act, ctx.transposed = act, transposed
-            ctx.save_for_backward(
-                x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, order, offsets, h
-            )
+        tensors = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, order, offsets)
+        out, h = _forward(*tensors, act, transposed, training=True)
+        ctx.act, ctx.transposed = act, transposed
+        ctx.save_for_backward(*tensors, h)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _Experts._gradients(ctx, grad)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # A graph of the gradients is wanted (create_graph=True). torch's once_differentiable would leave them out
+            # of it without a word where `grad` is a constant: a gradient penalty would then train nothing.
+            grads = _NotTwice.apply(*ctx.saved_tensors[:6], grad, *grads)
+        return *grads, None, None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, top_k_weights, gate_up_proj, down_proj, up_bias, down_bias, order, offsets, h = ctx.saved_tensors
         up, down = (gate_up_proj, down_proj) if ctx.transposed else (gate_up_proj.mT, down_proj.mT)
         where = _experts_loop if _in_host_memory(x) else _experts_grouped
@@ -183,7 +206,19 @@ class _Experts(torch.autograd.Function):
         if not ctx.transposed:
             grad_up = None if grad_up is None else grad_up.mT
             grad_down = None if grad_down is None else grad_down.mT
-        return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None, None, None, None
+        return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
+
+
+class _NotTwice(torch.autograd.Function):
+    """Gradients (the last six arguments) tied to what they depend on, so that differentiating them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[-6:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise KptError("moe.experts has no second derivative; kpt_moe.composed_experts has one")
 
 
 def _in_host_memory(x: Tensor) -> bool:

@@ -5,10 +5,12 @@
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import activations as hf_activations
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
@@ -85,38 +87,43 @@ def kpt_experts_forward(
     return out.to(hidden_states.dtype)
 
 
+#: What experts modules with a gating of their own were found to apply, and the numbers that they then had. Beside the
+#: modules, not in them: a pickled model must not need KPT.
+_asked: "WeakKeyDictionary[nn.Module, tuple[Any, Activation | None]]" = WeakKeyDictionary()
+
+
 def known_activation(module: Any) -> Activation | None:
     """Which of our activations an experts module applies, or None if it is one of its own.
 
-    A module that overrides `_apply_gate` is asked what it does to a few numbers, since its class says nothing.
+    A module that overrides `_apply_gate` is asked what it does to a few numbers, since its class says nothing; again
+    only when one of the numbers that we know of has changed.
     """
-    cached = module.__dict__.get("_kpt_activation", module)
-    if cached is not module:
-        return cached  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         return _identify_constant(module)  # type: ignore[no-any-return]
-    found = _identify(module)
-    # Not a module attribute proper: it must not show in state_dict, repr or children.
-    module.__dict__["_kpt_activation"] = found
-    return found
+    return _identify(module)
 
 
 def _identify(module: Any) -> Activation | None:
-    plain = _plain_name(getattr(module, "act_fn", None))
+    act_fn = getattr(module, "act_fn", None)
+    plain = _plain_name(act_fn)
     if not module.has_gate:
         return None if plain is None else Activation(plain)
-    if type(module)._apply_gate is _default_apply_gate:
+    if getattr(module._apply_gate, "__func__", None) is _default_apply_gate:
         return Activation(_GATED_BY_PLAIN[plain]) if plain in _GATED_BY_PLAIN else None
     limit = _number(module, "limit", "swiglu_limit")
     alpha = _number(module, "alpha", "swiglu_alpha")
+    numbers = (plain, act_fn if plain is None else None, alpha, limit)
+    before, found = _asked.get(module, (None, None))
+    if before != numbers:
+        found = _ask(module, alpha or 1.0, limit)
+        _asked[module] = numbers, found
+    return found
+
+
+def _ask(module: Any, alpha: float, limit: float | None) -> Activation | None:
     interleaved = not module.is_concatenated
-    for candidate in (
-        Activation(_SWIGLU, alpha or 1.0, 1.0, limit, interleaved),
-        Activation(_SWIGLU, alpha or 1.0, 0.0, limit, interleaved),
-    ):
-        if _same(module, candidate):
-            return candidate
-    return None
+    candidates = (Activation(_SWIGLU, alpha, beta, limit, interleaved) for beta in (1.0, 0.0))
+    return next((candidate for candidate in candidates if _same(module, candidate)), None)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
@@ -145,11 +152,12 @@ def _number(module: Any, *names: str) -> float | None:
 def _same(module: Any, candidate: Activation) -> bool:
     """Whether the module's gating equals `candidate` on a grid that crosses its limits, to float64's accuracy."""
     reach = 2 * (candidate.limit or 4.0)
-    points = torch.linspace(-reach, reach, 33, dtype=torch.float64)
-    gate, up = (axis.flatten() for axis in torch.meshgrid(points, points, indexing="ij"))
-    pair = torch.stack((gate, up), dim=-1)
-    h = pair.flatten().unsqueeze(0) if candidate.interleaved else torch.cat((gate, up)).unsqueeze(0)
-    with torch.no_grad():
+    # Real numbers, also while the model itself is only described (meta device, fake tensors).
+    with torch.no_grad(), _disable_current_modes():
+        points = torch.linspace(-reach, reach, 33, dtype=torch.float64, device="cpu")
+        gate, up = (axis.flatten() for axis in torch.meshgrid(points, points, indexing="ij"))
+        pair = torch.stack((gate, up), dim=-1)
+        h = pair.flatten().unsqueeze(0) if candidate.interleaved else torch.cat((gate, up)).unsqueeze(0)
         return torch.allclose(module._apply_gate(h), candidate(h), rtol=1e-12, atol=1e-12)
 
 

@@ -1,0 +1,5 @@
+"""`python -m kpt_cli` is the command `kpt`."""
+
+from .main import main
+
+main()

@@ -1,0 +1,132 @@
+"""The command `kpt bench`."""
+
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .moe import Line
+
+app = typer.Typer(help="Measure KPT beside its peers, in one run.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure KPT beside its peers, in one run."""
+
+
+@app.command()
+def moe(
+    quick: Annotated[bool, typer.Option(help="Two small shapes, a few seconds.")] = False,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16; may be repeated.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long each line takes.")] = 8.0,
+    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Experts of a MoE layer: KPT beside transformers' eager and grouped_mm, and a dense product of equal operations.
+
+    Refuses to report if KPT's result is less accurate than eager's against float64.
+    """
+    import torch
+    from kpt_core import UnknownNameError
+    from rich.console import Console
+    from rich.live import Live
+
+    from . import moe as benchmark
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    names = dtype or ["float32", "bfloat16"]
+    for name in names:
+        if name not in known:
+            raise UnknownNameError("dtype", name, known)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
+    dtypes = tuple(known[name] for name in names)
+    lines: list[Line] = []
+    running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
+    if as_json:
+        lines.extend(running)
+    else:
+        with Live(_table(lines), console=Console()) as live:
+            for line in running:
+                lines.append(line)
+                live.update(_table(lines))
+    report = {"benchmark": "moe", "machine": _machine(), "lines": [line.as_dict() for line in lines]}
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    if output is not None:
+        _write(output, report)
+
+
+def _table(lines: "list[Line]") -> "Table":
+    from rich.table import Table
+
+    from .moe import PEERS
+
+    table = Table(
+        title="MoE experts, forward. How much faster KPT is than each peer, medians of interleaved rounds",
+        caption="gain = peer's time / KPT's time, with its standard error; dense is one feed-forward without routing",
+    )
+    for heading in ("shape", "hidden", "dtype"):
+        table.add_column(heading)
+    for heading in ("kpt", "tokens/s", "GFLOP/s", *(f"vs {peer}" for peer in PEERS), "vs dense"):
+        table.add_column(heading, justify="right")
+    for line in lines:
+        kpt, *others = line.results
+        gains = [f"{other.gain:.2f}x ±{other.noise:.2f}" for other in others]
+        shape = f"{line.shape.name}, {line.shape.num_experts} experts, top-{line.shape.top_k}"
+        table.add_row(
+            shape,
+            str(line.shape.hidden_size),
+            line.dtype,
+            f"{kpt.seconds * 1e3:.2f} ms",
+            f"{kpt.tokens_per_second:,.0f}",
+            f"{kpt.gflops:.0f}",
+            *gains,
+        )
+    return table
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+    from transformers import __version__ as transformers_version
+
+    return {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+    }
+
+
+def _processor() -> str:
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    except OSError:
+        return platform.processor()
+    return next((value.strip() for key, value in fields.items() if key.strip() == "model name"), platform.processor())
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(report, file, indent=2)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+

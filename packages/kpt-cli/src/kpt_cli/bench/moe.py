@@ -1,0 +1,239 @@
+"""The MoE benchmark: experts served by KPT, by transformers, and a dense product of the same operations."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from kpt_core import KptError, gain_of, interleaved_times
+from torch import Tensor
+from torch.nn import functional as F
+
+#: Implementations of transformers that are measured beside KPT.
+PEERS = ("eager", "grouped_mm")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One line of the benchmark.
+
+    Attributes:
+        name: what the line stands for.
+        tokens: rows that enter the experts.
+        hidden_size: size of a token.
+        intermediate_size: inner width of an expert.
+        num_experts: number of experts.
+        top_k: experts per token.
+        gated: SwiGLU experts of three matrices, else GELU experts of two.
+    """
+
+    name: str
+    tokens: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    gated: bool
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products."""
+        matrices = 3 if self.gated else 2
+        return 2 * matrices * self.tokens * self.top_k * self.hidden_size * self.intermediate_size
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights of the experts that at least some token needs, at most all of them."""
+        matrices = 3 if self.gated else 2
+        experts = min(self.num_experts, self.tokens * self.top_k)
+        return experts * matrices * self.hidden_size * self.intermediate_size * dtype.itemsize
+
+
+SHAPES = (
+    Shape("prefill 32x128", 4096, 512, 2048, 8, 2, gated=False),
+    Shape("prefill 32x128", 4096, 1024, 4096, 8, 2, gated=False),
+    Shape("decode 1", 1, 2048, 1024, 64, 8, gated=True),
+    Shape("decode 8", 8, 2048, 1024, 64, 8, gated=True),
+)
+QUICK_SHAPES = (
+    replace(SHAPES[0], name="prefill 4x128", tokens=512),
+    replace(SHAPES[2], hidden_size=512, intermediate_size=256),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one implementation did on one shape.
+
+    Attributes:
+        implementation: `kpt`, a name of `PEERS`, or `dense`.
+        seconds: median time of a forward.
+        tokens_per_second: tokens through the layer.
+        gflops: billions of operations a second.
+        gain: KPT's speed over this implementation's, the median of the rounds' ratios; 1 for `kpt` itself.
+        noise: standard error of `gain`.
+    """
+
+    implementation: str
+    seconds: float
+    tokens_per_second: float
+    gflops: float
+    gain: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """All results on one shape and dtype."""
+
+    shape: Shape
+    dtype: str
+    results: tuple[Result, ...]
+
+    @property
+    def best_peer(self) -> Result:
+        """The fastest of transformers' implementations."""
+        return min((r for r in self.results if r.implementation in PEERS), key=lambda r: r.seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "best_peer": self.best_peer.implementation, "gain": self.best_peer.gain}
+
+
+class GateError(KptError):
+    """The benchmark refuses to report, because KPT's result is not right."""
+
+
+def run(shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: float, seed: int) -> Iterator[Line]:
+    """Measure every shape in every dtype.
+
+    Args:
+        shapes: what to measure.
+        dtypes: in which dtypes.
+        seconds: about how long each line takes.
+        seed: of weights, inputs and routings.
+
+    Yields:
+        A line as soon as it is measured.
+
+    Raises:
+        GateError: KPT's error against float64 exceeds that of transformers' eager implementation.
+    """
+    for shape in shapes:
+        for dtype in dtypes:
+            generator = torch.Generator().manual_seed(seed)
+            module = _transformers_experts(shape, dtype, generator)
+            _gate(shape, module, generator)
+            yield _measure(shape, module, generator, seconds)
+
+
+def _transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
+    """An experts module of transformers, of Qwen3-MoE (gated) or of Nemotron-H (plain), with random weights."""
+    import kpt_moe.transformers  # noqa: F401  registers "kpt"
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = SimpleNamespace(
+        num_experts=shape.num_experts,
+        num_local_experts=shape.num_experts,
+        n_routed_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        moe_intermediate_size=shape.intermediate_size,
+        moe_latent_size=None,
+        hidden_act="silu",
+        mlp_hidden_act="gelu",
+        _experts_implementation="eager",
+    )
+    kind: Any = Qwen3MoeExperts if shape.gated else NemotronHExperts
+    module = kind(config).to(dtype).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        bound = (3 / parameter.shape[-1]) ** 0.5
+        parameter.uniform_(-bound, bound, generator=generator)
+    return module
+
+
+def _routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    scores = torch.rand(shape.tokens, shape.num_experts, generator=generator)
+    index = scores.topk(shape.top_k, dim=-1).indices
+    weights = torch.rand(shape.tokens, shape.top_k, generator=generator)
+    return index, weights / weights.sum(-1, keepdim=True)
+
+
+def _gate(shape: Shape, module: Any, generator: torch.Generator) -> None:
+    """Refuse unless KPT is as close to float64 as eager is: 1.1x its mean error, 2x its largest."""
+    few = replace(shape, tokens=min(shape.tokens, 64))
+    index, weights = _routing(few, generator)
+    x = torch.randn(few.tokens, few.hidden_size, generator=generator).to(module.down_proj.dtype)
+    up = module.gate_up_proj if shape.gated else module.up_proj
+    exact = torch.zeros(x.shape, dtype=torch.float64)
+    for expert in index.unique().tolist():
+        token, choice = torch.where(index == expert)
+        h = F.linear(x[token].double(), up[expert].double())
+        a = F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if shape.gated else F.gelu(h)
+        y = F.linear(a, module.down_proj[expert].double())
+        exact.index_add_(0, token, y * weights[token, choice, None].double())
+    errors = {}
+    for name in ("kpt", "eager"):
+        module.config._experts_implementation = name
+        difference = (module(x, index, weights).double() - exact).abs()
+        errors[name] = (difference.mean().item(), difference.max().item())
+    (mean, largest), (peer_mean, peer_largest) = errors["kpt"], errors["eager"]
+    floor = torch.finfo(torch.float64).eps * exact.abs().max().item()
+    if not (mean <= 1.1 * peer_mean + floor and largest <= 2 * peer_largest + floor):
+        raise GateError(
+            f"no figures for {shape.name} in {x.dtype}: KPT's error against float64 is {mean:.2e} on average and "
+            f"{largest:.2e} at most, transformers' eager has {peer_mean:.2e} and {peer_largest:.2e}"
+        )
+
+
+def _measure(shape: Shape, module: Any, generator: torch.Generator, seconds: float) -> Line:
+    dtype = module.down_proj.dtype
+    x = torch.randn(shape.tokens, shape.hidden_size, generator=generator).to(dtype)
+    # A small call is measured on many routings in turn, so that weights come from memory as they do in a model.
+    routings = [_routing(shape, generator) for _ in range(16 if shape.tokens < 64 else 1)]
+
+    def experts(implementation: str) -> Callable[[], object]:
+        turns = iter(range(10**9))
+
+        def call() -> object:
+            module.config._experts_implementation = implementation
+            return module(x, *routings[next(turns) % len(routings)])
+
+        return call
+
+    names = ("kpt", *PEERS, "dense")
+    contest = [*(experts(name) for name in names[:-1]), _dense(shape, x, generator)]
+    with torch.inference_mode():
+        times = interleaved_times(contest, x.device, seconds)
+    results = []
+    for name, taken in zip(names, times, strict=True):
+        median = statistics.median(taken)
+        gain, noise = gain_of(taken, times[0])
+        results.append(Result(name, median, shape.tokens / median, shape.flops / median / 1e9, gain, noise))
+    return Line(shape, str(dtype).removeprefix("torch."), tuple(results))
+
+
+def _dense(shape: Shape, x: Tensor, generator: torch.Generator) -> Callable[[], object]:
+    """A dense feed-forward of as many operations: one wide expert for few tokens, one expert for many rows."""
+    rows, width = shape.tokens * shape.top_k, shape.intermediate_size
+    copies = 1
+    if shape.tokens < shape.num_experts:
+        rows, width = shape.tokens, shape.intermediate_size * shape.top_k
+        copies = max(1, shape.num_experts // shape.top_k)
+    gate = 2 if shape.gated else 1
+
+    def weight(*size: int) -> Tensor:
+        return torch.empty(*size, dtype=x.dtype).uniform_(-0.05, 0.05, generator=generator)
+
+    layers = [(weight(gate * width, shape.hidden_size), weight(shape.hidden_size, width)) for _ in range(copies)]
+    inputs = x.repeat(rows // shape.tokens, 1)
+    turns = iter(range(10**9))
+
+    def call() -> object:
+        up, down = layers[next(turns) % copies]
+        h = F.linear(inputs, up)
+        a = F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if shape.gated else F.gelu(h)
+        return F.linear(a, down)
+
+    return call

@@ -1,0 +1,80 @@
+"""The peak memory of one phase of one model, measured in a process of its own: `python -m kpt_cli.demo.memory_probe`.
+
+Prints one JSON object. The peak is that of resident memory while the phase runs, the model being loaded already.
+"""
+
+import argparse
+import gc
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import kpt_core
+
+from .model import load_model, quiet_transformers
+from .speed import generate_timed
+
+#: Tokens of the prompt where decoding is measured.
+SHORT_PROMPT = 16
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def measure(model_folder: Path, plan: Path | None, phase: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+    """Load a model, apply a plan to it if there is one, run a phase and read the peak."""
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401  counted as library, not as model
+
+    libraries = psutil.Process().memory_info().rss
+    quiet_transformers()
+    model = load_model(model_folder)
+    if plan is not None:
+        model = kpt_core.apply_plan(model, kpt_core.Plan.load(plan), inplace=True).model
+    gc.collect()
+    loaded = psutil.Process().memory_info().rss
+    forget_peak()
+    tokens = prompt_tokens if phase == "prefill" else SHORT_PROMPT
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
+    generate_timed(model, prompt, 2 if phase == "prefill" else new_tokens)
+    return {"libraries": libraries, "loaded": loaded, "peak": peak()}
+
+
+def forget_peak() -> None:
+    """Begin the peak anew, where the system allows it: loading must not hide what the phase needs."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return
+
+
+def peak() -> int:
+    """The most bytes that were resident."""
+    if _STATUS.exists():
+        # Not ru_maxrss, which on Linux begins with the size of the process that started this one.
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024
+
+
+def main() -> None:
+    """Run the probe."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("phase", choices=("prefill", "decode"))
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--prompt-tokens", type=int, required=True)
+    parser.add_argument("--new-tokens", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    print(json.dumps(measure(given.model, given.plan, given.phase, given.prompt_tokens, given.new_tokens)))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

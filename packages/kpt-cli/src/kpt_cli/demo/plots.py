@@ -1,0 +1,190 @@
+"""The figures of the report, drawn with matplotlib in colours that the page decides."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from .comparison import NOISE, Comparison
+from .training import TrainingLog
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """Colours by what they are for."""
+
+    ink: str
+    muted: str
+    grid: str
+    before: str
+    after: str
+    held_out: str
+
+
+#: For files that stand alone.
+PAPER = Palette("#1c2430", "#667080", "#dde2e8", "#9aa4b2", "#2f6fdf", "#d4622a")
+#: Stand-ins that `inline` replaces by CSS variables, so that figures follow the page into dark mode.
+CSS = Palette("#010101", "#020202", "#030303", "#040404", "#050505", "#060606")
+_VARIABLES = {
+    CSS.ink: "var(--ink)",
+    CSS.muted: "var(--muted)",
+    CSS.grid: "var(--grid)",
+    CSS.before: "var(--before)",
+    CSS.after: "var(--after)",
+    CSS.held_out: "var(--held-out)",
+}
+
+
+def loss_figure(log: TrainingLog, vocabulary: int, palette: Palette) -> "Figure":
+    """Loss over training: each batch, their running mean, and held-out text."""
+    figure, axes = _figure(7.6, 3.3, palette)
+    steps = range(1, len(log.losses) + 1)
+    axes.plot(steps, log.losses, color=palette.after, alpha=0.25, linewidth=0.8)
+    smooth = _smooth(log.losses)
+    axes.plot(steps, smooth, color=palette.after, linewidth=1.8)
+    held_steps, held = zip(*log.held_out, strict=True)
+    axes.plot(held_steps, held, color=palette.held_out, linewidth=1.2, marker="o", markersize=4)
+    guess = math.log(vocabulary)
+    axes.axhline(guess, color=palette.muted, linewidth=0.8, linestyle=(0, (2, 3)))
+    last = len(log.losses)
+    note = f"guessing among {vocabulary:,} tokens: {guess:.2f}"
+    axes.annotate(note, (last, guess), (0, 4), textcoords="offset points", ha="right", color=palette.muted, fontsize=8.5)
+    # Labels at the ends of the lines instead of a legend, kept apart where the lines meet.
+    ends = sorted(((held[-1], "held-out", palette.held_out), (smooth[-1], "training", palette.after)), reverse=True)
+    for (value, name, colour), shift in zip(ends, (5, -5), strict=True):
+        axes.annotate(
+            f"{name} {value:.2f}",
+            (last, value),
+            (8, shift),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            fontsize=9,
+            annotation_clip=False,
+        )
+    axes.set_xlabel("training step", color=palette.muted)
+    axes.set_ylabel("cross-entropy, nats per token", color=palette.muted)
+    axes.set_xlim(0, last)
+    axes.set_ylim(top=guess + 0.08 * (guess - min(log.losses)) + 0.05)
+    figure.subplots_adjust(left=0.08, right=0.86, top=0.97, bottom=0.15)
+    return figure
+
+
+def comparison_figure(comparisons: Sequence[Comparison], palette: Palette) -> "Figure":
+    """Before and after, side by side, with the first and third quartile as whiskers."""
+    figure: Any = _new_figure(7.6, 2.7)
+    for index, comparison in enumerate(comparisons):
+        axes = figure.add_subplot(1, len(comparisons), index + 1)
+        _style(axes, palette)
+        axes.grid(visible=False)
+        axes.spines["left"].set_visible(False)
+        axes.set_yticks([])
+        for place, (spread, colour) in enumerate(
+            ((comparison.before, palette.before), (comparison.after, palette.after))
+        ):
+            axes.bar(place, spread.median, width=0.62, color=colour)
+            whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
+            axes.errorbar(place, spread.median, whiskers, color=palette.ink, linewidth=1, capsize=3)
+            axes.annotate(
+                f"{spread.median:,.0f}",
+                (place, max(spread.high, spread.median)),
+                (0, 4),
+                textcoords="offset points",
+                ha="center",
+                color=palette.ink,
+                fontsize=9,
+            )
+        axes.set_xticks([0, 1], ["before", "after"], color=palette.ink)
+        axes.set_xlim(-0.6, 1.6)
+        axes.set_ylim(0, max(comparison.before.high, comparison.after.high) * 1.16)
+        axes.set_title(f"{comparison.name}\n{comparison.unit}", fontsize=9, color=palette.ink, pad=6)
+        colour = palette.muted if comparison.verdict == NOISE or comparison.gain < 1 else palette.after
+        axes.set_xlabel(comparison.verdict, color=colour, fontsize=9)
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.82, bottom=0.2, wspace=0.18)
+    return figure  # type: ignore[no-any-return]
+
+
+def load_figure(shares: Sequence[Sequence[float]], palette: Palette) -> "Figure":
+    """The share of router decisions, a row for each layer and a cell for each expert."""
+    from matplotlib.patches import Rectangle
+
+    layers, experts = len(shares), len(shares[0])
+    figure, axes = _figure(7.6, 0.75 + 0.46 * layers, palette)
+    largest = max(max(row) for row in shares)
+    for layer, row in enumerate(shares):
+        for expert, share in enumerate(row):
+            # Shades of one colour by opacity, which works on a light page and on a dark one.
+            alpha = 0.06 + 0.72 * share / largest
+            cell = Rectangle((expert, layer), 0.95, 0.92, facecolor=palette.after, alpha=alpha, linewidth=0)
+            axes.add_patch(cell)
+            axes.text(
+                expert + 0.475, layer + 0.46, f"{share:.0%}", ha="center", va="center", color=palette.ink, fontsize=9
+            )
+    axes.grid(visible=False)
+    axes.set_xlim(0, experts)
+    axes.set_ylim(layers, 0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xticks([expert + 0.475 for expert in range(experts)], [f"expert {e}" for e in range(experts)])
+    axes.set_yticks([layer + 0.46 for layer in range(layers)], [f"layer {layer}" for layer in range(layers)])
+    axes.xaxis.tick_top()
+    figure.subplots_adjust(left=0.08, right=0.995, top=1 - 0.38 / (0.75 + 0.46 * layers), bottom=0.02)
+    return figure
+
+
+def inline(figure: "Figure", name: str) -> str:
+    """A figure as an SVG element for an HTML page: its colours are the page's, its ids begin with `name`."""
+    import matplotlib
+
+    buffer = StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # An HTML parser knows these namespaces by itself.
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{name}-", svg)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg.replace("<svg ", f'<svg role="img" class="figure" aria-labelledby="{name}-caption" ', 1)
+
+
+def _figure(width: float, height: float, palette: Palette) -> "tuple[Figure, Axes]":
+    figure = _new_figure(width, height)
+    axes = figure.add_subplot()
+    _style(axes, palette)
+    return figure, axes
+
+
+def _new_figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    # Not pyplot: no global state, and no window system is looked for.
+    return Figure(figsize=(width, height))
+
+
+def _style(axes: "Axes", palette: Palette) -> None:
+    axes.set_facecolor("none")
+    axes.grid(axis="y", color=palette.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(palette.grid)
+    axes.tick_params(colors=palette.muted, length=0, labelsize=9)
+
+
+def _smooth(values: Sequence[float], weight: float = 0.93) -> list[float]:
+    """A running mean that does not begin at zero."""
+    mean, total, smooth = 0.0, 0.0, []
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        total = weight * total + (1 - weight)
+        smooth.append(mean / total)
+    return smooth

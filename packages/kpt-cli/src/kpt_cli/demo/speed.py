@@ -1,0 +1,86 @@
+"""How fast a model reads a prompt and writes after it, through `generate`, as its user would run it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .comparison import Comparison, of_times
+
+#: Called with (rounds done, rounds in all).
+OnRound = Callable[[int, int], None]
+
+
+class Clock:
+    """A streamer of `generate` that notes when each token arrives; the prompt arrives first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        """Note the time; the token is on the host, so its computation is over."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to be done."""
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from the prompt to the first token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def decode(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.times[-1] - self.times[1]
+
+
+def generate_timed(model: Any, prompt: Tensor, new_tokens: int) -> Clock:
+    """Generate exactly `new_tokens` greedily."""
+    clock = Clock()
+    model.generate(prompt, streamer=clock, **greedy(new_tokens))
+    return clock
+
+
+def greedy(new_tokens: int) -> dict[str, Any]:
+    """Options of `generate`: always the likeliest token, and no early end."""
+    from transformers import GenerationConfig
+
+    # Token 0 both ends a file and pads; min_new_tokens keeps it from ending a measurement.
+    config = GenerationConfig(
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return {"generation_config": config}
+
+
+def compare_speed(
+    before: Any, after: Any, prompt: Tensor, new_tokens: int, rounds: int, on_round: OnRound
+) -> list[Comparison]:
+    """Time two models in turn, so that a change of the machine's load meets both.
+
+    Args:
+        before: the model as it was.
+        after: the model with the plan applied.
+        prompt: `[1, tokens]`.
+        new_tokens: to generate after it.
+        rounds: of each model; one more is run first and not counted.
+        on_round: is told how it goes.
+    """
+    clocks: dict[bool, list[Clock]] = {False: [], True: []}
+    for turn in range(-1, rounds):
+        on_round(turn + 1, rounds + 1)
+        # Who goes first alternates, since the second finds a warmer machine.
+        for optimised in (False, True) if turn % 2 else (True, False):
+            clock = generate_timed(after if optimised else before, prompt, new_tokens)
+            if turn >= 0:
+                clocks[optimised].append(clock)
+    on_round(rounds + 1, rounds + 1)
+    return [
+        of_times("prefill", prompt.numel(), [c.prefill for c in clocks[False]], [c.prefill for c in clocks[True]]),
+        of_times("decode", new_tokens - 1, [c.decode for c in clocks[False]], [c.decode for c in clocks[True]]),
+    ]

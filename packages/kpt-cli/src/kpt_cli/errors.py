@@ -1,0 +1,48 @@
+"""What goes wrong, as one sentence."""
+
+import errno
+import sys
+
+
+class CliError(Exception):
+    """A wrong argument or input that the command line found itself: what was given, what was expected, what to do.
+
+    It stands beside `kpt_core.KptError`, which importing costs torch, so that wrong input is answered at once.
+    """
+
+
+def sentence(error: BaseException) -> str | None:
+    """The sentence for an error that is not a bug of this program, None for all others."""
+    if isinstance(error, CliError) or _is_kpt_error(error):
+        return str(error)
+    if isinstance(error, OSError):
+        return _os_sentence(error)
+    if _is_out_of_memory(error):
+        return f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more RAM'}; try less at a time"
+    return None
+
+
+def _is_kpt_error(error: BaseException) -> bool:
+    # An error of the core can't exist before the core was imported.
+    core = sys.modules.get("kpt_core")
+    return core is not None and isinstance(error, core.KptError)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator of the CPU
+
+
+def _os_sentence(error: OSError) -> str:
+    what = error.strerror or str(error) or type(error).__name__
+    path = error.filename2 or error.filename  # of two files, the second is the one that is written
+    where = f" ({path})" if path else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"the disk is full or a size limit was hit{where}: {what}; make room or choose another folder"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission{where}: {what}; choose a place that you may read and write"
+    if error.errno is None:
+        return what
+    return f"{what}{where}"

@@ -1,0 +1,66 @@
+"""The command `kpt kernels`."""
+
+import warnings
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.padding import Padding
+
+from kpt_cli.console import complain, heading, out, print_json, say, table
+
+if TYPE_CHECKING:
+    from .report import OpRow
+
+
+def kernels(
+    op: Annotated[
+        str | None, typer.Argument(metavar="OP", help="Show this op alone, with its contract.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """List the ops, their kernels, and what becomes of each kernel on this machine's devices."""
+    import kpt_core
+    from kpt_cli.devices import present
+
+    from .report import op_row
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", kpt_core.PluginWarning)  # told below, each once
+        devices = present().kinds
+        rows = [op_row(name, devices) for name in ([op] if op is not None else sorted(kpt_core.ops()))]
+        problems = kpt_core.problems()
+    for problem in problems:
+        complain("warning", f"KPT goes on without {problem}")
+    for text in dict.fromkeys(text for row in rows for text in row.broken):
+        complain("warning", text)
+    if as_json:
+        print_json(
+            {
+                "devices": [device.as_dict() for device in devices],
+                "ops": [row.as_dict() for row in rows],
+                "problems": [str(problem) for problem in problems],
+            }
+        )
+        return
+    if not rows:
+        say("No ops are installed; feature packages bring them, for instance `pip install kpt-moe`.")
+    for row in rows:
+        _show(row, contract=op is not None)
+
+
+def _show(row: "OpRow", *, contract: bool) -> None:
+    heading(row.op)
+    if contract:
+        out().print(Padding(row.contract, (0, 0, 0, 2), expand=False))
+    elif row.summary:
+        say(f"  {row.summary}")
+    if row.composed_of:
+        say(f"  calls {', '.join(row.composed_of)}, each of which is chosen for itself")
+    out().print()
+    devices = list(row.reference_on)
+    made = table("priority", "kernel", "backend", "needs", *devices, wide=devices[-1], right=("priority",))
+    for kernel in row.kernels:
+        needs = ", ".join(kernel.requires) or "-"
+        made.add_row(str(kernel.priority), kernel.kernel, kernel.backend, needs, *kernel.on.values())
+    made.add_row("last", row.reference, "reference", "-", *row.reference_on.values())
+    out().print(made)

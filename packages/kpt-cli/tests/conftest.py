@@ -1,0 +1,149 @@
+"""What the tests of the command line share: a way to run it, tiny models, and plug-ins made on the spot."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import kpt_core
+from kpt_cli.main import app
+
+# The models are tiny: more threads would only wait for each other, longest where other processes run.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    """No variable of the person who runs the tests may matter."""
+    for name in list(os.environ):
+        if name.startswith("KPT_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    kpt_core.refresh()
+    yield
+    monkeypatch.undo()
+    kpt_core.refresh()
+
+
+@pytest.fixture
+def kpt() -> Callable[..., Result]:
+    """Run the command line in this process."""
+
+    def run(*arguments: object) -> Result:
+        kpt_core.refresh()
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="kpt")
+
+    return run
+
+
+@pytest.fixture
+def kpt_process(tmp_path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Run the command line in a process of its own; `plugins` is a folder on its import path."""
+
+    def run(*arguments: object, plugins: Path | None = None, env: dict[str, str] | None = None, **options):
+        path = os.pathsep.join(filter(None, [str(plugins or ""), os.environ.get("PYTHONPATH", "")]))
+        return subprocess.run(
+            [sys.executable, "-W", "error::DeprecationWarning:kpt_cli", "-m", "kpt_cli", *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": path} | (env or {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            **options,
+        )
+
+    return run
+
+
+@pytest.fixture
+def install(tmp_path) -> Callable[..., Path]:
+    """Make a fake installed distribution; returns the folder that must be on the import path."""
+
+    def make(name: str, entry_points: str, **modules: str) -> Path:
+        folder = tmp_path / "plugins"
+        info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(textwrap.dedent(entry_points))
+        for module, source in modules.items():
+            (folder / f"{module}.py").write_text(textwrap.dedent(source))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory) -> Path:
+    """A Mixtral with two layers, in one safetensors file, without a tokenizer. Not to be changed."""
+    return save_mixtral(tmp_path_factory.mktemp("models") / "mixtral")
+
+
+def save_mixtral(folder: Path, **options) -> Path:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+    )
+    MixtralForCausalLM(config).save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    """A model without experts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def optimized(tmp_path_factory, mixtral) -> dict:
+    """One real run of `kpt optimize --json -o ... --plan ...`, for all tests that look at what it gives."""
+    folder = tmp_path_factory.mktemp("optimized")
+    arguments = ["optimize", mixtral, "-o", folder / "out", "--plan", folder / "plan.json", "--tokens", 64, "--json"]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="kpt")
+    assert result.exit_code == 0, result.output
+    return {"folder": folder, "document": json.loads(result.stdout), "stderr": result.stderr}
+
+
+@pytest.fixture
+def quick_optimize(monkeypatch, optimized) -> Iterator[list[dict]]:
+    """Give the plan of the one real run instead of measuring again; collects the arguments of each call."""
+    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
+    calls: list[dict] = []
+
+    def optimize(model, **options):
+        calls.append({"model": model, **options})
+        options["on_progress"](1, 2, "halfway")
+        return kpt_core.Optimized(model, plan)
+
+    monkeypatch.setattr(kpt_core, "optimize", optimize)
+    return calls
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything below a folder, hidden files too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

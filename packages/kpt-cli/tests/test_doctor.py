@@ -1,0 +1,183 @@
+import json
+import warnings
+
+import pytest
+import torch
+
+import kpt_core
+from cli_kernels import Backend
+from kpt_cli import devices
+from kpt_cli.devices import Device, Present
+
+
+@pytest.fixture
+def backend():
+    made = Backend()
+    kpt_core.add_backend(made)
+    yield made
+    kpt_core.remove_backend("clitest")
+
+
+def document(kpt, code=0):
+    result = kpt("doctor", "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def servings(found, op="clitest.double"):
+    (entry,) = [entry for entry in found["ops"] if entry["op"] == op]
+    return {each["dtype"]: each for each in entry["servings"] if each["device"] == "cpu"}
+
+
+def test_healthy_machine(kpt):
+    found = document(kpt)
+    assert found["ok"] is True
+    assert found["problems"] == []
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"][0]["device"] == "cpu"
+    assert found["devices"][0]["name"]
+    assert found["devices"][0]["memory_bytes"] > 2**28
+    assert {"kpt-core", "kpt-cli", "kpt-moe"} <= {package["name"] for package in found["packages"]}
+    assert found["third_parties"]["transformers"] is not None
+    assert servings(found, "moe.experts")["float32"]["runs"][-1] == "reference"
+
+
+def test_text_ends_with_the_verdict(kpt, backend):
+    result = kpt("doctor")
+    assert result.exit_code == 0
+    assert result.stdout.endswith("All is well.\n")
+    for said in ("Installed", "Devices", "Backends", "What runs", "clitest.double", "ready"):
+        assert said in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 130
+
+
+def test_what_runs_is_the_chain_that_can_be_reached(kpt, backend):
+    found = servings(document(kpt))
+    assert found["bfloat16"]["runs"] == ["cli_kernels:fast"]
+    assert found["float32"]["runs"] == ["cli_kernels:picky", "reference"]
+    refused = {each["kernel"]: each["reason"] for each in found["float32"]["refused"]}
+    assert refused["cli_kernels:hot"] == "needs warp9, which cpu lacks"
+    text = " ".join(kpt("doctor").stdout.split())
+    assert "clitest.double cpu float32 cli_kernels:picky if it takes the call else reference" in text
+    assert "cli_kernels:hot: needs warp9, which cpu lacks" in text
+
+
+def test_capabilities_and_origin_of_a_backend(kpt, backend):
+    (state,) = [state for state in document(kpt)["backends"] if state["name"] == "clitest"]
+    assert state["capabilities"] == {"cpu": ["bf16"]}
+    assert state["origin"] == "added by this process"
+
+
+def test_unavailable_backend_is_no_problem(kpt, backend):
+    backend.unavailable = lambda: "no driver is loaded"
+    result = kpt("doctor")
+    assert result.exit_code == 0
+    assert "no driver is loaded" in result.stdout
+
+
+def test_backend_that_raises_is_a_problem(kpt, backend):
+    def unavailable():
+        raise RuntimeError("driver went away")
+
+    backend.unavailable = unavailable
+    found = document(kpt, code=1)
+    assert any("clitest" in problem and "driver went away" in problem for problem in found["problems"])
+
+
+def test_kernel_that_cannot_be_loaded_is_a_problem(kpt, backend):
+    backend.extra = (kpt_core.Kernel("clitest.double", "cli_kernels:nowhere", priority=99),)
+    found = document(kpt, code=1)
+    assert found["ok"] is False
+    (problem,) = found["problems"]
+    assert "cli_kernels:nowhere" in problem
+    assert servings(found)["bfloat16"]["runs"] == ["cli_kernels:fast"]
+
+
+def test_kernel_with_another_signature_is_a_problem(kpt, backend):
+    backend.extra = (kpt_core.Kernel("clitest.double", "cli_kernels:crooked", priority=99),)
+    found = document(kpt, code=1)
+    (problem,) = found["problems"]
+    assert "clitest.double on cpu: kernel cli_kernels:crooked takes (x, y), but op clitest.double takes (x)" in problem
+    result = kpt("doctor")
+    assert result.exit_code == 1
+    assert "1 problem found." in result.stdout
+
+
+def test_backend_whose_kernels_raise_is_a_problem(kpt, backend):
+    def kernels():
+        raise ValueError("no table")
+
+    backend.kernels = kernels
+    assert any("no table" in problem for problem in document(kpt, code=1)["problems"])
+
+
+def test_environment_is_shown_and_slips_are_told(kpt, backend, monkeypatch):
+    monkeypatch.setenv("KPT_DISABEL", "clitest")
+    monkeypatch.setenv("KPT_DISABLE", "clitset, cli_kernels:fast")
+    found = document(kpt)
+    assert found["environment"] == {"KPT_DISABEL": "clitest", "KPT_DISABLE": "clitset, cli_kernels:fast"}
+    assert any("did you mean KPT_DISABLE?" in advice for advice in found["advice"])
+    assert any("'clitset'" in advice and "did you mean clitest?" in advice for advice in found["advice"])
+    assert servings(found)["bfloat16"]["runs"] == ["cli_kernels:picky", "reference"]
+    assert "KPT_DISABEL=clitest" in kpt("doctor").stdout
+
+
+def test_explicit_reference(kpt, backend, monkeypatch):
+    monkeypatch.setenv("KPT_USE", "reference")
+    found = servings(document(kpt))["bfloat16"]
+    assert (found["runs"], found["explicit"]) == (["reference"], "reference")
+
+
+def test_accelerator_without_a_backend_gets_advice(kpt, monkeypatch):
+    there = Present(
+        (
+            Device(device="cpu", name="a CPU", memory_bytes=None, features=()),
+            Device(device="cuda:0", name="a GPU", memory_bytes=2**34, features=("sm90",)),
+            Device(device="cuda:1", name="a GPU", memory_bytes=2**34, features=("sm90",)),
+        ),
+        ("the driver is old",),
+    )
+    monkeypatch.setattr("kpt_cli.doctor.report.present", lambda: there)
+    found = document(kpt)
+    assert [device["device"] for device in found["devices"]] == ["cpu", "cuda:0", "cuda:1"]
+    assert {each["device"] for each in found["ops"][-1]["servings"]} == {"cpu", "cuda:0"}
+    assert any(advice.endswith("pip install kpt-backend-nvidia") and "cuda:0" in advice for advice in found["advice"])
+    assert found["notes"] == ["the driver is old"]
+    assert "the driver is old" in kpt("doctor").stdout
+
+
+class TestDevices:
+    def test_broken_driver_costs_a_note(self, monkeypatch):
+        def complain():
+            warnings.warn("CUDA initialization: the driver is too old", UserWarning, stacklevel=1)
+            raise RuntimeError("no")
+
+        monkeypatch.setattr(torch.cuda, "is_available", complain)
+        found = devices.present()
+        assert [device.device for device in found.devices][:1] == ["cpu"]
+        assert any("RuntimeError: no" in note for note in found.notes)
+        assert any("driver is too old" in note for note in found.notes)
+
+    def test_gpu_as_torch_tells_it(self, monkeypatch):
+        class Properties:
+            name, total_memory, major, minor = "H9000", 80 * 2**30, 9, 0
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+        found = [device for device in devices.present().devices if device.type == "cuda"]
+        assert [device.device for device in found] == ["cuda:0", "cuda:1"]
+        assert found[0].features == ("sm90",)
+        assert found[0].memory_bytes == 80 * 2**30
+
+    def test_older_torch(self, monkeypatch):
+        for name in [name for name in dir(torch.cpu) if name.startswith("_is_") and name.endswith("_supported")]:
+            monkeypatch.setattr(torch.cpu, name, lambda: False)
+        monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True, raising=False)
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+        monkeypatch.delattr(torch, "accelerator")
+        monkeypatch.delattr(torch, "xpu")
+        monkeypatch.delattr(torch.backends, "mps")
+        found = devices.present()
+        assert "avx2" in found.devices[0].features
+        assert found.notes == ()

@@ -1,0 +1,230 @@
+"""The command `kpt optimize`, from a folder to a plan."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kpt_core
+from conftest import listing
+from kpt_cli.optimize.choices import LEVELS, OBJECTIVES
+
+
+class TestRealRun:
+    def test_plan_is_whole(self, optimized):
+        document = optimized["document"]
+        plan = document["plan"]
+        assert plan["model"] == "MixtralForCausalLM"
+        assert {entry["module"] for entry in plan["entries"]} == {
+            "model.layers.0.mlp.experts",
+            "model.layers.1.mlp.experts",
+        }
+        assert all(entry["reason"] for entry in plan["entries"])
+        assert document["inputs"] == "64 random token ids (the folder has no tokenizer)"
+
+    def test_files_hold_the_same_plan(self, optimized):
+        folder, plan = optimized["folder"], optimized["document"]["plan"]
+        assert json.loads((folder / "plan.json").read_text()) == plan
+        assert json.loads((folder / "out" / "kpt_plan.json").read_text()) == plan
+
+    def test_stderr_is_quiet_without_a_terminal(self, optimized):
+        assert optimized["stderr"] == ""
+
+    def test_what_was_written_loads_and_runs_with_its_plan(self, optimized, mixtral):
+        from transformers import AutoModelForCausalLM
+
+        plan = kpt_core.Plan.load(optimized["folder"] / "out" / "kpt_plan.json")
+        ids = torch.arange(16)[None]
+        with torch.no_grad():
+            before = AutoModelForCausalLM.from_pretrained(mixtral)(ids).logits
+            model = AutoModelForCausalLM.from_pretrained(optimized["folder"] / "out")
+            after = kpt_core.apply_plan(model, plan).model(ids).logits
+        assert (after - before).abs().max() <= 2 * plan.max_error * before.abs().max()
+
+
+def test_choices_are_those_of_the_core(mixtral):
+    for level in LEVELS:
+        kpt_core.Config(level=level)
+    for objective in OBJECTIVES:
+        kpt_core.Config(objective=objective)
+
+
+def test_options_reach_the_optimisation(kpt, mixtral, quick_optimize):
+    options = ["--level", "aggressive", "--objective", "memory", "--max-error", "0.5", "--tokens", "7"]
+    result = kpt("optimize", mixtral, *options, "--dtype", "bfloat16", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    (call,) = quick_optimize
+    assert (call["level"], call["objective"], call["max_error"]) == ("aggressive", "memory", 0.5)
+    assert call["example_inputs"]["input_ids"].shape == (1, 7)
+    assert {parameter.dtype for parameter in call["model"].parameters()} == {torch.bfloat16}
+    assert not call["model"].training
+
+
+def test_text_shows_the_plan_and_how_to_keep_it(kpt, mixtral, quick_optimize):
+    result = kpt("optimize", mixtral)
+    assert result.exit_code == 0, result.output
+    assert "Plan for MixtralForCausalLM: balanced, latency, on cpu" in result.stdout
+    assert "model.layers.0.mlp.experts" in result.stdout
+    assert "moe.experts: " in result.stdout
+    assert "Nothing was written; `--output FOLDER` keeps the model with its plan" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_summary(kpt, mixtral, monkeypatch, kept):
+    entry = kpt_core.PlanEntry("a.b", "moe.experts", "moe.experts", "pkg.mod:kernel", 2.0, 1e-3, kept, "the reason")
+    plan = kpt_core.Plan(
+        model="M",
+        level="balanced",
+        objective="latency",
+        device="cpu",
+        max_error=0.02,
+        versions={},
+        entries=(entry,),
+        seconds_before=3.0,
+        seconds_after=0.0015,
+        bytes_before=2**30,
+        bytes_after=2**29,
+        error=1e-3,
+    )
+    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: kpt_core.Optimized(model, plan))
+    result = kpt("optimize", mixtral)
+    assert "pkg.mod:kernel" in result.stdout
+    assert "2.00x" in result.stdout
+    if kept:
+        for said in ("kept: the reason", "3.00 s", "1.50 ms", "2000.00x", "1024.0 MiB", "512.0 MiB", "1 of 1 rewrites"):
+            assert said in result.stdout
+    else:
+        assert "rolled back: the reason" in result.stdout
+        assert "None of 1 rewrites was kept" in result.stdout
+
+
+def test_slower_whole_is_said(kpt, mixtral, optimized, monkeypatch):
+    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
+    kept = replace(plan.entries[0], kept=True)
+    plan = replace(plan, entries=(kept,), seconds_before=1.0, seconds_after=1.5)
+    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: kpt_core.Optimized(model, plan))
+    assert "the whole model was not in this measurement" in kpt("optimize", mixtral).stdout
+
+
+def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimized, monkeypatch):
+    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
+
+    def optimize(model, **options):
+        print("a library prints")
+        return kpt_core.Optimized(model, plan)
+
+    monkeypatch.setattr(kpt_core, "optimize", optimize)
+    result = kpt("optimize", mixtral, "--json")
+    assert json.loads(result.stdout)["output"] is None
+    assert "a library prints" in result.stderr
+
+
+def test_infinite_error_is_valid_json(kpt, mixtral, optimized, monkeypatch):
+    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
+    plan = replace(plan, entries=(replace(plan.entries[0], error=float("inf")),))
+    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: kpt_core.Optimized(model, plan))
+    result = kpt("optimize", mixtral, "--json")
+    assert "Infinity" not in result.stdout
+    assert json.loads(result.stdout)["plan"]["entries"][0]["error"] is None
+
+
+REFUSED = {
+    ("--level", "balancd"): "unknown level 'balancd': did you mean balanced?",
+    ("--level", "x"): "known: conservative, balanced, aggressive",
+    ("--objective", "latencey"): "unknown objective 'latencey': did you mean latency?",
+    ("--dtype", "bf16"): "unknown dtype 'bf16': did you mean bfloat16",
+    ("--device", "cud"): "this machine has cpu",
+    ("--device", "cpu:7"): "unknown device 'cpu:7': did you mean cpu?",
+    ("--max-error", "-1"): "--max-error -1: expected a relative error of 0 or more",
+    ("--max-error", "nan"): "--max-error nan",
+    ("--tokens", "0"): "--tokens",
+    ("--tokens", "129"): "--tokens 129",
+    ("--tokens", "many"): "--tokens",
+    ("--seed", "-1"): "--seed",
+    ("--levle", "balanced"): "--levle",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), REFUSED.items(), ids=lambda value: "=".join(value) if isinstance(value, tuple) else ""
+)
+def test_wrong_option(kpt, mixtral, tmp_path, option, said):
+    result = kpt("optimize", mixtral, "-o", tmp_path / "out", *option)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert listing(tmp_path) == []
+
+
+def test_model_without_experts(kpt, llama, tmp_path):
+    result = kpt("optimize", llama, "-o", tmp_path / "out", "--tokens", 4)
+    assert result.exit_code == 2
+    assert "(LlamaForCausalLM) has nothing that the rewrites of kpt-moe apply to" in result.stderr
+    assert listing(tmp_path) == []
+
+
+def test_kpt_use_of_an_unknown_backend(kpt, mixtral, monkeypatch, tmp_path):
+    monkeypatch.setenv("KPT_USE", "nvidai")
+    result = kpt("optimize", mixtral, "-o", tmp_path / "out", "--tokens", 4)
+    assert result.exit_code == 2
+    assert "nvidai" in result.stderr
+    assert listing(tmp_path) == []
+
+
+class TestModelsThatTransformersRefuses:
+    @pytest.fixture
+    def refused(self, kpt, mixtral, tmp_path):
+        def run(change) -> str:
+            model = shutil.copytree(mixtral, tmp_path / "mixtral")
+            config = json.loads((model / "config.json").read_text())
+            change(config)
+            (model / "config.json").write_text(json.dumps(config))
+            before = listing(tmp_path)
+            result = kpt("optimize", model, "-o", tmp_path / "out", "--tokens", 4)
+            assert result.exit_code == 2, result.output
+            assert result.stderr.count("\n") == 1
+            assert "Traceback" not in result.stderr
+            assert str(model) in result.stderr
+            assert listing(tmp_path) == before
+            return result.stderr
+
+        return run
+
+    def test_unknown_model_type(self, refused):
+        assert "names the model type 'mixtrall', which transformers" in refused(
+            lambda c: c.update(model_type="mixtrall")
+        )
+
+    def test_nearest_model_types_are_offered(self, refused):
+        assert "did you mean mixtral" in refused(lambda c: c.update(model_type="mixtrall"))
+
+    def test_own_code_is_never_run(self, refused):
+        change = {"model_type": "acme_moe", "auto_map": {"AutoModelForCausalLM": "modeling_acme.AcmeForCausalLM"}}
+        assert "brings its own Python code for model type 'acme_moe', which is never run" in refused(
+            lambda c: c.update(change)
+        )
+
+    def test_weights_lack_a_layer(self, refused):
+        said = refused(lambda c: c.update(num_hidden_layers=3))
+        assert "lack" in said
+        assert "model.layers.2." in said
+
+    def test_weights_of_another_size(self, refused):
+        assert "could not be loaded as MixtralForCausalLM" in refused(lambda c: c.update(intermediate_size=48))
+
+    def test_value_of_a_wrong_type(self, refused):
+        refused(lambda c: c.update(hidden_size="large"))
+
+    def test_not_a_language_model(self, refused):
+        refused(lambda c: c.update(model_type="vit", architectures=["ViTForImageClassification"]))
+
+
+def test_architecture_that_transformers_lacks_falls_back_to_the_model_type(kpt, mixtral, tmp_path, quick_optimize):
+    model = shutil.copytree(mixtral, tmp_path / "mixtral")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))
+    assert kpt("optimize", model, "--tokens", 4).exit_code == 0
+    assert type(quick_optimize[0]["model"]).__name__ == "MixtralForCausalLM"

@@ -1,0 +1,129 @@
+"""What the choice of a kernel costs: a call of an op minus a call of its kernel, in microseconds.
+
+`python bench_dispatch.py` prints the medians; `pytest bench_dispatch.py` measures the calls with pytest-benchmark.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import kpt_core
+import pytest
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+#: Calls that are timed together, short enough that most such stretches pass without an interruption.
+CALLS = 200
+
+
+@kpt_core.op("bench.same")
+def same(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
+    """Do nothing, so that only dispatch is measured."""
+    return x
+
+
+def kernel(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
+    """Do nothing, as a kernel."""
+    return x
+
+
+def accept(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> str | None:
+    """Refuse large inputs, as kernels do."""
+    return None if x.shape[0] <= 8 else "more than 8 rows"
+
+
+class Bench:
+    """A backend of one kernel."""
+
+    name = "bench"
+    device_type = "cpu"
+
+    def __init__(self, unsupported: str | None) -> None:
+        self.unsupported = unsupported
+
+    def unavailable(self) -> str | None:
+        """It is always there."""
+        return None
+
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        """It can do nothing special."""
+        return frozenset()
+
+    def kernels(self) -> Iterable[kpt_core.Kernel]:
+        """Offer the kernel."""
+        return [kpt_core.Kernel("bench.same", f"{__name__}:kernel", unsupported=self.unsupported)]
+
+
+@contextmanager
+def added(unsupported: str | None = None) -> Iterator[None]:
+    """Offer the kernel inside the block."""
+    kpt_core.add_backend(Bench(unsupported))
+    try:
+        yield
+    finally:
+        kpt_core.remove_backend("bench")
+
+
+#: Ways through dispatch: what opens the block in which the call is measured.
+PATHS: dict[str, tuple[Callable[[], AbstractContextManager[None]], ...]] = {
+    "kernel that takes every call": (added,),
+    "kernel that may refuse": (lambda: added(f"{__name__}:accept"),),
+    "reference": (nullcontext,),
+    "kernel asked for by use()": (added, lambda: kpt_core.use("bench")),
+}
+
+
+def seconds(call: Callable[..., Tensor], x: Tensor) -> float:
+    """Time of one call, averaged over a stretch of them."""
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        call(x, x)
+    return (time.perf_counter() - begin) / CALLS
+
+
+def overhead(repeats: int = 300) -> float:
+    """Median microseconds that a call of the op takes longer than one of the kernel; both are timed in turn."""
+    x = torch.ones(4)
+    seconds(same, x), seconds(kernel, x)
+    return statistics.median(seconds(same, x) - seconds(kernel, x) for _ in range(repeats)) * 1e6
+
+
+def overheads(repeats: int = 300) -> dict[str, float]:
+    """Overhead of every path, in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {}
+    try:
+        for path, (outer, *inner) in PATHS.items():
+            with outer(), inner[0]() if inner else nullcontext():
+                found[path] = overhead(repeats)
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_call(benchmark: "BenchmarkFixture", path: str) -> None:
+    """Measure whole calls with pytest-benchmark."""
+    x = torch.ones(4)
+    outer, *inner = PATHS[path]
+    with outer(), inner[0]() if inner else nullcontext():
+        assert benchmark(same, x, x) is x
+
+
+def main() -> None:
+    """Print the medians and where they were measured."""
+    where = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"dispatch overhead in microseconds, median, 1 thread ({where})")  # noqa: T201
+    for path, median in overheads().items():
+        print(f"{median:8.2f}  {path}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

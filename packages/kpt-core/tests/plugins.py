@@ -1,0 +1,55 @@
+"""Distributions that exist only in a folder: metadata, entry points and a module, as pip would install them."""
+
+from importlib.metadata import EntryPoint, distributions
+from pathlib import Path
+
+#: A module with a good backend and its kernel for `plugin.double`. `{name}` is replaced.
+BACKEND = '''
+import kpt_core
+
+print("{name} is imported")
+
+def kernel(x):
+    return 2 * x + 100
+
+class Backend:
+    name = "{name}"
+    device_type = "cpu"
+    def unavailable(self):
+        return None
+    def capabilities(self, device):
+        return frozenset()
+    def kernels(self):
+        return [kpt_core.Kernel("plugin.double", "{name}:kernel")]
+
+BACKEND = Backend()
+'''
+
+#: The same, and the op.
+GOOD = (
+    BACKEND
+    + '''
+@kpt_core.op("plugin.double")
+def double(x):
+    """Twice x."""
+    return 2 * x
+
+OPS = [double]
+'''
+)
+
+
+def install(folder: Path, name: str, source: str, group: str = "kpt.backends", **entries: str) -> None:
+    """Write the distribution `dist-of-<name>` 1.0 with a module `name` and entry points of one group."""
+    (folder / f"{name}.py").write_text(source.replace("{name}", name))
+    info = folder / f"dist_of_{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dist-of-{name}\nVersion: 1.0\n")
+    lines = [f"{entry} = {value}" for entry, value in (entries or {name: f"{name}:BACKEND"}).items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+
+
+def entry_points_in(folder: Path, group: str) -> list[EntryPoint]:
+    """What `importlib.metadata.entry_points` would find in one folder alone."""
+    found = [point for distribution in distributions(path=[str(folder)]) for point in distribution.entry_points]
+    return [point for point in found if point.group == group]

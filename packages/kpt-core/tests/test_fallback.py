@@ -1,0 +1,128 @@
+"""The reference on an accelerator: said once, an error when strict. Fake tensors stand for the accelerator."""
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import kpt_core
+import pytest
+import torch
+from kpt_core import Backend, FallbackWarning, NoKernelError
+from loopback import Loopback, kernel, mixed, scale, shifted
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Add = Callable[[Backend], Backend]
+
+
+@pytest.fixture(autouse=True)
+def fakes() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+@pytest.fixture
+def gpu() -> Tensor:
+    return torch.empty(4, device="cuda")
+
+
+def test_is_said_once_for_each_op_and_type_of_device(gpu: Tensor) -> None:
+    other = torch.empty(4, device="mtia")
+    with pytest.warns(FallbackWarning) as warned:
+        for x in (gpu, gpu, gpu.double(), torch.empty(4, device="cuda:1"), other, other):
+            scale(x, x)
+        mixed(gpu, gpu, gpu)
+    assert [str(w.message).partition(";")[0] for w in warned] == [
+        "sample.scale runs its PyTorch reference on cuda:0, which is slow",
+        "sample.scale runs its PyTorch reference on mtia:0, which is slow",
+        "sample.mixed runs its PyTorch reference on cuda:0, which is slow",
+    ]
+    assert {w.filename for w in warned} == {__file__}
+
+
+def test_tells_what_to_install_or_to_ask(gpu: Tensor) -> None:
+    with pytest.warns(FallbackWarning, match=r"install kpt-backend-\w+\n  kpt-backend-\w+: not installed"):
+        scale(gpu, gpu)
+    other = torch.empty(4, device="mtia")
+    with pytest.warns(FallbackWarning, match="see `kpt doctor`"):
+        scale(other, other)
+
+
+def test_tells_every_refusal(add: Add, gpu: Tensor) -> None:
+    add(Loopback(kernel("third"), name="host"))
+    add(Loopback(kernel("first", requires={"sm90"}), device_type="cuda", capabilities={"sm80"}))
+    with pytest.warns(FallbackWarning) as warned:
+        scale(gpu, gpu)
+    assert str(warned[0].message).splitlines()[1:] == [
+        "  host (loopback:third): runs on cpu; this call is on cuda",
+        "  loop (loopback:first): needs sm90, which cuda:0 lacks",
+    ]
+
+
+def test_is_said_at_the_caller_s_line_under_autocast_too(gpu: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(FallbackWarning) as warned:
+        mixed(gpu, gpu, gpu)
+    assert [w.filename for w in warned] == [__file__]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_is_not_said_where_the_reference_is_at_home(device: str) -> None:
+    x = torch.empty(4, device=device)
+    with kpt_core.use(strict=True):
+        assert scale(x, x).device.type == device
+
+
+def test_is_not_said_when_asked_for(gpu: Tensor) -> None:
+    with kpt_core.use("reference", strict=True):
+        assert scale(gpu, gpu).device.type == "cuda"
+
+
+def test_is_not_said_by_explain_which_leaves_it_to_the_call(gpu: Tensor) -> None:
+    assert kpt_core.explain(shifted, gpu).kernel == "reference"
+    with pytest.warns(FallbackWarning) as warned:
+        shifted(gpu)
+    assert [str(w.message).partition(" ")[0] for w in warned] == ["sample.shifted", "sample.scale"]
+
+
+def test_is_not_said_where_a_kernel_serves(add: Add, gpu: Tensor) -> None:
+    add(Loopback(kernel("first"), device_type="cuda"))
+    assert scale(gpu, gpu).device.type == "cuda"
+
+
+def test_strict_makes_it_an_error_with_every_refusal(add: Add, gpu: Tensor) -> None:
+    add(Loopback(kernel("first", unsupported="at_most_four_rows"), device_type="cuda"))
+    large = torch.empty(5, device="cuda")
+    with kpt_core.use(strict=True):
+        scale(gpu, gpu)
+        for call in (scale, scale.explain):
+            with pytest.raises(NoKernelError, match=r"\(strict\).*\n  loop \(loopback:first\): 5 rows"):
+                call(large, large)
+
+
+def test_strict_from_the_environment(setting: Callable[[str, str], None], gpu: Tensor) -> None:
+    setting("KPT_STRICT", "1")
+    with pytest.raises(NoKernelError, match=r"no kernel for sample.scale on cuda:0 \(strict\)"):
+        scale(gpu, gpu)
+    with kpt_core.use(strict=False), pytest.warns(FallbackWarning):
+        scale(gpu, gpu)
+
+
+def test_refresh_lets_it_be_said_again(gpu: Tensor) -> None:
+    for _ in range(2):
+        with pytest.warns(FallbackWarning):
+            scale(gpu, gpu)
+        kpt_core.refresh()
+
+
+def test_compiled_code_says_it_when_it_is_compiled(gpu: Tensor) -> None:
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
+    with pytest.warns(FallbackWarning, match="sample.scale runs its PyTorch reference on cuda:0"):
+        compiled(gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(gpu)
+
+
+def test_compiled_code_obeys_strict(gpu: Tensor) -> None:
+    compiled = torch.compile(lambda x: scale(x, x), backend="eager")
+    with kpt_core.use(strict=True), pytest.raises(NoKernelError, match=r"\(strict\)"):
+        compiled(gpu)

@@ -1,0 +1,200 @@
+"""`optimize`: what it keeps, what it rolls back, and what it leaves alone."""
+
+import copy
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import kpt_core
+import pytest
+import torch
+from kpt_core import InputError, Site, UnknownNameError, apply_plan, optimize
+from torch import Tensor, nn
+
+
+class Slow(nn.Linear):
+    """A linear layer that dawdles: whatever replaces it by a plain one gains for certain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Slow(8, 8)
+        self.middle = nn.Sequential(nn.ReLU(), Slow(8, 8))
+        self.unused = Slow(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(self.first(x))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Replace `Slow` by a linear layer whose weights are scaled by `scale`, or one that dawdles more."""
+
+    name: str = "test.swap"
+    lossless: bool = True
+    level: str = "conservative"
+    scale: float = 1.0
+    slower: bool = False
+    fails: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        return [Site(path, "test.linear") for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+    def replacement(self, module: nn.Module) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        if self.fails:
+            raise RuntimeError("no way")
+        kind = Slower if self.slower else Cast
+        new = kind(8, 8)
+        new.load_state_dict({name: value.detach() * self.scale for name, value in module.state_dict().items()})
+        return new.to(self.dtype)
+
+
+class Cast(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class Slower(Cast):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.006)
+        return super().forward(x)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *rewrites: Swap) -> None:
+    monkeypatch.setattr("kpt_core._registry.rewrites", lambda: {rewrite.name: rewrite for rewrite in rewrites})
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_keeps_what_is_faster_and_leaves_the_given_model_alone(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
+) -> None:
+    install(monkeypatch, Swap())
+    before = copy.deepcopy(model.state_dict())
+    result = optimize(model, example_inputs=(x,))
+    entries = {entry.module: entry for entry in result.plan.entries}
+    assert entries["first"].kept and entries["middle.1"].kept
+    assert entries["first"].gain > 1
+    assert not entries["unused"].kept and "do not reach" in entries["unused"].reason
+    assert type(result.model.first) is Cast and type(model.first) is Slow
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(result.model(x), model(x))
+    assert result.plan.seconds_after < result.plan.seconds_before
+
+
+def test_rolls_back_what_is_slower_or_fails(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+    install(monkeypatch, Swap(name="test.slower", slower=True), Swap(name="test.fails", fails=True))
+    result = optimize(model, example_inputs={"x": x})
+    assert not result.plan.kept
+    reasons = {entry.rewrite: entry.reason for entry in result.plan.entries if entry.module == "first"}
+    assert "not faster" in reasons["test.slower"]
+    assert reasons["test.fails"] == "it failed: RuntimeError: no way"
+    assert all(type(module) is not Slower for module in result.model.modules())
+
+
+def test_rolls_back_what_exceeds_the_error_budget(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+    install(monkeypatch, Swap(scale=1.05))
+    result = optimize(model, example_inputs=(x,), max_error=0.01)
+    assert not result.plan.kept and result.plan.error == 0
+    assert "exceeds the budget" in result.plan.entries[0].reason
+    assert result.plan.entries[0].error == pytest.approx(0.05, rel=0.01)
+
+
+def test_rolls_back_until_the_whole_model_is_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
+) -> None:
+    # Each layer alone is within 6%, both together are not.
+    install(monkeypatch, Swap(scale=1.05))
+    result = optimize(model, example_inputs=(x,), max_error=0.06)
+    assert len(result.plan.kept) == 1
+    assert result.plan.error <= 0.06
+    assert any("the model's error was" in entry.reason for entry in result.plan.entries)
+    assert isinstance(result.model.first, Slow) != isinstance(result.model.middle[1], Slow)
+
+
+def test_level_decides_which_rewrites_are_tried(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+    install(monkeypatch, Swap(name="test.lossy", lossless=False, level="aggressive"))
+    assert not optimize(model, "balanced", example_inputs=(x,)).plan.entries
+    assert optimize(model, "aggressive", example_inputs=(x,)).plan.kept
+
+
+def test_memory_objective_keeps_what_is_smaller_though_slower(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
+) -> None:
+    install(monkeypatch, Swap(slower=True, dtype=torch.bfloat16), Swap(name="test.same"))
+    result = optimize(model, objective="memory", example_inputs=(x,))
+    assert {entry.rewrite for entry in result.plan.kept} == {"test.swap"}
+    assert all(entry.gain == 2 for entry in result.plan.kept)
+    assert result.plan.bytes_after < result.plan.bytes_before
+
+
+def test_revert_one_module_and_all(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+    install(monkeypatch, Swap())
+    result = optimize(model, example_inputs=(x,), inplace=True)
+    assert result.model is model and type(model.first) is Cast
+    result.revert("first")
+    assert type(model.first) is Slow and type(model.middle[1]) is Cast
+    with pytest.raises(UnknownNameError, match="unknown changed module 'first'"):
+        result.revert("first")
+    result.revert()
+    assert type(model.middle[1]) is Slow
+
+
+def test_plan_applies_to_a_fresh_model(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+    install(monkeypatch, Swap(scale=1.001))
+    result = optimize(model, example_inputs=(x,))
+    applied = apply_plan(model, result.plan)
+    assert torch.equal(applied.model(x), result.model(x)) and not torch.equal(applied.model(x), model(x))
+    applied.revert()
+    assert torch.equal(applied.model(x), model(x))
+    with pytest.raises(InputError, match="does not apply to this Sequential"):
+        apply_plan(nn.Sequential(nn.ReLU()), result.plan)
+    install(monkeypatch)
+    with pytest.raises(UnknownNameError, match=r"unknown rewrite 'test\.swap'"):
+        apply_plan(model, result.plan)
+
+
+def test_training_mode_is_restored(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+    install(monkeypatch, Swap())
+    assert optimize(model.train(), example_inputs=(x,)).model.training
+    assert not optimize(model.eval(), example_inputs=(x,)).model.training
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+    install(monkeypatch, Swap())
+    seen: list[tuple[int, int, str]] = []
+    optimize(model, example_inputs=(x,), on_progress=lambda *step: seen.append(step))
+    assert [done for done, _, _ in seen] == [0, 1, 2, 3]
+    assert seen[0][2] == "test.swap at first" and seen[-1] == (3, 3, "done")
+
+
+def test_wrong_arguments(model: Model, x: Tensor) -> None:
+    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module; got None"):
+        optimize(None, example_inputs=(x,))  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="unknown level 'agressive': did you mean 'aggressive'"):
+        optimize(model, "agressive", example_inputs=(x,))
+    with pytest.raises(UnknownNameError, match="unknown objective 'speed': known: latency, memory"):
+        optimize(model, objective="speed", example_inputs=(x,))
+    with pytest.raises(InputError, match=r"at least 0; got -0\.1"):
+        optimize(model, example_inputs=(x,), max_error=-0.1)
+    with pytest.raises(InputError, match="got Tensor"):
+        optimize(model, example_inputs=x)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="does not run on the example inputs"):
+        optimize(model, example_inputs=(torch.randn(4, 9),))
+    assert kpt_core.optimize is optimize

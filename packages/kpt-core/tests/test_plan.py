@@ -1,0 +1,73 @@
+"""Plans as files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kpt_core import InputError, Plan, PlanEntry
+
+ENTRY = PlanEntry("layers.0.experts", "moe.experts", "moe.experts", "reference", 1.25, 1e-7, True, "1.25x faster")
+PLAN = Plan(
+    model="Model",
+    level="balanced",
+    objective="latency",
+    device="cpu",
+    max_error=0.02,
+    versions={"torch": "2.13.0"},
+    entries=(ENTRY, replace(ENTRY, module="layers.1.experts", kept=False, reason="not faster")),
+    seconds_before=0.2,
+    seconds_after=0.1,
+    bytes_before=2**20,
+    bytes_after=2**19,
+    error=1e-7,
+)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert [entry.module for entry in PLAN.kept] == ["layers.0.experts"]
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_table_names_every_entry_and_the_total() -> None:
+    text = str(PLAN)
+    assert "layers.0.experts" in text and "layers.1.experts" in text
+    assert "200.00 ms before, 100.00 ms after" in text
+
+
+def test_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace(PLAN, level="aggressive").save(path)
+    assert Plan.load(path) == PLAN
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a plan"),
+        ("[]", r"not a plan of format 1 \(found 'list'\)"),
+        ('{"format": 7}', r"not a plan of format 1 \(found 7\)"),
+        ('{"format": 1}', "is not a complete plan"),
+        ('{"format": 1, "entries": [{"module": "x"}]}', "is not a complete plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        Plan.load(path)
+
+
+def test_missing_plan(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no plan at"):
+        Plan.load(tmp_path / "plan.json")

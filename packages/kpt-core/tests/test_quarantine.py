@@ -1,0 +1,176 @@
+"""A kernel that raises is contained: the next one runs, and it is left out for that signature."""
+
+import warnings
+from collections.abc import Callable
+
+import kpt_core
+import pytest
+import torch
+from kpt_core import Backend, InputError, KernelFailedWarning, NoKernelError
+from loopback import Fault, Loopback, hundreds, kernel, scale
+from torch import Tensor
+
+Add = Callable[[Backend], Backend]
+
+
+@pytest.fixture(params=[None, "never_refuses"], ids=["unconditional", "conditional"], autouse=True)
+def backend(request: pytest.FixtureRequest, add: Add) -> Backend:
+    """`faulty` before `second`, on the path that asks for refusals and on the one that doesn't."""
+    return add(Loopback(kernel("faulty", unsupported=request.param, priority=5), kernel("second")))
+
+
+@pytest.fixture(params=[False, True], ids=["cold", "warm"])
+def warm(request: pytest.FixtureRequest, x: Tensor) -> bool:
+    """Whether the kernel served such calls before, which for an unconditional one opens the short path."""
+    if request.param:
+        assert [hundreds(scale(x, x)) for _ in range(2)] == [5, 5]
+    Fault.calls = 0
+    return bool(request.param)
+
+
+def fail_once(x: Tensor) -> None:
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning):
+        scale(x, x)
+
+
+def test_the_next_one_runs_with_one_warning(warm: bool, x: Tensor) -> None:
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning) as warned:
+        assert [hundreds(scale(x, x)) for _ in range(3)] == [2, 2, 2]
+    assert Fault.calls == 1
+    assert [str(w.message) for w in warned] == [
+        "kernel loopback:faulty raised RuntimeError: no launch; it is quarantined for this signature of sample.scale "
+        "and loopback:second ran (KPT_STRICT=1 raises instead)"
+    ]
+    assert [w.filename for w in warned] == [__file__]
+
+
+def test_it_stays_out_for_that_signature_alone(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    Fault.error = None
+    others = (torch.ones(5), x.double(), x.clone().requires_grad_())
+    assert [hundreds(scale(t, t)) for t in others] == [5, 5, 5]
+    assert hundreds(scale(x, x, factor=2.0)) == 5
+    assert hundreds(scale(x, x)) == 2
+    assert hundreds(scale(torch.full((4,), 3.0), x)) == 2  # the signature holds shapes, not values
+
+
+def test_explain_tells_why(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    (refusal,) = kpt_core.explain(scale, x, x).refusals
+    assert str(refusal) == (
+        "loop (loopback:faulty): quarantined for this signature: it raised RuntimeError: no launch"
+    )
+
+
+def test_it_stays_out_in_every_scope(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    Fault.error = None
+    with kpt_core.record() as log:
+        scale(x, x)
+    assert [selection.kernel for selection in log] == ["loopback:second"]
+    with kpt_core.use("loopback:faulty"), pytest.raises(NoKernelError, match="it raised RuntimeError: no launch"):
+        scale(x, x)
+
+
+def test_refresh_lifts_it(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    Fault.error = None
+    kpt_core.refresh()
+    assert hundreds(scale(x, x)) == 5
+
+
+def test_the_reference_runs_when_all_kernels_raise(warm: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
+        raise OSError("second is broken too")
+
+    monkeypatch.setattr("loopback.second", broken)
+    kpt_core.refresh()
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning) as warned:
+        assert [hundreds(scale(x, x)) for _ in range(2)] == [0, 0]
+    assert [str(w.message).partition(";")[0] for w in warned] == [
+        "kernel loopback:faulty raised RuntimeError: no launch",
+        "kernel loopback:second raised OSError: second is broken too",
+    ]
+    assert all("the reference ran" in str(w.message) for w in warned)
+
+
+def test_strict_raises_the_kernel_s_error_with_a_note(
+    warm: bool, x: Tensor, setting: Callable[[str, str], None]
+) -> None:
+    setting("KPT_STRICT", "1")
+    if warm:
+        scale(x, x)
+    Fault.error = RuntimeError("no launch")
+    with pytest.raises(RuntimeError, match="no launch") as caught:
+        scale(x, x)
+    assert caught.value is Fault.error
+    assert caught.value.__notes__ == ["raised by kernel loopback:faulty of op sample.scale"]
+    Fault.error = None
+    assert hundreds(scale(x, x)) == 5
+
+
+@pytest.mark.parametrize("name", ["loop", "loopback:faulty"])
+def test_an_explicit_choice_raises_the_kernel_s_error(warm: bool, x: Tensor, name: str) -> None:
+    Fault.error = RuntimeError("no launch")
+    with kpt_core.use(name):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no launch") as caught:
+                scale(x, x)
+            assert caught.value.__notes__.pop() == "raised by kernel loopback:faulty of op sample.scale"
+    assert Fault.calls == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("16 GiB"), MemoryError(), InputError("sample.other: wrong"), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_are_not_the_kernel_s_pass_through(warm: bool, x: Tensor, error: BaseException) -> None:
+    Fault.error = error
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            scale(x, x)
+        assert caught.value is error
+    Fault.error = None
+    assert hundreds(scale(x, x)) == 5
+    assert Fault.calls == 3
+
+
+def test_a_wrong_call_gets_the_reference_s_error_and_costs_the_kernel_nothing(warm: bool, x: Tensor) -> None:
+    """The kernel raises, `second` raises and the reference raises: it is the call that is wrong."""
+    wrong = torch.ones(3)
+    Fault.error = OSError("invalid configuration argument")
+    with pytest.raises(RuntimeError, match="size of tensor a .4. must match the size of tensor b .3."):
+        scale(x, wrong)
+    Fault.error = None
+    with pytest.raises(RuntimeError, match="must match the size"):
+        scale(x, wrong)
+    assert Fault.calls == 2  # not quarantined even for the wrong signature
+    assert hundreds(scale(x, x)) == 5
+
+
+def test_a_failure_inside_a_block_is_the_same(warm: bool, x: Tensor) -> None:
+    Fault.error = RuntimeError("no launch")
+    with kpt_core.record() as log, pytest.warns(KernelFailedWarning):
+        assert hundreds(scale(x, x)) == 2
+    assert [selection.kernel for selection in log] == ["loopback:second"]
+    assert hundreds(scale(x, x)) == 2
+
+
+def test_lists_of_tensors_are_told_apart_by_shape() -> None:
+    from kpt_core._candidates import call_signature
+
+    short, long = torch.ones(2), torch.ones(3)
+    assert call_signature(([short, long],), {}) == call_signature(([short + 1, long],), {})
+    assert call_signature(([short, long],), {}) != call_signature(([long, short],), {})
+    assert call_signature((short,), {"k": (long,)}) != call_signature((short,), {"k": (short,)})
+
+
+def test_calls_after_a_failure_warn_no_more(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scale(x, x)

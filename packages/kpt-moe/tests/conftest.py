@@ -1,0 +1,45 @@
+"""What the tests of this package share."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A busy machine must not fail a property: examples have no time limit of their own.
+settings.register_profile("kpt", deadline=None)
+settings.load_profile("kpt")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # torch 2.13: Dynamo itself instantiates autograd.Function when it traces one.
+    config.addinivalue_line("filterwarnings", "ignore:.*Function.* should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Everything here is small: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """No test meets what another one compiled."""
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(params=["loop", "grouped"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways that `moe.experts` takes: the loop for host memory, grouped products for everything else."""
+    monkeypatch.setattr(sys.modules["kpt_moe.experts"], "_in_host_memory", lambda x: request.param == "loop")
+    return str(request.param)

@@ -1,0 +1,158 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kpt_core import InputError, UnknownNameError
+from kpt_moe import Routing, TopKRouter
+from kpt_moe.routing import SCORES
+
+HIDDEN, EXPERTS, TOP_K = 16, 6, 3
+
+
+def make(**choices) -> TopKRouter:
+    torch.manual_seed(0)
+    return TopKRouter(HIDDEN, EXPERTS, TOP_K, **choices)
+
+
+def expected(router: TopKRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token by token, from the definitions."""
+    logits = x.double() @ router.weight.detach().double().t()
+    if router.bias is not None:
+        logits = logits + router.bias.detach().double()
+    indices, weights = [], []
+    for row in logits.tolist():
+        if router.score == "sigmoid":
+            scores = [1 / (1 + 2.718281828459045**-value) for value in row]
+        else:
+            scores = torch.tensor(row, dtype=torch.float64).softmax(0).tolist()
+        best = sorted(range(EXPERTS), key=lambda expert: -scores[expert])[:TOP_K]
+        chosen = [scores[expert] for expert in best]
+        if router.renormalize or router.score == "softmax_after":
+            chosen = [value / sum(chosen) for value in chosen]
+        indices.append(best)
+        weights.append(chosen)
+    return torch.tensor(indices), torch.tensor(weights), logits
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_is_the_definition(score, renormalize, bias):
+    router = make(score=score, renormalize=renormalize, bias=bias)
+    if router.bias is not None:
+        torch.nn.init.normal_(router.bias)
+    x = torch.randn(40, HIDDEN)
+    routing = router(x)
+    index, weights, logits = expected(router, x)
+    assert isinstance(routing, Routing)
+    assert torch.equal(routing.index, index)
+    torch.testing.assert_close(routing.weights, weights.float())
+    torch.testing.assert_close(routing.logits, logits.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_softmax_after_equals_renormalised_softmax():
+    x = torch.randn(40, HIDDEN)
+    before, after = make(score="softmax")(x), make(score="softmax_after", renormalize=False)(x)
+    assert torch.equal(before.index, after.index)
+    torch.testing.assert_close(before.weights, after.weights)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_gradients_are_those_of_the_definition(score, renormalize):
+    router, x = make(score=score, renormalize=renormalize), torch.randn(7, HIDDEN, requires_grad=True)
+    index, weights, _ = router(x)
+    logits = x.double() @ router.weight.double().t()
+    chosen = (logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)).gather(1, index)
+    if renormalize or score == "softmax_after":
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    grad = torch.randn(7, TOP_K)
+    have = torch.autograd.grad(weights, (x, router.weight), grad)
+    want = torch.autograd.grad(chosen, (x, router.weight), grad.double())
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_carry_gradients():
+    router = make()
+    router(torch.randn(5, HIDDEN)).logits.logsumexp(-1).sum().backward()
+    assert router.weight.grad is not None
+    assert router.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_computes_in_float32_whatever_the_model_is(dtype):
+    low = make(dtype=dtype, bias=True)
+    high = make(bias=True)
+    high.load_state_dict({name: value.float() for name, value in low.state_dict().items()})
+    x = torch.randn(200, HIDDEN).to(dtype)
+    for want, have in zip(high(x.float()), low(x), strict=True):
+        assert have.dtype is want.dtype
+        assert torch.equal(have, want)
+    assert low(x).index.dtype is torch.int64
+    assert low(x).weights.dtype is low(x).logits.dtype is torch.float32
+
+
+def test_autocast_does_not_change_the_routing():
+    router, x = make(), torch.randn(200, HIDDEN)
+    want = router(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        have = router(x)
+        assert torch.mm(x, x.t()).dtype is torch.bfloat16, "autocast must go on afterwards"
+    assert all(torch.equal(a, b) for a, b in zip(want, have, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63])
+def test_any_number_of_tokens(tokens):
+    routing = make()(torch.randn(tokens, HIDDEN))
+    assert routing.index.shape == routing.weights.shape == (tokens, TOP_K)
+    assert routing.logits.shape == (tokens, EXPERTS)
+    assert all(len(set(row)) == TOP_K for row in routing.index.tolist())
+
+
+def test_top_k_may_be_all_experts():
+    routing = TopKRouter(HIDDEN, EXPERTS, EXPERTS)(torch.randn(4, HIDDEN))
+    assert (routing.index.sort(-1).values == torch.arange(EXPERTS)).all()
+
+
+def test_initial_logits_of_normalised_tokens_have_unit_variance():
+    torch.manual_seed(0)
+    router = TopKRouter(256, 64, 2)
+    x = F.rms_norm(torch.randn(512, 256), (256,))
+    assert router(x).logits.std().item() == pytest.approx(1, abs=0.05)
+
+
+def test_device_and_dtype_are_taken_at_construction():
+    router = TopKRouter(HIDDEN, EXPERTS, TOP_K, device="meta", dtype=torch.bfloat16, bias=True)
+    assert all(p.device.type == "meta" and p.dtype is torch.bfloat16 for p in router.parameters())
+    routing = router(torch.empty(7, HIDDEN, device="meta", dtype=torch.bfloat16))
+    assert routing.index.shape == (7, TOP_K)
+    assert all(part.device.type == "meta" for part in routing)
+
+
+def test_compiles_without_a_break():
+    router, x = make(), torch.randn(9, HIDDEN)
+    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
+    for want, have in zip(router(x), compiled(x), strict=True):
+        torch.testing.assert_close(have, want)
+
+
+def test_prints_its_choices():
+    shown = repr(make(score="sigmoid", renormalize=False))
+    assert shown == "TopKRouter(16, num_experts=6, top_k=3, score='sigmoid', renormalize=False, bias=False)"
+
+
+@pytest.mark.parametrize("top_k", [0, -1, EXPERTS + 1])
+def test_top_k_must_fit(top_k):
+    with pytest.raises(InputError, match=rf"top_k must be between 1 and num_experts \(6\); got {top_k}"):
+        TopKRouter(HIDDEN, EXPERTS, top_k)
+
+
+def test_unknown_score_offers_the_nearest():
+    with pytest.raises(UnknownNameError, match="unknown score 'sigmoids': did you mean 'sigmoid'"):
+        make(score="sigmoids")
+
+
+@pytest.mark.parametrize("shape", [(2, 3, HIDDEN), (HIDDEN,), (3, HIDDEN + 1)])
+def test_wrong_shapes_are_named(shape):
+    with pytest.raises(InputError, match=r"x must be \[tokens, 16\]; got \["):
+        make()(torch.ones(shape))

@@ -1,0 +1,148 @@
+"""Models of transformers give the same with `experts_implementation="kpt"` as with their own eager experts."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kpt_moe.transformers
+from families import FAMILIES, VOCABULARY, Family, experts_of
+from kpt_core import record
+
+#: Largest difference in a tensor, relative to its largest number: some hundred float32 roundings on the way through.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """transformers logs which of its own fast paths are missing; that's not the subject."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def hidden_size(model: PreTrainedModel) -> int:
+    return model.get_input_embeddings().weight.shape[1]
+
+
+def run(model: PreTrainedModel, implementation: str, x: Tensor) -> tuple[dict[str, Tensor | None], list[str]]:
+    """Logits and the gradients of input embeddings and parameters, and the ops that were called."""
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with record() as log:
+        logits = model(inputs_embeds=x).logits
+        logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)))
+    tensors = {"logits": logits.detach(), "inputs_embeds": x.grad}
+    return tensors | {name: p.grad for name, p in model.named_parameters()}, [selection.op for selection in log]
+
+
+def difference(have: Tensor, want: Tensor) -> float:
+    largest = want.abs().max()
+    return ((have - want).abs().max() / largest).item() if largest > 0 else have.abs().max().item()
+
+
+def test_logits_and_gradients(family, record_property):
+    model = family.build()
+    x = torch.randn(2, 9, hidden_size(model))
+    have, ops = run(model, kpt_moe.transformers.NAME, x)
+    want, none = run(model, "eager", x)
+    assert none == []
+    if family.served_by == "moe.experts":
+        assert ops == ["moe.experts"] * family.experts
+    else:
+        # Two products forward, and for each two backward.
+        assert ops.count("moe.grouped_mm") == 4 * family.experts
+        assert ops.count("moe.grouped_mm_wgrad") == 2 * family.experts
+    unused = {name for name, value in want.items() if value is None}
+    assert {name for name, value in have.items() if value is None} == unused
+    worst = {name: difference(have[name], value) for name, value in want.items() if value is not None}
+    record_property("worst", max(worst.values()))
+    assert {name: value for name, value in worst.items() if not value <= TOLERANCE} == {}
+    for module in experts_of(model):
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in module.parameters())
+
+
+def test_experts_matter(family):
+    # Else the parity above would say little.
+    model = family.build()
+    model.set_experts_implementation(kpt_moe.transformers.NAME)
+    x = torch.randn(2, 9, hidden_size(model))
+    with torch.no_grad():
+        want = model(inputs_embeds=x).logits
+        assert len(experts_of(model)) == family.experts
+        for module in experts_of(model):
+            module.down_proj.zero_()
+        assert difference(model(inputs_embeds=x).logits, want) > 0.1
+
+
+def test_generates_the_same(family):
+    model = family.build()
+    prompt = torch.randint(3, VOCABULARY, (2, 5))
+    tokens = {}
+    for implementation in ("eager", kpt_moe.transformers.NAME):
+        model.set_experts_implementation(implementation)
+        with record() as log:
+            tokens[implementation] = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        called = {selection.op for selection in log}
+        assert called == (set() if implementation == "eager" else {family.served_by})
+    assert tokens["eager"].shape == (2, 11)
+    assert torch.equal(tokens[kpt_moe.transformers.NAME], tokens["eager"])
+    assert len(tokens["eager"][:, 5:].unique()) > 1, "one token over and over says nothing"
+
+
+def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
+    """As `from_pretrained(dtype=torch.bfloat16)` loads it: some modules stay in float32."""
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    kept = [*(low._keep_in_fp32_modules or ()), *(low._keep_in_fp32_modules_strict or ())]
+    for name, parameter in low.named_parameters():
+        if any(f".{part}." in f".{name}." for part in kept):
+            parameter.data = parameter.data.float()
+    return low
+
+
+def test_bfloat16_is_as_good_as_eager(family):
+    # The project's rule for a kernel, with transformers' own experts as the reference: both are compared with the same
+    # model in float32. Over 256 tokens, the few that bfloat16 sends to other experts count little, and both have them.
+    low = in_bfloat16(family.build())
+    x = torch.randn(8, 32, hidden_size(low)).bfloat16()
+    errors = {}
+    with torch.no_grad():
+        exact = copy.deepcopy(low).float()
+        exact.set_experts_implementation("eager")
+        want = exact(inputs_embeds=x.float()).logits
+        for implementation in ("eager", kpt_moe.transformers.NAME):
+            low.set_experts_implementation(implementation)
+            logits = low(inputs_embeds=x).logits
+            errors[implementation] = (logits.float() - want).abs()
+    ours, theirs = errors[kpt_moe.transformers.NAME], errors["eager"]
+    assert theirs.mean() > 0
+    assert ours.mean() <= 1.1 * theirs.mean()
+    assert ours.max() <= 2 * theirs.max()
+
+
+def test_models_with_experts_of_another_kind_are_left_alone():
+    # Llama 4 keeps its experts in a batched product of its own, which transformers does not dispatch.
+    family = Family(
+        model="Llama4ForCausalLM",
+        config="Llama4TextConfig",
+        values={"num_local_experts": 4, "intermediate_size_mlp": 24, "head_dim": 8, "num_experts_per_tok": 1},
+    )
+    model = family.build()
+    assert any("Experts" in type(module).__name__ for module in model.modules())
+    assert experts_of(model) == []
+    x = torch.randn(2, 9, hidden_size(model))
+    want, _ = run(model, "eager", x)
+    have, ops = run(model, kpt_moe.transformers.NAME, x)
+    assert ops == []
+    assert all(torch.equal(have[name], value) for name, value in want.items() if value is not None)
