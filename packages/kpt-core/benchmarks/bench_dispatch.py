@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-import kpt_core
 import pytest
 import torch
 from torch import Tensor
+
+import kpt_core
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -119,7 +120,8 @@ def test_call(benchmark: "BenchmarkFixture", path: str) -> None:
 
 def main() -> None:
     """Print the medians and where they were measured."""
-    where = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+    machine = platform.processor() or platform.machine()
+    where = f"{machine}, Python {platform.python_version()}, torch {torch.__version__}"
     print(f"dispatch overhead in microseconds, median, 1 thread ({where})")  # noqa: T201
     for path, median in overheads().items():
         print(f"{median:8.2f}  {path}")  # noqa: T201

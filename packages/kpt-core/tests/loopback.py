@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from kpt_core import InputError, Kernel, op
 from torch import Tensor
+
+from kpt_core import InputError, Kernel, op
 
 
 @op("sample.scale")

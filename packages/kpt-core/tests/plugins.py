@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 
 #: A module with a good backend and its kernel for `plugin.double`. `{name}` is replaced.
-BACKEND = '''
+BACKEND = """
 import kpt_core
 
 print("{name} is imported")
@@ -23,7 +23,7 @@ class Backend:
         return [kpt_core.Kernel("plugin.double", "{name}:kernel")]
 
 BACKEND = Backend()
-'''
+"""
 
 #: The same, and the op.
 GOOD = (

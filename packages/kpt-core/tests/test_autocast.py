@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend
 from loopback import Loopback, hundreds, kernel, mixed, scale
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 

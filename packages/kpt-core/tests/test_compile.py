@@ -1,16 +1,18 @@
-"""Ops inside torch.compile and torch.export: no graph break, nothing of dispatch in the graph, and never a stale choice."""
+"""Ops inside torch.compile and torch.export: no graph break, nothing of dispatch in the graph, no stale choice."""
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-import kpt_core
 import pytest
 import torch
-from kpt_core import Backend, NoKernelError
-from loopback import Fault, Loopback, hundreds, kernel, mixed, scale, shifted
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.fx import GraphModule
+
+import kpt_core
+from kpt_core import Backend, NoKernelError
+from loopback import Fault, Loopback, hundreds, kernel, mixed, scale, shifted
 
 Add = Callable[[Backend], Backend]
 both = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
@@ -24,11 +26,8 @@ def fresh() -> None:
 def functions(graph: torch.fx.Graph) -> list[str]:
     """Names of what a graph calls."""
     assert {node.op for node in graph.nodes} <= {"placeholder", "output", "call_function"}
-    return [str(node.target) if "." in str(node.target) else node.target.__name__ for node in called(graph)]
-
-
-def called(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function"]
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    return [str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__ for target in targets]
 
 
 def traced(function: Callable[..., Tensor], *args: Tensor) -> list[str]:
@@ -68,7 +67,9 @@ def test_the_graph_holds_the_reference_s_operations_alone(x: Tensor) -> None:
 
 
 def test_the_graph_holds_the_kernel_alone(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("opaque", unsupported="at_most_four_rows", forward_only=True, requires={"c"}), capabilities="c"))
+    add(
+        Loopback(kernel("opaque", unsupported="at_most_four_rows", forward_only=True, requires={"c"}), capabilities="c")
+    )
     assert traced(lambda x: scale(x, x), x) == ["loopback.opaque.default"]
     assert traced(shifted, x) == ["loopback.opaque.default", "add"]
 
@@ -81,7 +82,9 @@ def test_there_is_no_graph_break(add: Add, x: Tensor) -> None:
 
 def test_every_form_of_call(add: Add, x: Tensor) -> None:
     add(Loopback(kernel("first")))
-    compiled = torch.compile(lambda x: scale(weight=x, x=x, factor=2.0) + scale(x, weight=x), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda x: scale(weight=x, x=x, factor=2.0) + scale(x, weight=x), fullgraph=True, backend="eager"
+    )
     assert compiled(x)[0] == 203
 
 
@@ -179,9 +182,7 @@ def test_has_kernel(add: Add, x: Tensor) -> None:
 def test_a_quarantined_kernel_stays_out_of_compiled_code(add: Add, x: Tensor) -> None:
     add(Loopback(kernel("faulty", priority=1), kernel("second")))
     for dynamic in (False, True):
-        compiled = torch.compile(
-            lambda x: scale(x, x, factor=1.0), fullgraph=True, backend="eager", dynamic=dynamic
-        )
+        compiled = torch.compile(lambda x: scale(x, x, factor=1.0), fullgraph=True, backend="eager", dynamic=dynamic)
         assert hundreds(compiled(x)) == 5
         Fault.error = RuntimeError("no launch")
         with pytest.warns(kpt_core.KernelFailedWarning):
@@ -197,7 +198,9 @@ def test_explicit_choices_that_cannot_be_kept_raise(add: Add) -> None:
     large = torch.ones(5)
     whole = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
     with kpt_core.use("loop"):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="NoKernelError.*no kernel for sample.scale on cpu: loop was"):
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match=r"NoKernelError.*no kernel for sample.scale on cpu: loop was"
+        ):
             whole(large)
         with pytest.raises(NoKernelError, match="5 rows; takes at most 4"):
             torch.compile(lambda x: scale(x, x), backend="eager")(large)
@@ -205,12 +208,16 @@ def test_explicit_choices_that_cannot_be_kept_raise(add: Add) -> None:
 
 
 @pytest.mark.parametrize(("block", "name"), [(lambda: kpt_core.use("reference"), "use"), (kpt_core.record, "record")])
-def test_blocks_are_opened_around_compiled_code(x: Tensor, block: Callable[..., object], name: str) -> None:
+def test_blocks_are_opened_around_compiled_code(
+    x: Tensor, block: Callable[[], AbstractContextManager[object]], name: str
+) -> None:
     def inside(x: Tensor) -> Tensor:
         with block():
             return scale(x, x)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"InputError.*{name}\(\) can't be opened inside a compiled"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=rf"InputError.*{name}\(\) can't be opened inside a compiled"
+    ):
         torch.compile(inside, fullgraph=True, backend="eager")(x)
 
 

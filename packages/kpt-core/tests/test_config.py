@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-import kpt_core
 import pytest
 import torch
+
+import kpt_core
 from kpt_core import Config, InputError, NoKernelError, UnknownNameError
 
 

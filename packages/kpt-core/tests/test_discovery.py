@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import kpt_core
 import pytest
 import torch
+
+import kpt_core
 from kpt_core import PluginWarning, UnknownNameError, _registry
 from plugins import BACKEND, GOOD, entry_points_in, install
 
@@ -31,9 +32,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]
 def only_warning(call: Callable[[], object]) -> str:
     """The text of the one warning that a call gives, and gives but once."""
     with pytest.warns(PluginWarning) as warned:
-        call()
-        call()
-        kpt_core.problems()
+        (call(), call(), kpt_core.problems())
     assert [w.filename for w in warned] == [__file__]
     (problem,) = kpt_core.problems()
     assert str(warned[0].message) == f"KPT goes on without {problem}"
@@ -70,7 +69,7 @@ def test_installed_and_added_backends_serve_alike(plugin: Install) -> None:
         ("(", "SyntaxError: '(' was never closed (plug_bad.py, line 1)"),
         (
             "class B:\n name = 'plug_bad'\n def kernels(self): return []\nBACKEND = B()",
-            "is not a Backend: it lacks device_type, unavailable, capabilities; see kpt_core.Backend for what is needed",
+            "it lacks device_type, unavailable, capabilities; see kpt_core.Backend for what is needed",
         ),
         (BACKEND + "\nBACKEND = Backend", "<class 'plug_bad.Backend'> is a class; give an instance of it"),
         (BACKEND + "\nBackend.name = 'other'", "its backend calls itself 'other'; make the two names equal"),
@@ -139,7 +138,7 @@ def test_ops_are_found_by_name(plugin: Install) -> None:
     plugin("plug_ops", GOOD, "kpt.ops", plug_ops="plug_ops:OPS")
     assert "plug_ops" not in sys.modules
     assert kpt_core.get_op("plugin.double").name == "plugin.double"
-    with pytest.raises(UnknownNameError, match="unknown op 'plugin.duoble': did you mean 'plugin.double'"):
+    with pytest.raises(UnknownNameError, match=r"unknown op 'plugin.duoble': did you mean 'plugin.double'"):
         kpt_core.get_op("plugin.duoble")
 
 
@@ -149,9 +148,7 @@ def test_ops_are_found_by_name(plugin: Install) -> None:
 def test_what_is_listed_as_an_op_was_made_by_the_decorator(plugin: Install, listed: str, shown: str) -> None:
     plugin("plug_ops", GOOD + f"\nOPS = {listed}", "kpt.ops", plug_ops="plug_ops:OPS")
     said = only_warning(kpt_core.ops)
-    assert said.startswith(
-        f"kpt.ops 'plug_ops' of dist-of-plug_ops 1.0: RegistrationError: plug_ops:OPS lists {shown}"
-    )
+    assert said.startswith(f"kpt.ops 'plug_ops' of dist-of-plug_ops 1.0: RegistrationError: plug_ops:OPS lists {shown}")
     assert said.endswith("which was not made by @kpt_core.op")
 
 

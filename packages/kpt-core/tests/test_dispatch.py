@@ -4,12 +4,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, InputError, Kernel, PluginWarning, Selection
 from loopback import Loopback, checked, hundreds, kernel, scale, shifted
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 
@@ -119,13 +120,15 @@ def test_the_first_tensor_may_be_passed_by_keyword(add: Add, x: Tensor) -> None:
 def test_a_first_argument_that_is_no_tensor_is_named(x: Tensor, wrong: object, warm: bool) -> None:
     if warm:
         scale(x, x)
-    with pytest.raises(InputError, match=f"sample.scale: the first argument must be a tensor, not {type(wrong).__name__}"):
-        scale(wrong, x)
+    with pytest.raises(
+        InputError, match=f"sample.scale: the first argument must be a tensor, not {type(wrong).__name__}"
+    ):
+        scale(wrong, x)  # type: ignore[arg-type]
 
 
 def test_no_first_argument_at_all(x: Tensor) -> None:
     with pytest.raises(InputError, match="first argument must be a tensor"):
-        scale(weight=x)
+        scale(weight=x)  # type: ignore[call-arg]
 
 
 def test_the_check_runs_before_any_kernel(add: Add) -> None:
@@ -196,8 +199,7 @@ def test_a_kernel_that_cannot_be_loaded_costs_one_warning(
     monkeypatch.syspath_prepend(tmp_path)
     add(Loopback(Kernel("sample.scale", target, priority=5), kernel("second")))
     with pytest.warns(PluginWarning) as warned:
-        assert hundreds(scale(x, x)) == 2
-        assert hundreds(scale(x.double(), x)) == 2
+        assert [hundreds(scale(t, t)) for t in (x, x.double(), x)] == [2, 2, 2]
     assert [str(w.message) for w in warned] == [f"KPT goes on without kernel {target}: could not be loaded: {reason}"]
     assert [w.filename for w in warned] == [__file__]
     assert [problem.plugin for problem in kpt_core.problems()] == [f"kernel {target}"]

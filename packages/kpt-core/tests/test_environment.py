@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, InputError, NoKernelError, UnknownNameError
 from loopback import Fault, Loopback, hundreds, kernel, mixed, scale, shifted
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 Setting = Callable[[str, str], None]
@@ -40,7 +41,7 @@ def test_use(setting: Setting, x: Tensor, value: str, scaled: int, composed: int
 
 def test_use_is_strict(setting: Setting, x: Tensor) -> None:
     setting("KPT_USE", "near")
-    with pytest.raises(NoKernelError, match="no kernel for sample.mixed on cpu: near was asked for"):
+    with pytest.raises(NoKernelError, match=r"no kernel for sample.mixed on cpu: near was asked for"):
         mixed(x, x, x)
 
 

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import kpt_core
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, Kernel, UnknownNameError
 from loopback import Fault, Loopback, checked, kernel, mixed, scale, shifted
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 
@@ -193,7 +194,9 @@ def accepts(backend: Loopback, kernel: Kernel, x: Tensor) -> bool:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(backends(), st.lists(st.tuples(st.integers(1, 4), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=4))
+@given(
+    backends(), st.lists(st.tuples(st.integers(1, 4), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=4)
+)
 def test_for_any_kernels_explain_is_what_runs_and_what_runs_is_allowed(
     backends: list[Loopback], calls: list[tuple[int, torch.dtype, bool]]
 ) -> None:

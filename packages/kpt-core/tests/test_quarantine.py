@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Callable
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, InputError, KernelFailedWarning, NoKernelError
 from loopback import Fault, Loopback, hundreds, kernel, scale
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 
@@ -59,9 +60,7 @@ def test_it_stays_out_for_that_signature_alone(warm: bool, x: Tensor) -> None:
 def test_explain_tells_why(warm: bool, x: Tensor) -> None:
     fail_once(x)
     (refusal,) = kpt_core.explain(scale, x, x).refusals
-    assert str(refusal) == (
-        "loop (loopback:faulty): quarantined for this signature: it raised RuntimeError: no launch"
-    )
+    assert str(refusal) == ("loop (loopback:faulty): quarantined for this signature: it raised RuntimeError: no launch")
 
 
 def test_it_stays_out_in_every_scope(warm: bool, x: Tensor) -> None:
@@ -143,7 +142,7 @@ def test_a_wrong_call_gets_the_reference_s_error_and_costs_the_kernel_nothing(wa
     """The kernel raises, `second` raises and the reference raises: it is the call that is wrong."""
     wrong = torch.ones(3)
     Fault.error = OSError("invalid configuration argument")
-    with pytest.raises(RuntimeError, match="size of tensor a .4. must match the size of tensor b .3."):
+    with pytest.raises(RuntimeError, match=r"size of tensor a .4. must match the size of tensor b .3."):
         scale(x, wrong)
     Fault.error = None
     with pytest.raises(RuntimeError, match="must match the size"):

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, Refusal, Selection
 from loopback import Fault, Loopback, checked, kernel, scale, shifted
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 
@@ -85,8 +86,6 @@ def test_a_selection_prints_as_a_tree_and_becomes_json(add: Add) -> None:
     ]
     data = json.loads(json.dumps(selection.as_dict()))
     assert data["kernel"] == "reference"
-    assert data["refusals"] == [
-        {"backend": "loop", "kernel": "loopback:whole", "reason": "needs amx, which cpu lacks"}
-    ]
+    assert data["refusals"] == [{"backend": "loop", "kernel": "loopback:whole", "reason": "needs amx, which cpu lacks"}]
     assert [child["op"] for child in data["children"]] == ["sample.scale"]
     assert data["children"][0]["children"] == []

@@ -3,24 +3,25 @@
 import inspect
 from collections.abc import Callable
 
-import kpt_core
 import pytest
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, Kernel, RegistrationError, UnknownNameError, _registry
 from loopback import Loopback, scale
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 
 
 @pytest.mark.parametrize("name", ["scale", "", ".scale", "sample.", "sample.scale.more", "1sample.scale", "a b.c"])
 def test_an_op_s_name_is_family_and_operation(name: str) -> None:
-    with pytest.raises(RegistrationError, match="is not of the form 'family.operation'"):
+    with pytest.raises(RegistrationError, match=r"is not of the form 'family.operation'"):
         kpt_core.op(name)(lambda x: x)
     assert name not in kpt_core.ops()
 
 
 def test_an_op_has_a_first_parameter() -> None:
-    with pytest.raises(RegistrationError, match="'sample.nothing' has no parameters"):
+    with pytest.raises(RegistrationError, match=r"'sample.nothing' has no parameters"):
         kpt_core.op("sample.nothing")(lambda: None)
     assert "sample.nothing" not in kpt_core.ops()
 
@@ -73,7 +74,7 @@ def test_a_class_is_no_backend() -> None:
         device_type = "cpu"
 
     with pytest.raises(RegistrationError, match="is a class; give an instance"):
-        kpt_core.add_backend(Named)
+        kpt_core.add_backend(Named)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["reference", "two words", "", "a:b", "x=y", "a,b"])
@@ -101,9 +102,9 @@ def test_added_backends_survive_refresh(add: Add) -> None:
 
 
 def test_kernels_are_values() -> None:
-    one = Kernel("sample.scale", "a:b", requires={"x", "y"}, dtypes=["float32", "torch.float64"])
+    one = Kernel("sample.scale", "a:b", requires={"x", "y"}, dtypes={"float32", "torch.float64"})
     other = Kernel("sample.scale", "a:b", requires=frozenset("yx"), dtypes=frozenset({"float64", "float32"}))
     assert one == other
     assert hash(one) == hash(other)
     with pytest.raises(AttributeError):
-        one.priority = 3
+        one.priority = 3  # type: ignore[misc]

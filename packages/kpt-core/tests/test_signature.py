@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, Kernel, SignatureError
 from loopback import Loopback, hundreds, kernel, scale
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 
@@ -105,7 +106,7 @@ def test_overloads_of_the_dispatcher_are_compared_by_their_schema(
 @pytest.mark.parametrize("target", ["loopback", "loopback:", ":first", "loopback.first"])
 @pytest.mark.parametrize("part", ["target", "unsupported"])
 def test_malformed_targets_are_refused_when_declared(part: str, target: str) -> None:
-    arguments = {"target": "loopback:first", part: target}
+    arguments: dict[str, Any] = {"target": "loopback:first", part: target}
     with pytest.raises(SignatureError, match=f"kernel for sample.scale: '{target}' is not of the form"):
         Kernel("sample.scale", **arguments)
 

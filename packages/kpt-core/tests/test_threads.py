@@ -4,12 +4,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, _registry
 from loopback import Loopback, hundreds, kernel, scale
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 WORKERS = 8

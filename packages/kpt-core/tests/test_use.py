@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
-import kpt_core
 import pytest
 import torch
+from torch import Tensor
+
+import kpt_core
 from kpt_core import Backend, NoKernelError, UnknownNameError
 from loopback import Fault, Loopback, hundreds, kernel, mixed, scale, shifted
-from torch import Tensor
 
 Add = Callable[[Backend], Backend]
 
@@ -86,7 +87,7 @@ def test_a_kernel_of_the_inner_op_serves_the_composite_through_it(x: Tensor) -> 
 
 
 def test_a_backend_without_a_kernel_for_the_op_raises(x: Tensor) -> None:
-    with kpt_core.use("near"), pytest.raises(NoKernelError, match="no kernel for sample.mixed on cpu: near was asked"):
+    with kpt_core.use("near"), pytest.raises(NoKernelError, match=r"no kernel for sample.mixed on cpu: near was asked"):
         mixed(x, x, x)
 
 
@@ -106,7 +107,10 @@ def test_refusals_of_what_was_asked_for_raise_and_list_all_the_others(x: Tensor)
 
 
 def test_a_kernel_that_is_not_the_op_s_raises() -> None:
-    with kpt_core.use("loopback:whole", op="sample.scale"), pytest.raises(NoKernelError, match="loopback:whole was asked"):
+    with (
+        kpt_core.use("loopback:whole", op="sample.scale"),
+        pytest.raises(NoKernelError, match="loopback:whole was asked"),
+    ):
         scale(torch.ones(4), torch.ones(4))
 
 
@@ -125,9 +129,9 @@ def test_unknown_names_offer_the_nearest(wrong: str, offer: str) -> None:
 
 
 def test_an_unknown_op_offers_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown op 'sample.scael': did you mean 'sample.scale'"):
-        with kpt_core.use("near", op="sample.scael"):
-            pytest.fail("the block must not be entered")
+    expected = pytest.raises(UnknownNameError, match=r"unknown op 'sample.scael': did you mean 'sample.scale'")
+    with expected, kpt_core.use("near", op="sample.scael"):
+        pytest.fail("the block must not be entered")
 
 
 def test_a_backend_removed_inside_the_block_is_asked_for_in_vain(x: Tensor) -> None:

@@ -38,6 +38,19 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """transformers logs which of its own fast paths are missing; that's not the subject."""
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+    transformers.logging.set_verbosity(before)
+
+
 @pytest.fixture(params=["loop", "grouped"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways that `moe.experts` takes: the loop for host memory, grouped products for everything else."""

@@ -61,7 +61,8 @@ def test_softmax_after_equals_renormalised_softmax():
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients_are_those_of_the_definition(score, renormalize):
     router, x = make(score=score, renormalize=renormalize), torch.randn(7, HIDDEN, requires_grad=True)
-    index, weights, _ = router(x)
+    routing = router(x)
+    index, weights = routing.index, routing.weights
     logits = x.double() @ router.weight.double().t()
     chosen = (logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)).gather(1, index)
     if renormalize or score == "softmax_after":

@@ -1,1 +1,3 @@
+"""The command `kpt`."""
+
 __version__ = "0.1.0"

@@ -19,7 +19,7 @@ from ._measure import gain_of, interleaved_times
 from ._op import Op, op
 from ._optimize import Optimized, apply_plan, optimize
 from ._plan import Plan, PlanEntry
-from ._registry import Problem, add_backend, backends, get_op, ops, problems, refresh, remove_backend
+from ._registry import Problem, add_backend, backends, get_op, ops, problems, refresh, remove_backend, rewrites
 from ._rewrite import Rewrite, Site
 from ._selection import Refusal, Selection
 from ._settings import record
@@ -59,12 +59,13 @@ __all__ = [
     "get_op",
     "interleaved_times",
     "op",
-    "optimize",
     "ops",
+    "optimize",
     "problems",
     "record",
     "refresh",
     "remove_backend",
+    "rewrites",
     "use",
     "without_autocast",
 ]

@@ -38,7 +38,7 @@ class Config:
             raise InputError(f"max_error must be at least 0 or None; got {self.max_error!r}")
         if not isinstance(self.strict, bool):
             raise InputError(f"strict must be True or False; got {self.strict!r}")
-        if isinstance(self.disable, str):
+        if isinstance(self.disable, str):  # type: ignore[unreachable]  # a slip that types alone don't stop
             raise InputError(f"disable must be a tuple of names; got the string {self.disable!r}")
 
     @classmethod

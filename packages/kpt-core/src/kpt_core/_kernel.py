@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,9 +31,9 @@ class Kernel:
 
     op: str
     target: str
-    requires: frozenset[Capability] = frozenset()
+    requires: Set[Capability] = frozenset()
     priority: int = 0
-    dtypes: frozenset[str] | None = None
+    dtypes: Set[str] | None = None
     unsupported: str | None = None
     forward_only: bool = False
 

@@ -391,7 +391,7 @@ def _fall_back_while_tracing(name: str, device: str, dtype: torch.dtype) -> str 
 def op(
     name: str,
     *,
-    check: Callable[P, None] | None = None,
+    check: Callable[..., None] | None = None,
     composed_of: Iterable[str] = (),
     autocast: Iterable[str] = (),
 ) -> Callable[[Callable[P, R]], Op[P, R]]:

@@ -36,6 +36,7 @@ class Optimized:
 
     model: nn.Module
     plan: Plan
+    #: path -> what stood there before each rewrite, the original first.
     _originals: dict[str, list[nn.Module]] = field(default_factory=dict, repr=False)
 
     def revert(self, module: str | None = None) -> None:
@@ -93,11 +94,7 @@ def optimize(
     args, kwargs = _as_call(example_inputs)
     original = model
     work = Optimized(model if inplace else copy.deepcopy(model), plan=None)  # type: ignore[arg-type]
-    tries = [
-        (rewrite, site)
-        for rewrite in _allowed(level)
-        for site in rewrite.sites(work.model)
-    ]
+    tries = [(rewrite, site) for rewrite in _allowed(level) for site in rewrite.sites(work.model)]
     training = work.model.training
     work.model.eval()
     entries: list[PlanEntry] = []
@@ -105,17 +102,23 @@ def optimize(
         with torch.no_grad():
             try:
                 expected = work.model(*args, **kwargs)
-            except Exception as error:
+            except Exception as failure:
                 raise InputError(
-                    f"the model does not run on the example inputs: {type(error).__name__}: {error}"
-                ) from error
+                    f"the model does not run on the example inputs: {type(failure).__name__}: {failure}"
+                ) from failure
             for done, (rewrite, site) in enumerate(tries):
                 if on_progress is not None:
                     on_progress(done, len(tries), f"{rewrite.name} at {site.module}")
                 entries.append(_attempt(work, rewrite, site, args, kwargs, objective, budget))
             device = _device(work.model)
             entries, error = _settle(work, entries, args, kwargs, expected, budget)
-            before, after = _whole(work, args, kwargs, device)
+            before, after = _contest(work, args, kwargs, device)
+            gain, noise = gain_of(before, after)
+            if objective == "latency" and gain < 1 - 2 * noise:
+                work.revert()
+                reason = f"with the kept rewrites together the model was slower, {gain:.2f}x"
+                entries = [replace(entry, kept=False, reason=reason) if entry.kept else entry for entry in entries]
+                after, error = before, 0.0
         bytes_after = parameter_bytes(work.model)
         bytes_before = _bytes_of_original(work)
     except BaseException:
@@ -133,8 +136,8 @@ def optimize(
         max_error=budget,
         versions=_versions(),
         entries=tuple(entries),
-        seconds_before=before,
-        seconds_after=after,
+        seconds_before=statistics.median(before),
+        seconds_after=statistics.median(after),
         bytes_before=bytes_before,
         bytes_after=bytes_after,
         error=error,
@@ -249,29 +252,39 @@ def _settle(
         if error <= budget or not kept:
             return entries, error
         worst = max(kept, key=lambda entry: entry.error)
-        work.revert(worst.module)
         reason = f"with it the model's error was {error:.1e}, over the budget of {budget:.1e}"
-        entries = [
-            replace(entry, kept=False, reason=reason) if entry.module == worst.module and entry.kept else entry
-            for entry in entries
-        ]
+        # Rewrites of one module build on each other: those after the worst go with it.
+        on_module = [entry for entry in kept if entry.module == worst.module]
+        gone = on_module[on_module.index(worst) :]
+        for _ in gone:
+            _undo_last(work, worst.module)
+        entries = [replace(entry, kept=False, reason=reason) if entry in gone else entry for entry in entries]
 
 
-def _whole(
+def _contest(
     work: Optimized, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[float, float]:
-    """Median seconds of the model without and with the rewrites, in turn."""
+) -> tuple[list[float], list[float]]:
+    """Seconds of the model without and with the rewrites, in turn."""
     changed = {path: work.model.get_submodule(path) for path in work._originals}
+    originals = {path: chain[0] for path, chain in work._originals.items()}
 
     def run(modules: dict[str, nn.Module]) -> None:
         for path, module in modules.items():
             _put(work.model, path, module)
         work.model(*args, **kwargs)
 
-    originals = {path: chain[0] for path, chain in work._originals.items()}
-    before, after = interleaved_times((lambda: run(originals), lambda: run(changed)), device, seconds=2.0)
-    run(changed)
-    return statistics.median(before), statistics.median(after)
+    try:
+        before, after = interleaved_times((lambda: run(originals), lambda: run(changed)), device, seconds=2.0)
+    finally:
+        for path, module in changed.items():
+            _put(work.model, path, module)
+    return before, after
+
+
+def _undo_last(work: Optimized, path: str) -> None:
+    _put(work.model, path, work._originals[path].pop())
+    if not work._originals[path]:
+        del work._originals[path]
 
 
 def _bytes_of_original(work: Optimized) -> int:

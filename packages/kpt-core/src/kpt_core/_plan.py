@@ -1,6 +1,7 @@
 """The plan of an optimisation: a file that says which module was changed how, and what it gained and cost."""
 
 import json
+import math
 import os
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -77,8 +78,11 @@ class Plan:
         return tuple(entry for entry in self.entries if entry.kept)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON, which knows no infinity: an infinite error is None."""
+        plan = asdict(self)
+        for part in (plan, *plan["entries"]):
+            part["error"] = None if math.isinf(part["error"]) else part["error"]
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file appears whole or not at all."""
@@ -86,7 +90,7 @@ class Plan:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w") as file:
-                json.dump(self.as_dict(), file, indent=2)
+                json.dump(self.as_dict(), file, indent=2, allow_nan=False)
                 file.write("\n")
             Path(temporary).replace(path)
         except BaseException:
@@ -110,6 +114,8 @@ class Plan:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"{path} is not a plan of format {FORMAT} (found {found!r}): make it again")
         try:
+            for part in (data, *data["entries"]):
+                part["error"] = math.inf if part["error"] is None else part["error"]
             entries = tuple(PlanEntry(**entry) for entry in data.pop("entries"))
             return cls(entries=entries, **data)
         except (KeyError, TypeError) as error:

@@ -52,7 +52,7 @@ def _split(value: str) -> list[str]:
 
 
 def parse_choices(value: str) -> tuple[tuple[str, str], ...]:
-    """`nvidia`, `reference`, `pkg.mod:kernel` or `moe.experts=reference`, comma-separated; pairs win over the others."""
+    """`nvidia`, `reference`, `pkg.mod:kernel` or `moe.experts=reference`, comma-separated; pairs win over the rest."""
     choices = []
     for part in _split(value):
         op, separator, name = map(str.strip, part.rpartition("="))

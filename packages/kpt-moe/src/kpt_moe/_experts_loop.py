@@ -131,9 +131,7 @@ def _blocks(offsets: Tensor) -> Iterator[tuple[int, list[int], list[int]]]:
         yield begin, owners, sizes
 
 
-def _products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, owners: list[int], sizes: list[int]
-) -> None:
+def _products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, owners: list[int], sizes: list[int]) -> None:
     """`out = x @ weight[expert] + bias[expert]` for each expert's rows of a block."""
     for expert, rows, product in zip(owners, x.split(sizes), out.split(sizes), strict=True):
         if bias is not None:
@@ -206,7 +204,7 @@ def _experts_backward(
         return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
 
 
-@torch.library.register_fake("kpt_moe::experts", lib=_library)
+@torch.library.register_fake("kpt_moe::experts", lib=_library)  # type: ignore[untyped-decorator]
 def _experts_fake(
     x: Tensor, top_k_weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     order: Tensor, offsets: Tensor, activation: str, alpha: float, beta: float, limit: float | None,
@@ -215,7 +213,7 @@ def _experts_fake(
     return x.new_empty(x.shape), x.new_empty(order.shape[0], up.shape[2]) if training else x.new_empty(0)
 
 
-@torch.library.register_fake("kpt_moe::experts_backward", lib=_library)
+@torch.library.register_fake("kpt_moe::experts_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _experts_backward_fake(
     grad: Tensor, x: Tensor, top_k_weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None, order: Tensor, offsets: Tensor, h: Tensor, activation: str, alpha: float, beta: float,
@@ -239,7 +237,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Row-wise inner product `[rows]`, summed in `dtype`."""
     if a.dtype is dtype:
-        return torch.linalg.vecdot(a, b)
+        return torch.linalg.vecdot(a, b)  # type: ignore[no-any-return]
     return (a * b).sum(1, dtype=dtype)
 
 

@@ -4,7 +4,7 @@ They are torch library ops, so that torch.compile and torch.export see one node 
 autograd lies above, in the ops that call them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -43,15 +43,15 @@ def _grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@torch.library.register_fake("kpt_moe::grouped_mm", lib=_library)
+@torch.library.register_fake("kpt_moe::grouped_mm", lib=_library)  # type: ignore[untyped-decorator]
 def _grouped_mm_fake(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-@torch.library.register_fake("kpt_moe::grouped_mm_wgrad", lib=_library)
+@torch.library.register_fake("kpt_moe::grouped_mm_wgrad", lib=_library)  # type: ignore[untyped-decorator]
 def _grouped_mm_wgrad_fake(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
 
 
-grouped_mm = torch.ops.kpt_moe.grouped_mm.default
-grouped_mm_wgrad = torch.ops.kpt_moe.grouped_mm_wgrad.default
+grouped_mm: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.ops.kpt_moe.grouped_mm.default
+grouped_mm_wgrad: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.ops.kpt_moe.grouped_mm_wgrad.default

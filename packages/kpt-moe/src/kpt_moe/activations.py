@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kpt_core import UnknownNameError
 from torch import Tensor
 from torch.nn import functional as F
+
+from kpt_core import UnknownNameError
 
 _aten = torch.ops.aten
 
@@ -29,14 +30,10 @@ def _gelu(approximate: str) -> _Plain:
 
 
 _PLAIN = {
-    "silu": _Plain(
-        F.silu, lambda x, out: _aten.silu.out(x, out=out), lambda grad, x: _aten.silu_backward(grad, x)
-    ),
+    "silu": _Plain(F.silu, lambda x, out: _aten.silu.out(x, out=out), lambda grad, x: _aten.silu_backward(grad, x)),
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "relu": _Plain(
-        torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out), lambda grad, x: grad * (x > 0)
-    ),
+    "relu": _Plain(torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out), lambda grad, x: grad * (x > 0)),
     "relu2": _Plain(
         lambda x: torch.square(torch.relu(x)),
         lambda x, out: torch.clamp_min(x, 0, out=out).square_(),

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from kpt_core import InputError, KptError, op
 from torch import Tensor
+
+from kpt_core import InputError, KptError, op
 
 from . import _experts_grouped, _experts_loop
 from .activations import Activation
@@ -59,9 +60,7 @@ def _check_experts(
         )
     for name, bias, size in (("gate_up", gate_up_proj_bias, width), ("down", down_proj_bias, hidden)):
         if bias is not None and list(bias.shape) != [num_experts, size]:
-            raise InputError(
-                f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}"
-            )
+            raise InputError(f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}")
     for name, tensor in (
         ("gate_up_proj", gate_up_proj),
         ("down_proj", down_proj),
@@ -140,7 +139,7 @@ def experts(
     floats = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
     if training:
-        return _Experts.apply(*floats, order, offsets, act, transposed)  # type: ignore[no-any-return]
+        return _Experts.apply(*floats, order, offsets, act, transposed)  # type: ignore[no-any-return,no-untyped-call]
     return _forward(*floats, order, offsets, act, transposed, training)[0]
 
 
@@ -159,8 +158,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The output, and the pre-activation if training."""
     up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
-    where = _experts_loop if _in_host_memory(x) else _experts_grouped
-    return where.forward(x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, order, offsets, act, training)
+    forward = _experts_loop.forward if _in_host_memory(x) else _experts_grouped.forward
+    return forward(x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, order, offsets, act, training)
 
 
 class _Experts(torch.autograd.Function):
@@ -191,15 +190,15 @@ class _Experts(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # A graph of the gradients is wanted (create_graph=True). torch's once_differentiable would leave them out
             # of it without a word where `grad` is a constant: a gradient penalty would then train nothing.
-            grads = _NotTwice.apply(*ctx.saved_tensors[:6], grad, *grads)
+            grads = _NotTwice.apply(*ctx.saved_tensors[:6], grad, *grads)  # type: ignore[no-untyped-call]
         return *grads, None, None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, top_k_weights, gate_up_proj, down_proj, up_bias, down_bias, order, offsets, h = ctx.saved_tensors
         up, down = (gate_up_proj, down_proj) if ctx.transposed else (gate_up_proj.mT, down_proj.mT)
-        where = _experts_loop if _in_host_memory(x) else _experts_grouped
-        grads = where.backward(
+        backward = _experts_loop.backward if _in_host_memory(x) else _experts_grouped.backward
+        grads = backward(
             grad, x, top_k_weights, up, down, up_bias, down_bias, order, offsets, h, ctx.act, ctx.needs_input_grad[:6]
         )
         grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias = grads

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from kpt_core import InputError, op
 from torch import Tensor
 from torch.nn import functional as F
+
+from kpt_core import InputError, op
 
 from . import _loops
 
@@ -68,7 +69,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Source: torch.nn.functional.grouped_mm (2D x 3D form), whose trailing rows are uninitialised; MegaBlocks
     (arXiv:2211.15841).
     """
-    return _GroupedMM.apply(x, weight, offsets)  # type: ignore[no-any-return]
+    return _GroupedMM.apply(x, weight, offsets)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @op("moe.grouped_mm_wgrad", check=_check_wgrad, autocast=("x", "grad"))
@@ -86,7 +87,7 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         InputError: a shape, dtype or device does not fit.
     """
-    return _GroupedMMWgrad.apply(x, grad, offsets)  # type: ignore[no-any-return]
+    return _GroupedMMWgrad.apply(x, grad, offsets)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _GroupedMM(torch.autograd.Function):

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from kpt_core import InputError
 from torch import Tensor, nn
+
+from kpt_core import InputError
 
 from .activations import Activation
 from .experts import experts
@@ -129,11 +130,11 @@ class MoELayer(nn.Module):
             InputError: x's last size is not `hidden_size`.
         """
         tokens = self._flatten(x)
-        index, weights, _ = routing if routing is not None else self.router(tokens)
+        routing = routing if routing is not None else self.router(tokens)
         out = experts(
             tokens,
-            index,
-            weights,
+            routing.index,
+            routing.weights,
             self.gate_up_proj,
             self.down_proj,
             self.gate_up_proj_bias,

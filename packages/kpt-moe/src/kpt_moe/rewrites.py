@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kpt_core import InputError, Site
 from torch import nn
+
+from kpt_core import InputError, Site
 
 #: What transformers' `use_experts_implementation` sets on every module that it decorates.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "config")
@@ -48,9 +49,9 @@ class Bfloat16Experts:
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Every experts module with float32 weights."""
         for path, module in model.named_modules():
-            if path and is_transformers_experts(module):
-                if any(p.dtype is torch.float32 for p in module.parameters(recurse=False)):
-                    yield Site(path, "moe.experts")
+            single = any(p.dtype is torch.float32 for p in module.parameters(recurse=False))
+            if path and single and is_transformers_experts(module):
+                yield Site(path, "moe.experts")
 
     def replacement(self, module: nn.Module) -> nn.Module:
         """A module with converted copies of the weights."""

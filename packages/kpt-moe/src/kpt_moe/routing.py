@@ -1,14 +1,17 @@
 """Routers: which experts a token goes to, and with what weight."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-from kpt_core import InputError, UnknownNameError, without_autocast
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_dataclass
+
+from kpt_core import InputError, UnknownNameError, without_autocast
 
 
-class Routing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Routing:
     """What a router decides.
 
     Attributes:
@@ -21,6 +24,9 @@ class Routing(NamedTuple):
     weights: Tensor
     logits: Tensor
 
+
+# So that torch.export and tree_map see its tensors.
+register_dataclass(Routing)
 
 #: How logits become scores: over all experts before the choice, over the chosen ones after it, or independently.
 SCORES = ("softmax", "softmax_after", "sigmoid")

@@ -1,7 +1,7 @@
 """Serve the experts of Hugging Face models: importing this module registers the experts implementation `"kpt"`.
 
-    import kpt_moe.transformers
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="kpt")
+import kpt_moe.transformers
+model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="kpt")
 """
 
 from typing import Any
@@ -34,9 +34,7 @@ _PLAIN_BY_TYPE: dict[type, str] = {
 _GATED_BY_PLAIN = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
-def kpt_experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of a transformers experts module, by KPT's ops.
 
     Args:
@@ -126,7 +124,7 @@ def _ask(module: Any, alpha: float, limit: float | None) -> Activation | None:
     return next((candidate for candidate in candidates if _same(module, candidate)), None)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _identify_constant(module: Any) -> Activation | None:
     return _identify(module)
 
@@ -152,13 +150,18 @@ def _number(module: Any, *names: str) -> float | None:
 def _same(module: Any, candidate: Activation) -> bool:
     """Whether the module's gating equals `candidate` on a grid that crosses its limits, to float64's accuracy."""
     reach = 2 * (candidate.limit or 4.0)
+    width = module.gate_up_proj.shape[2 if module.is_transposed else 1] // 2
     # Real numbers, also while the model itself is only described (meta device, fake tensors).
     with torch.no_grad(), _disable_current_modes():
         points = torch.linspace(-reach, reach, 33, dtype=torch.float64, device="cpu")
-        gate, up = (axis.flatten() for axis in torch.meshgrid(points, points, indexing="ij"))
-        pair = torch.stack((gate, up), dim=-1)
-        h = pair.flatten().unsqueeze(0) if candidate.interleaved else torch.cat((gate, up)).unsqueeze(0)
-        return torch.allclose(module._apply_gate(h), candidate(h), rtol=1e-12, atol=1e-12)
+        pairs = torch.cartesian_prod(points, points)
+        rows = -(-len(pairs) // width)
+        pairs = pairs[torch.arange(rows * width, device="cpu") % len(pairs)].view(rows, width, 2)
+        h = pairs.flatten(1) if candidate.interleaved else torch.cat((pairs[..., 0], pairs[..., 1]), dim=1)
+        try:
+            return torch.allclose(module._apply_gate(h), candidate(h), rtol=1e-12, atol=1e-12)
+        except RuntimeError:
+            return False  # it asks for more than numbers (parameters elsewhere): not one of ours
 
 
 ExpertsInterface.register(NAME, kpt_experts_forward)

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
     from .moe import Line
 
-app = typer.Typer(help="Measure KPT beside its peers, in one run.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure KPT beside its peers, in one run.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.callback()
@@ -37,9 +42,10 @@ def moe(
     Refuses to report if KPT's result is less accurate than eager's against float64.
     """
     import torch
-    from kpt_core import UnknownNameError
     from rich.console import Console
     from rich.live import Live
+
+    from kpt_core import UnknownNameError
 
     from . import moe as benchmark
 
@@ -128,5 +134,3 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-

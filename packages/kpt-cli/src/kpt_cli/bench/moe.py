@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from kpt_core import KptError, gain_of, interleaved_times
 from torch import Tensor
 from torch.nn import functional as F
+
+from kpt_core import KptError, gain_of, interleaved_times
 
 #: Implementations of transformers that are measured beside KPT.
 PEERS = ("eager", "grouped_mm")
@@ -130,9 +131,10 @@ def run(shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: flo
 
 def _transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """An experts module of transformers, of Qwen3-MoE (gated) or of Nemotron-H (plain), with random weights."""
-    import kpt_moe.transformers  # noqa: F401  registers "kpt"
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    import kpt_moe.transformers  # noqa: F401  registers "kpt"
 
     config = SimpleNamespace(
         num_experts=shape.num_experts,

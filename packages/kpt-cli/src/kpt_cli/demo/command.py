@@ -18,9 +18,9 @@ from .sizes import FULL, QUICK
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the model, its plan and the report.")] = Path(
-        "kpt-demo"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the model, its plan and the report.")
+    ] = Path("kpt-demo"),
     steps: Annotated[
         int | None, typer.Option(min=1, help=f"Training steps; {FULL.steps} if left out.", show_default=False)
     ] = None,
@@ -35,7 +35,9 @@ def demo(
         float | None,
         typer.Option(help="Largest relative error of a module's output; the level's own if left out."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny model and a few steps, to see that all works.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model and a few steps, to see that all works.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
 ) -> None:
     """Train a small Mixture-of-Experts model on real text, optimise it, and report before and after.

@@ -51,9 +51,7 @@ def compare_memory(model: Path, plan: Path, size: Size, on_process: OnProcess) -
             peaks[job].append(result["peak"])
             libraries.append(result["libraries"])
             on_process(done + 1, len(jobs))
-    comparisons = tuple(
-        of_bytes(f"peak memory, {phase}", peaks[phase, None], peaks[phase, plan]) for phase in PHASES
-    )
+    comparisons = tuple(of_bytes(f"peak memory, {phase}", peaks[phase, None], peaks[phase, plan]) for phase in PHASES)
     return Memory(comparisons, sorted(libraries)[len(libraries) // 2])
 
 
@@ -63,7 +61,9 @@ def _probe(model: Path, phase: str, plan: Path | None, size: Size) -> dict[str, 
     command += ["--threads", str(torch.get_num_threads())]
     if plan is not None:
         command += ["--plan", str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     if done.returncode:
         raise RuntimeError(f"the memory probe failed with exit code {done.returncode}:\n{done.stderr}")
     result: dict[str, int] = json.loads(done.stdout)

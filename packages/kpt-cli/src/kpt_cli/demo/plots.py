@@ -54,7 +54,9 @@ def loss_figure(log: TrainingLog, vocabulary: int, palette: Palette) -> "Figure"
     axes.axhline(guess, color=palette.muted, linewidth=0.8, linestyle=(0, (2, 3)))
     last = len(log.losses)
     note = f"guessing among {vocabulary:,} tokens: {guess:.2f}"
-    axes.annotate(note, (last, guess), (0, 4), textcoords="offset points", ha="right", color=palette.muted, fontsize=8.5)
+    axes.annotate(
+        note, (last, guess), (0, 4), textcoords="offset points", ha="right", color=palette.muted, fontsize=8.5
+    )
     # Labels at the ends of the lines instead of a legend, kept apart where the lines meet.
     ends = sorted(((held[-1], "held-out", palette.held_out), (smooth[-1], "training", palette.after)), reverse=True)
     for (value, name, colour), shift in zip(ends, (5, -5), strict=True):

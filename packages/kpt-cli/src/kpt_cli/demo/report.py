@@ -43,14 +43,14 @@ def page(result: "Result") -> str:
     figures = {
         "loss": loss_figure(result.training, result.model["vocabulary"], CSS),
         "comparison": comparison_figure(result.comparisons, CSS),
-        "load": load_figure(result.expert_load, CSS),
+        "load": load_figure(result.quality.expert_load, CSS),
     }
     return environment.get_template("report.html.j2").render(
         result=result,
         tiles=_tiles(result),
-        figures={name: Markup(inline(figure, name)) for name, figure in figures.items()},  # noqa: S704  drawn above
+        figures={name: Markup(inline(figure, name)) for name, figure in figures.items()},
         kernels=[(pattern(use.modules), use, why(use.kernel, use.reasons)) for use in result.kernels],
-        balance=_balance(result.expert_load),
+        balance=_balance(result.quality.expert_load),
         identical=sum(sample.identical for sample in result.samples),
         memory_measure=MEMORY_MEASURE,
         guess=math.log(result.model["vocabulary"]),
@@ -61,6 +61,7 @@ def page(result: "Result") -> str:
 def _tiles(result: "Result") -> list[dict[str, Any]]:
     """The figures that the page begins with."""
     held_out = result.training.held_out
+    quality = result.quality
     tiles = [
         {
             "label": "held-out loss",
@@ -89,8 +90,8 @@ def _tiles(result: "Result") -> list[dict[str, Any]]:
     tiles.append(
         {
             "label": "perplexity",
-            "value": f"{result.after.perplexity / result.before.perplexity - 1:+.2%}",
-            "note": f"{result.before.perplexity:.2f} → {result.after.perplexity:.2f} on held-out files",
+            "value": f"{quality.after.perplexity / quality.before.perplexity - 1:+.2%}",
+            "note": f"{quality.before.perplexity:.2f} → {quality.after.perplexity:.2f} on held-out files",
             "good": False,
         }
     )

@@ -10,7 +10,7 @@ from .comparison import Comparison
 from .generation import Sample
 from .kernels import KernelUse
 from .output import KIND
-from .quality import Difference, Quality
+from .quality import QualityComparison
 from .training import TrainingLog
 
 if TYPE_CHECKING:
@@ -29,14 +29,11 @@ class Result:
         corpus: what was read.
         model: what was trained.
         training: how that went.
-        before: the saved model on held-out text.
-        after: the same with the plan applied.
-        difference: of their logits.
+        quality: both models on held-out text.
         comparisons: speed and memory.
         libraries: bytes of every peak that are there before a model is.
         plan: of the optimisation.
         kernels: which kernel ran where.
-        expert_load: share of each layer's decisions for each expert.
         samples: what both models write.
         durations: seconds of each phase.
     """
@@ -46,14 +43,11 @@ class Result:
     corpus: dict[str, Any]
     model: dict[str, Any]
     training: TrainingLog
-    before: Quality
-    after: Quality
-    difference: Difference
+    quality: QualityComparison
     comparisons: tuple[Comparison, ...]
     libraries: int
     plan: "Plan"
     kernels: tuple[KernelUse, ...]
-    expert_load: list[list[float]]
     samples: tuple[Sample, ...]
     durations: dict[str, float]
 
@@ -67,16 +61,11 @@ class Result:
             "corpus": self.corpus,
             "model": self.model,
             "training": asdict(self.training),
-            "quality": {
-                "before": asdict(self.before),
-                "after": asdict(self.after),
-                "difference": asdict(self.difference),
-            },
+            "quality": asdict(self.quality),
             "comparisons": [comparison.as_dict() for comparison in self.comparisons],
             "memory": {"measured_as": MEMORY_MEASURE, "libraries_bytes": self.libraries},
             "plan": self.plan.as_dict(),
             "kernels": [use.as_dict() for use in self.kernels],
-            "expert_load": self.expert_load,
             "samples": [sample.as_dict() for sample in self.samples],
             "durations": self.durations,
         }

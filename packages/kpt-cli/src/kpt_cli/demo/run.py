@@ -15,7 +15,7 @@ from .generation import samples
 from .kernels import kernels_used
 from .memory import compare_memory
 from .model import describe, load_model, new_model, quiet_transformers, save_model
-from .quality import difference, expert_load, quality
+from .quality import compare_quality, windows
 from .result import Result, this_machine
 from .sizes import Size
 from .speed import compare_speed
@@ -96,12 +96,10 @@ def run_demo(options: Options, folder: Path, screen: Screen) -> Result:
         memory = compare_memory(model_folder, plan_file, size, phase.tell)
         phase.outcome = ", ".join(comparison.verdict for comparison in memory.comparisons)
     with screen.phase("quality", "Comparing on held-out files") as phase:
-        evaluated = (text.held_out, size.context, size.quality_windows)
-        old, new = (quality(model, *evaluated, text.bytes_per_token) for model in (before, after))
-        changed = difference(before, after, *evaluated)
-        load = expert_load(before, *evaluated)
+        rows = windows(text.held_out, size.context, size.quality_windows)
+        compared = compare_quality(before, after, rows, text.bytes_per_token, phase.tell)
         used = kernels_used(after, prompt)
-        phase.outcome = f"perplexity {old.perplexity:.2f} before, {new.perplexity:.2f} after"
+        phase.outcome = f"perplexity {compared.before.perplexity:.2f} before, {compared.after.perplexity:.2f} after"
     with screen.phase("samples", "Writing some code") as phase:
         written = samples(before, after, text.tokenizer, size.sample_tokens)
         phase.outcome = f"{sum(sample.identical for sample in written)} of {len(written)} texts identical"
@@ -111,14 +109,11 @@ def run_demo(options: Options, folder: Path, screen: Screen) -> Result:
         corpus=_describe_corpus(corpus, text),
         model=about,
         training=log,
-        before=old,
-        after=new,
-        difference=changed,
+        quality=compared,
         comparisons=(*speed, *memory.comparisons),
         libraries=memory.libraries,
         plan=optimized.plan,
         kernels=tuple(used),
-        expert_load=load,
         samples=tuple(written),
         durations=screen.durations,
     )

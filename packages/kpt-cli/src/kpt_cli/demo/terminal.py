@@ -66,7 +66,9 @@ class Screen:
             phase = Phase(bar, bar.add_task("", total=None, detail=""))
             yield phase
         seconds = self.durations[name] = time.perf_counter() - start
-        line = Text.assemble(("  ✓ ", "green"), f"{title:<{_TITLE_WIDTH}}", (f"{seconds:6.1f} s  ", "dim"), phase.outcome)
+        line = Text.assemble(
+            ("  ✓ ", "green"), f"{title:<{_TITLE_WIDTH}}", (f"{seconds:6.1f} s  ", "dim"), phase.outcome
+        )
         self._console.print(line, soft_wrap=True)
 
 
@@ -98,10 +100,10 @@ def _show_comparisons(result: "Result") -> None:
         )
     weights = (result.plan.bytes_before / 2**20, result.plan.bytes_after / 2**20)
     made.add_row("weights, MiB", *(f"{size:.1f}" for size in weights), f"{weights[0] / weights[1]:.2f}x")
-    before, after = result.before.perplexity, result.after.perplexity
+    before, after = result.quality.before.perplexity, result.quality.after.perplexity
     made.add_row("perplexity, held-out", f"{before:.3f}", f"{after:.3f}", f"{after / before - 1:+.3%}")
     out().print(made)
-    difference = result.difference
+    difference = result.quality.difference
     say(
         f"Largest logit difference {difference.largest:.2e} ({difference.relative:.1e} of the largest logit); the same "
         f"likeliest token at {difference.same_choice:.2%} of the positions. Brackets: first to third quartile."

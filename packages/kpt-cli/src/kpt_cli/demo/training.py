@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .model import BALANCE_WEIGHT
-from .quality import mean_loss
+from .quality import mean_loss, next_token_loss, windows
 from .sizes import Size
 
 WARM_UP_STEPS = 40
@@ -68,29 +68,31 @@ def train(
     """
     optimizer = _optimizer(model, size.peak_learning_rate)
     generator = torch.Generator().manual_seed(seed)
+    held_out = windows(held_out, size.context, size.held_out_windows)
     log = TrainingLog()
     done = 0.0
     evaluated = 0
-    log.held_out.append((0, mean_loss(model, held_out, size.context, size.held_out_windows)))
+    log.held_out.append((0, mean_loss(model, held_out)))
     model.train()
     while done < 1:
         start = time.perf_counter()
         _set_learning_rate(optimizer, size.peak_learning_rate * _schedule(len(log.losses), done))
-        batch = _windows(tokens, size, generator)
-        output: Any = model(input_ids=batch, labels=batch, output_router_logits=True, use_cache=False)
+        batch = _batch(tokens, size, generator)
+        output: Any = model(input_ids=batch, output_router_logits=True, use_cache=False)
+        loss = next_token_loss(output.logits, batch)
+        balance = _balance(output.router_logits, size)
         optimizer.zero_grad()
-        output.loss.backward()
+        (loss + BALANCE_WEIGHT * balance).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        balance = output.aux_loss.item()
-        log.losses.append(output.loss.item() - BALANCE_WEIGHT * balance)
-        log.balance.append(balance)
+        log.losses.append(loss.item())
+        log.balance.append(balance.item())
         log.tokens += batch.numel()
         log.seconds += time.perf_counter() - start
         done = len(log.losses) / steps if steps is not None else log.seconds / (seconds or 1)
         if int(done * size.evaluations) > evaluated or done >= 1:
             evaluated = int(done * size.evaluations)
-            log.held_out.append((len(log.losses), mean_loss(model, held_out, size.context, size.held_out_windows)))
+            log.held_out.append((len(log.losses), mean_loss(model, held_out)))
             model.train()
         on_step(log, min(done, 1.0))
     model.eval()
@@ -117,6 +119,18 @@ def _schedule(step: int, done: float) -> float:
     return min((step + 1) / WARM_UP_STEPS, cosine)
 
 
-def _windows(tokens: Tensor, size: Size, generator: torch.Generator) -> Tensor:
+def _balance(router_logits: Sequence[Tensor], size: Size) -> Tensor:
+    """The load-balancing loss of each layer, on average.
+
+    Not the model's own `aux_loss`, which sees all layers as one: there a layer may send everything to one expert if
+    another layer makes up for it.
+    """
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    losses = [load_balancing_loss_func((logits,), size.experts, size.experts_per_token) for logits in router_logits]
+    return torch.stack(losses).mean()
+
+
+def _batch(tokens: Tensor, size: Size, generator: torch.Generator) -> Tensor:
     starts = torch.randint(len(tokens) - size.context, (size.batch, 1), generator=generator)
     return tokens[starts + torch.arange(size.context)]
