@@ -16,6 +16,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(_registry, "entry_points", lambda group: ())
+    monkeypatch.setattr(_registry, "_added", {})
     monkeypatch.setattr(Fault, "error", None)
     monkeypatch.setattr(Fault, "calls", 0)
     kpt_core.refresh()

@@ -59,6 +59,15 @@ def test_keeps_the_dtype_and_the_shape(variant, dtype):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_into_a_buffer_is_the_same(variant):
+    act, h = make(**variant), torch.randn(5, 12)
+    want = act(h)
+    out = torch.full_like(want, float("nan"))
+    assert act.into(h, out) is out
+    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_does_not_write_to_its_arguments(variant):
     act = make(**variant)
     h = torch.randn(5, 12)

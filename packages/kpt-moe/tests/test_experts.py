@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import KptError, record
-from kpt_moe import experts
+from kpt_moe import _experts_loop, experts
 from oracle import ACTIVATIONS, CLAMPED, GATED, Inputs, gradients, make_inputs, naive_experts
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -70,6 +70,29 @@ ROUTINGS = {
 def test_every_routing(routing):
     inputs = make_inputs(bias=True)
     check(Inputs(inputs.x, routing(inputs.index), *inputs.args[2:]))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 20])
+def test_blocks_of_rows_do_not_show(block, training, monkeypatch):
+    # The loop works on blocks of rows, larger than all other tests need.
+    monkeypatch.setattr(_experts_loop, "_BLOCK", block)
+    inputs = make_inputs(tokens=30, num_experts=6, bias=True, sentinels=True)
+    if training:
+        check(inputs)
+    else:
+        torch.testing.assert_close(experts(*inputs.args), naive_experts(inputs))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_few_rows_of_an_expert(rows, transposed):
+    # Small products take other ways in float32.
+    inputs = make_inputs(tokens=rows, top_k=1, num_experts=2, hidden=24, inner=16, transposed=transposed)
+    inputs = Inputs(inputs.x, torch.zeros_like(inputs.index), *inputs.args[2:])
+    want = naive_experts(inputs, transposed=transposed)
+    have = experts(*inputs.to(torch.float32).args, transposed=transposed)
+    torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_int32_ids():

@@ -140,6 +140,54 @@ def test_tiles_hold_every_row_once(loads, trailing):
     assert row.numel() == 0 or int(row.max()) <= max(rows - 1, 0)
 
 
+class _Place(str):
+    type = "elsewhere"
+
+
+class Elsewhere(torch.Tensor):
+    """A host tensor that says it is not in host memory, and so takes the way of accelerators without a kernel."""
+
+    device = property(lambda self: _Place("cpu"))
+
+
+@pytest.mark.parametrize("trailing", [0, 5])
+@pytest.mark.parametrize("columns", [16, 3], ids=["native", "tiled"])
+@pytest.mark.parametrize("stored", ["as [K, N]", "as [N, K]"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_way_of_accelerators(dtype, stored, columns, trailing):
+    loads = [70, 0, 9, 64]
+    x = torch.randn(sum(loads) + trailing, 8).to(dtype)
+    weight, grad = torch.randn(4, 8, columns).to(dtype), torch.randn(x.shape[0], columns).to(dtype)
+    offsets = ends(loads)
+    if stored == "as [N, K]":
+        weight = weight.mT.contiguous().mT
+    assert module._native(x, weight) == (columns == 16 and dtype is not torch.float64)
+    x[sum(loads) :] = float("nan")
+    grad[sum(loads) :] = float("nan")
+    out = module._multiply(x.as_subclass(Elsewhere), weight, offsets).as_subclass(Tensor)
+    torch.testing.assert_close(out, grouped_mm(x, weight, offsets))
+    wgrad = module._multiply_wgrad(x.as_subclass(Elsewhere), grad, offsets).as_subclass(Tensor)
+    exact = grouped_mm_wgrad(x.double(), grad.double(), offsets)
+    # Rounded once natively; once for each of at most two tiles, and once for their sum.
+    torch.testing.assert_close(
+        wgrad.double(), exact, rtol=0, atol=2 * torch.finfo(dtype).eps * exact.abs().max().item()
+    )
+
+
+def test_tiles_are_summed_in_float32():
+    # 1024 tiles that hold a quarter each: a bfloat16 accumulator would stay at 64.
+    ones = torch.ones(1024 * 64, 1, dtype=torch.bfloat16)
+    assert module._tiled_wgrad(ones, ones / 256, ends([1024 * 64])).item() == 256
+
+
+@pytest.mark.parametrize("columns", [16, 3], ids=["native", "tiled"])
+def test_the_way_of_accelerators_takes_no_rows(columns):
+    x, weight, offsets = torch.empty(0, 8).as_subclass(Elsewhere), torch.randn(4, 8, columns), ends([0] * 4)
+    assert module._multiply(x, weight, offsets).shape == (0, columns)
+    wgrad = module._multiply_wgrad(x, torch.empty(0, columns), offsets).as_subclass(Tensor)
+    assert torch.equal(wgrad, torch.zeros(4, 8, columns))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounds_once(dtype):
     # The product is accumulated in float32 and rounded once, so each result lies within half a unit in the last place

@@ -195,9 +195,11 @@ def _tiled_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _tiled_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    out = x.new_zeros(offsets.shape[0], x.shape[1], grad.shape[1])
-    if x.shape[0] == 0:
-        return out
-    expert, row, taken = _tiles(x.shape[0], offsets)
-    x_tiles, grad_tiles = (torch.where(taken.unsqueeze(-1), t[row], 0) for t in (x, grad))
-    return out.index_add(0, expert, torch.bmm(x_tiles.transpose(1, 2), grad_tiles))
+    # An expert has many tiles: their sum must not be rounded at each of them.
+    total = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(offsets.shape[0], x.shape[1], grad.shape[1], dtype=total, device=x.device)
+    if x.shape[0] > 0:
+        expert, row, taken = _tiles(x.shape[0], offsets)
+        x_tiles, grad_tiles = (torch.where(taken.unsqueeze(-1), t[row], 0) for t in (x, grad))
+        out = out.index_add(0, expert, torch.bmm(x_tiles.transpose(1, 2), grad_tiles).to(total))
+    return out.to(x.dtype)

@@ -13,7 +13,7 @@ from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import LEVELS, OBJECTIVES, check_choice, check_max_error
 from kpt_cli.optimize.output_directory import staged
 
-from .output import check_output
+from .output import check_output, is_demo
 from .sizes import FULL, QUICK
 
 
@@ -67,7 +67,10 @@ def demo(
         objective=objective,
         max_error=max_error,
     )
-    with redirect_stdout(sys.stderr), staged(real_output) as staging:  # stdout is for the result
+    with (
+        redirect_stdout(sys.stderr),
+        staged(real_output, replace=is_demo(real_output)) as staging,
+    ):  # stdout is for the result
         screen = Screen()
         result = run_demo(options, staging, screen)
         with screen.phase("report", "Writing the report") as phase:

@@ -1,11 +1,14 @@
 """One figure before and after, and the word for it, which is never `faster` for what may be noise."""
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 NOISE = "within noise"
+#: That an interval of a median holds the true one. High, because several are looked at in one report.
+CONFIDENCE = 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class Comparison:
         before: with transformers' default experts.
         after: with the plan applied.
         gain: how many times better, above 1 is better.
-        noise: what of the gain may be chance, relative to 1.
+        gain_low: the lower end of what the gain may be, by chance.
+        gain_high: the upper end.
         better: the word for a gain: `faster` or `smaller`.
         worse: the word for a loss.
     """
@@ -53,14 +57,15 @@ class Comparison:
     before: Spread
     after: Spread
     gain: float
-    noise: float
+    gain_low: float
+    gain_high: float
     better: str
     worse: str
 
     @property
     def beyond_noise(self) -> bool:
         """Whether the difference is more than chance."""
-        return abs(self.gain - 1) > self.noise
+        return not self.gain_low <= 1 <= self.gain_high
 
     @property
     def verdict(self) -> str:
@@ -73,40 +78,60 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        from dataclasses import asdict
-
         return {**asdict(self), "verdict": self.verdict}
 
 
 def of_times(name: str, tokens: int, before: Sequence[float], after: Sequence[float]) -> Comparison:
     """Compare tokens per second, from the seconds of interleaved rounds."""
-    import kpt_core
-
-    gain, error = kpt_core.gain_of(before, after)
+    # Ratios of neighbouring runs: a machine that slows down meanwhile does not count as a difference.
+    ratios = [old / new for old, new in zip(before, after, strict=True)]
+    low, high = median_interval(ratios)
     return Comparison(
         name=name,
         unit="tokens/s",
         before=Spread.of([tokens / seconds for seconds in before]),
         after=Spread.of([tokens / seconds for seconds in after]),
-        gain=gain,
-        noise=2 * error,
+        gain=statistics.median(ratios),
+        gain_low=low,
+        gain_high=high,
         better="faster",
         worse="slower",
     )
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the true median lies, with `CONFIDENCE`, whatever the distribution; with 1 in it if there are too few.
+
+    As many values as coin tosses show heads lie below the median, so the count of heads tells which two of the sorted
+    values enclose it.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, inner = 0.0, -1
+    while inner + 1 < count / 2:
+        outside += 2 * math.comb(count, inner + 1) / 2**count
+        if outside > 1 - CONFIDENCE:
+            break
+        inner += 1
+    if inner < 0:
+        return min(1.0, ordered[0]), max(1.0, ordered[-1])
+    return ordered[inner], ordered[count - 1 - inner]
+
+
 def of_bytes(name: str, before: Sequence[int], after: Sequence[int]) -> Comparison:
     """Compare bytes of several processes; ranges that touch are noise, and so is a single process each."""
     old, new = (Spread.of([size / 2**20 for size in sizes]) for sizes in (before, after))
-    apart = min(len(before), len(after)) > 1 and (max(before) < min(after) or max(after) < min(before))
     gain = old.median / new.median
+    low, high = min(before) / max(after), max(before) / min(after)
+    if min(len(before), len(after)) == 1:
+        low, high = min(low, 1.0), max(high, 1.0)
     return Comparison(
         name=name,
         unit="MiB",
         before=old,
         after=new,
         gain=gain,
-        noise=0.0 if apart else abs(gain - 1),
+        gain_low=low,
+        gain_high=high,
         better="smaller",
         worse="larger",
     )

@@ -56,5 +56,4 @@ def samples(before: Any, after: Any, tokenizer: "PreTrainedTokenizerFast", new_t
 def _continue(model: Any, tokenizer: "PreTrainedTokenizerFast", prompt: str, new_tokens: int) -> str:
     inputs: Any = tokenizer(prompt, return_tensors="pt")["input_ids"]
     output = model.generate(inputs, **greedy(new_tokens))
-    text: str = tokenizer.decode(output[0, inputs.shape[1] :], clean_up_tokenization_spaces=False)
-    return text
+    return str(tokenizer.decode(output[0, inputs.shape[1] :], clean_up_tokenization_spaces=False))

@@ -46,7 +46,7 @@ def compare_memory(model: Path, plan: Path, size: Size, on_process: OnProcess) -
     libraries: list[int] = []
     on_process(0, len(jobs))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        results = pool.map(lambda job: _probe(model, *job, size), jobs)
+        results = pool.map(lambda job: _probe(model, job[0], job[1], size), jobs)
         for done, (job, result) in enumerate(zip(jobs, results, strict=True)):
             peaks[job].append(result["peak"])
             libraries.append(result["libraries"])

@@ -38,7 +38,6 @@ def new_model(size: Size, seed: int) -> "Qwen3MoeForCausalLM":
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.key_value_heads,
-        head_dim=size.head_size,
         num_experts=size.experts,
         num_experts_per_tok=size.experts_per_token,
         moe_intermediate_size=size.expert_size,
@@ -50,7 +49,9 @@ def new_model(size: Size, seed: int) -> "Qwen3MoeForCausalLM":
         eos_token_id=0,
     )
     torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM._from_config(config, experts_implementation="kpt")  # type: ignore[no-any-return]
+    make: Any = Qwen3MoeForCausalLM._from_config
+    model: Qwen3MoeForCausalLM = make(config, experts_implementation="kpt")
+    return model
 
 
 def save_model(model: "Qwen3MoeForCausalLM", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
@@ -72,7 +73,8 @@ def load_model(folder: Path) -> Any:
     """Load a model as its user would: nothing is asked of transformers, so its own default serves the experts."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval()
 
 
 def describe(model: "Qwen3MoeForCausalLM", size: Size) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def loss_figure(log: TrainingLog, vocabulary: int, palette: Palette) -> "Figure"
     figure, axes = _figure(7.6, 3.3, palette)
     steps = range(1, len(log.losses) + 1)
     axes.plot(steps, log.losses, color=palette.after, alpha=0.25, linewidth=0.8)
-    smooth = _smooth(log.losses)
+    smooth = _smooth(log.losses, window=max(3, len(log.losses) // 25))
     axes.plot(steps, smooth, color=palette.after, linewidth=1.8)
     held_steps, held = zip(*log.held_out, strict=True)
-    axes.plot(held_steps, held, color=palette.held_out, linewidth=1.2, marker="o", markersize=4)
+    axes.plot(held_steps, held, color=palette.held_out, linewidth=1.2, marker="o", markersize=4, clip_on=False)
     guess = math.log(vocabulary)
     axes.axhline(guess, color=palette.muted, linewidth=0.8, linestyle=(0, (2, 3)))
     last = len(log.losses)
@@ -78,8 +78,14 @@ def loss_figure(log: TrainingLog, vocabulary: int, palette: Palette) -> "Figure"
     return figure
 
 
-def comparison_figure(comparisons: Sequence[Comparison], palette: Palette) -> "Figure":
-    """Before and after, side by side, with the first and third quartile as whiskers."""
+def comparison_figure(comparisons: Sequence[Comparison], libraries: int, palette: Palette) -> "Figure":
+    """Before and after, side by side, with the first and third quartile as whiskers.
+
+    Args:
+        comparisons: one panel each.
+        libraries: bytes that are part of every peak of memory, drawn as a line.
+        palette: colours.
+    """
     figure: Any = _new_figure(7.6, 2.7)
     for index, comparison in enumerate(comparisons):
         axes = figure.add_subplot(1, len(comparisons), index + 1)
@@ -101,6 +107,17 @@ def comparison_figure(comparisons: Sequence[Comparison], palette: Palette) -> "F
                 ha="center",
                 color=palette.ink,
                 fontsize=9,
+            )
+        if comparison.unit == "MiB":
+            axes.axhline(libraries / 2**20, color=palette.ink, linewidth=0.8, linestyle=(0, (2, 3)))
+            axes.annotate(
+                "libraries",
+                (0.5, libraries / 2**20),
+                (0, -9),
+                textcoords="offset points",
+                ha="center",
+                color=palette.muted,
+                fontsize=8,
             )
         axes.set_xticks([0, 1], ["before", "after"], color=palette.ink)
         axes.set_xlim(-0.6, 1.6)
@@ -182,11 +199,7 @@ def _style(axes: "Axes", palette: Palette) -> None:
     axes.tick_params(colors=palette.muted, length=0, labelsize=9)
 
 
-def _smooth(values: Sequence[float], weight: float = 0.93) -> list[float]:
-    """A running mean that does not begin at zero."""
-    mean, total, smooth = 0.0, 0.0, []
-    for value in values:
-        mean = weight * mean + (1 - weight) * value
-        total = weight * total + (1 - weight)
-        smooth.append(mean / total)
-    return smooth
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and those before it, `window` in all."""
+    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in parts]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .comparison import NOISE
+from .comparison import CONFIDENCE, NOISE
 from .kernels import pattern
 from .output import REPORT
 from .plots import CSS, PAPER, comparison_figure, inline, load_figure, loss_figure
@@ -42,7 +42,7 @@ def page(result: "Result") -> str:
     )
     figures = {
         "loss": loss_figure(result.training, result.model["vocabulary"], CSS),
-        "comparison": comparison_figure(result.comparisons, CSS),
+        "comparison": comparison_figure(result.comparisons, result.libraries, CSS),
         "load": load_figure(result.quality.expert_load, CSS),
     }
     return environment.get_template("report.html.j2").render(
@@ -54,6 +54,7 @@ def page(result: "Result") -> str:
         identical=sum(sample.identical for sample in result.samples),
         memory_measure=MEMORY_MEASURE,
         guess=math.log(result.model["vocabulary"]),
+        confidence=CONFIDENCE,
         NOISE=NOISE,
     )
 

@@ -16,7 +16,6 @@ class Size:
         layers: of the model, each with experts.
         heads: of attention.
         key_value_heads: of attention, shared by the heads.
-        head_size: of attention.
         experts: of every layer.
         experts_per_token: that run for a token.
         expert_size: inner size of an expert.
@@ -42,7 +41,6 @@ class Size:
     layers: int
     heads: int
     key_value_heads: int
-    head_size: int
     experts: int
     experts_per_token: int
     expert_size: int
@@ -74,7 +72,6 @@ FULL = Size(
     layers=4,
     heads=4,
     key_value_heads=2,
-    head_size=64,
     experts=8,
     experts_per_token=2,
     expert_size=256,
@@ -102,7 +99,6 @@ QUICK = Size(
     layers=2,
     heads=2,
     key_value_heads=1,
-    head_size=16,
     experts=8,
     experts_per_token=2,
     expert_size=32,
@@ -115,7 +111,7 @@ QUICK = Size(
     quality_windows=8,
     prompt_tokens=64,
     new_tokens=8,
-    rounds=5,
+    rounds=9,
     memory_runs=1,
     sample_tokens=12,
     disk_bytes=8 * 2**20,

@@ -47,8 +47,10 @@ def greedy(new_tokens: int) -> dict[str, Any]:
     """Options of `generate`: always the likeliest token, and no early end."""
     from transformers import GenerationConfig
 
+    make: Any = GenerationConfig
+
     # Token 0 both ends a file and pads; min_new_tokens keeps it from ending a measurement.
-    config = GenerationConfig(
+    config = make(
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         do_sample=False,

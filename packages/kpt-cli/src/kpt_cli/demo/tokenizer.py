@@ -38,9 +38,11 @@ def train_tokenizer(sources: Sequence[Source], vocabulary: int, context: int) ->
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(sources), trainer)
-    return PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    fast: PreTrainedTokenizerFast = make(
         tokenizer_object=tokenizer, eos_token=END_OF_FILE, bos_token=END_OF_FILE, model_max_length=context
     )
+    return fast
 
 
 def _sample(sources: Sequence[Source]) -> list[str]:
@@ -50,6 +52,6 @@ def _sample(sources: Sequence[Source]) -> list[str]:
 
 def encode(tokenizer: "PreTrainedTokenizerFast", sources: Sequence[Source]) -> Tensor:
     """All files as one stream of token ids, an end-of-file token after each."""
-    end: int = tokenizer.convert_tokens_to_ids(END_OF_FILE)
+    end = tokenizer.convert_tokens_to_ids(END_OF_FILE)
     encodings = tokenizer.backend_tokenizer.encode_batch([source.text for source in sources])
     return torch.cat([torch.tensor([*encoding.ids, end]) for encoding in encodings])

@@ -82,7 +82,7 @@ def train(
         loss = next_token_loss(output.logits, batch)
         balance = _balance(output.router_logits, size)
         optimizer.zero_grad()
-        (loss + BALANCE_WEIGHT * balance).backward()  # type: ignore[no-untyped-call]
+        (loss + BALANCE_WEIGHT * balance).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         log.losses.append(loss.item())
@@ -127,7 +127,9 @@ def _balance(router_logits: Sequence[Tensor], size: Size) -> Tensor:
     """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    losses = [load_balancing_loss_func((logits,), size.experts, size.experts_per_token) for logits in router_logits]
+    losses: list[Any] = [
+        load_balancing_loss_func((logits,), size.experts, size.experts_per_token) for logits in router_logits
+    ]
     return torch.stack(losses).mean()
 
 

@@ -1,0 +1,105 @@
+"""`kpt bench moe`: what it reports, and when it refuses."""
+
+import json
+from pathlib import Path
+
+import kpt_core
+import pytest
+import torch
+from kpt_cli.bench import moe
+from kpt_cli.bench.moe import GateError, Shape
+from kpt_cli.main import app
+from typer.testing import CliRunner
+
+TINY = Shape("prefill", 64, 16, 32, 4, 2, gated=False)
+DECODE = Shape("decode", 1, 16, 32, 8, 2, gated=True)
+
+
+class Wrong:
+    """A backend whose experts are off by a percent."""
+
+    name = "wrong"
+    device_type = "cpu"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        return frozenset()
+
+    def kernels(self) -> list[kpt_core.Kernel]:
+        return [kpt_core.Kernel("moe.experts", f"{__name__}:off_by_a_percent")]
+
+
+def off_by_a_percent(
+    x,
+    top_k_index,
+    top_k_weights,
+    gate_up_proj,
+    down_proj,
+    gate_up_proj_bias=None,
+    down_proj_bias=None,
+    *,
+    activation="swiglu",
+    transposed=False,
+    interleaved=False,
+    alpha=1.0,
+    beta=0.0,
+    limit=None,
+):
+    with kpt_core.use("reference", op="moe.experts"):
+        right = kpt_core.get_op("moe.experts")(
+            x, top_k_index, top_k_weights, gate_up_proj, down_proj, activation=activation
+        )
+    return right * 1.01
+
+
+@pytest.mark.parametrize("shape", [TINY, DECODE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measures_every_implementation(shape: Shape, dtype: torch.dtype) -> None:
+    with kpt_core.record() as log:
+        (line,) = moe.run((shape,), (dtype,), seconds=0.01, seed=0)
+    assert {selection.op for selection in log} == {"moe.experts"}
+    assert [result.implementation for result in line.results] == ["kpt", "eager", "grouped_mm", "dense"]
+    assert line.results[0].gain == 1
+    for result in line.results:
+        assert result.gflops == pytest.approx(shape.flops / result.seconds / 1e9)
+        assert result.tokens_per_second == pytest.approx(shape.tokens / result.seconds)
+
+
+def test_counts_operations() -> None:
+    assert TINY.flops == 2 * 2 * (64 * 2) * 16 * 32
+    assert DECODE.flops == 2 * 3 * (1 * 2) * 16 * 32
+
+
+def test_refuses_to_report_a_wrong_result() -> None:
+    kpt_core.add_backend(Wrong())
+    try:
+        with pytest.raises(GateError, match="no figures for prefill in torch.float32: KPT's error"):
+            list(moe.run((TINY,), (torch.float32,), seconds=0.01, seed=0))
+    finally:
+        kpt_core.remove_backend("wrong")
+
+
+def test_command_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "QUICK_SHAPES", (TINY,))
+    result = CliRunner().invoke(app, ["bench", "moe", "--quick", "--json", "--output", str(tmp_path / "figures.json")])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report == json.loads((tmp_path / "figures.json").read_text())
+    assert [line["dtype"] for line in report["lines"]] == ["float32", "bfloat16"]
+    assert report["machine"]["torch"] == torch.__version__
+
+
+def test_command_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "QUICK_SHAPES", (DECODE,))
+    result = CliRunner().invoke(app, ["bench", "moe", "--quick", "--dtype", "float32"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert "grouped_mm" in result.output
+    assert "top-2" in result.output
+
+
+def test_unknown_dtype_is_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "moe", "--dtype", "bfloat"])
+    assert result.exit_code == 2
+    assert "did you mean 'bfloat16'" in result.stderr

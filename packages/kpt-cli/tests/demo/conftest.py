@@ -1,0 +1,44 @@
+"""One quick run of the demo, which many tests look at."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kpt_cli.demo import run
+from kpt_cli.demo.result import Result as DemoResult
+from kpt_cli.main import app
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `kpt demo --quick --json` did.
+
+    Attributes:
+        folder: that it wrote.
+        printed: what the command line gave back.
+        result: what it found out.
+    """
+
+    folder: Path
+    printed: Result
+    result: DemoResult
+
+
+@pytest.fixture(scope="session")
+def quick_run(tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    results = []
+    original = run.run_demo
+
+    def noted(*arguments):
+        results.append(original(*arguments))
+        return results[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(run, "run_demo", noted)
+        printed = CliRunner().invoke(app, ["demo", "--quick", "--json", "-o", str(folder)], prog_name="kpt")
+    assert printed.exit_code == 0, printed.output
+    return Run(folder, printed, results[0])

@@ -1,0 +1,122 @@
+import json
+import os
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from kpt_cli.demo import output, run
+from kpt_cli.demo.output import KIND, REPORT
+
+
+def refused(kpt, *arguments) -> str:
+    done = kpt("demo", "--quick", *arguments)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    return done.stderr
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """Whatever gets past the checks fails at once, after it wrote something."""
+
+    def fail(options, folder, screen):
+        (folder / "half-written").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "run_demo", fail)
+
+
+def test_a_file_is_refused(kpt, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert f"--output {file} is a file" in refused(kpt, "-o", file)
+    assert file.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_place_below_a_file_is_refused(kpt, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert "is no folder" in refused(kpt, "-o", file / "demo")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_somebody_elses_folder_is_refused(kpt, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    assert "is not empty and holds no earlier demo" in refused(kpt, "-o", folder)
+    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("report", ["{}", "[]", "no json", '{"kind": "another report"}'])
+def test_another_report_is_not_an_earlier_demo(kpt, tmp_path, report):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / REPORT).write_text(report)
+    assert "is not empty" in refused(kpt, "-o", tmp_path / "out")
+    assert (tmp_path / "out" / REPORT).read_text() == report
+
+
+def test_a_missing_parent_is_refused(kpt, tmp_path):
+    assert "make it first" in refused(kpt, "-o", tmp_path / "no" / "such")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder in which nobody can write")
+def test_a_place_where_nobody_can_write_is_refused(kpt):
+    refused(kpt, "-o", "/proc/kpt-demo")
+
+
+def test_a_folder_without_permission_is_refused(kpt, tmp_path, monkeypatch):
+    monkeypatch.setattr(output.os, "access", lambda path, mode: False)
+    assert "no permission to write" in refused(kpt, "-o", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_before_any_work(kpt, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
+    assert "make room or choose another disk" in refused(kpt, "-o", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_disk_that_fills_up_leaves_nothing_behind(kpt, tmp_path):
+    assert "the disk is full" in refused(kpt, "-o", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_training")
+def test_an_earlier_demo_survives_a_failure(kpt, tmp_path):
+    earlier = tmp_path / "out"
+    earlier.mkdir()
+    (earlier / REPORT).write_text(json.dumps({"kind": KIND}))
+    refused(kpt, "-o", earlier)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in earlier.iterdir()] == [REPORT]
+
+
+def test_an_interruption_leaves_nothing_behind(kpt, tmp_path, monkeypatch):
+    def interrupt(options, folder, screen):
+        (folder / "half-written").write_text("x")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_demo", interrupt)
+    assert kpt("demo", "--quick", "-o", tmp_path / "out").exit_code == 130
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--level", "balancd"], "did you mean balanced?"),
+        (["--objective", "speed"], "unknown objective 'speed'"),
+        (["--max-error", "-1"], "expected a relative error of 0 or more"),
+        (["--steps", "5", "--seconds", "5"], "contradict each other"),
+    ],
+)
+def test_wrong_options_are_refused(kpt, tmp_path, arguments, sentence):
+    assert sentence in refused(kpt, "-o", tmp_path / "out", *arguments)
+    assert not list(tmp_path.iterdir())

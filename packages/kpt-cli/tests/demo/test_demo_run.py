@@ -1,0 +1,157 @@
+import json
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import kpt_core
+from kpt_cli.demo import run
+from kpt_cli.demo.output import KIND
+from kpt_cli.demo.sizes import QUICK
+
+#: Elements that have no end.
+VOID = {"meta", "br", "hr", "img", "link", "input", "source", "wbr"}
+
+
+class Page(HTMLParser):
+    """Fails where elements don't nest, and notes what the page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("href", "src", "xlink:href", "srcset", "data", "action"):
+                self.references.append(value)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="session")
+def page(quick_run) -> str:
+    return (quick_run.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_all_files_are_there_and_nothing_else(quick_run):
+    names = {path.name for path in quick_run.folder.iterdir()}
+    assert names == {"model", "plan.json", "report.json", "report.html", "loss.png"}
+    assert [path.name for path in quick_run.folder.parent.iterdir()] == ["out"]
+
+
+def test_html_is_well_formed(page):
+    parsed = Page()
+    parsed.feed(page)
+    parsed.close()
+    assert parsed.open == []
+    assert len(parsed.ids) == len(set(parsed.ids))
+
+
+def test_html_needs_nothing_else(page):
+    parsed = Page()
+    parsed.feed(page)
+    assert all(reference.startswith("#") for reference in parsed.references)
+    assert all(reference.removeprefix("#") in parsed.ids for reference in parsed.references)
+    assert "://" not in page
+    assert "@import" not in page
+    assert "<script" not in page
+
+
+def test_html_follows_light_and_dark(page):
+    assert "prefers-color-scheme: dark" in page
+    assert "#010101" not in page
+    assert page.count("<svg") == 3
+
+
+def test_json_says_all(quick_run):
+    document = json.loads((quick_run.folder / "report.json").read_text(encoding="utf-8"))
+    assert document["kind"] == KIND
+    assert set(document) == {
+        "kind",
+        "format",
+        "settings",
+        "machine",
+        "corpus",
+        "model",
+        "training",
+        "quality",
+        "comparisons",
+        "memory",
+        "plan",
+        "kernels",
+        "samples",
+        "durations",
+    }
+    assert len(document["training"]["losses"]) == QUICK.steps
+    assert document["training"]["losses"][-1] < document["training"]["losses"][0]
+    names = [comparison["name"] for comparison in document["comparisons"]]
+    assert names == ["prefill", "decode", "peak memory, prefill", "peak memory, decode"]
+    for row in document["quality"]["expert_load"]:
+        assert sum(row) == pytest.approx(1)
+
+
+def test_stdout_is_the_same_json(quick_run):
+    printed = json.loads(quick_run.printed.stdout)
+    written = json.loads((quick_run.folder / "report.json").read_text(encoding="utf-8"))
+    del printed["durations"], written["durations"]
+    assert printed == written
+
+
+def test_progress_is_told_on_stderr(quick_run):
+    assert "Training a tokenizer" in quick_run.printed.stderr
+    assert "held-out" in quick_run.printed.stderr
+
+
+def test_model_and_tokenizer_load_and_write(quick_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(quick_run.folder / "model")
+    assert "kpt" not in (quick_run.folder / "model" / "config.json").read_text()
+    assert "kpt" not in model.get_experts_implementation().values()
+    tokenizer = AutoTokenizer.from_pretrained(quick_run.folder / "model")
+    inputs = tokenizer("def ", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        output = model.generate(inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert output.shape[1] == inputs.shape[1] + 4
+    assert tokenizer.decode(output[0]).startswith("def ")
+
+
+def test_plan_loads_and_applies(quick_run):
+    from transformers import AutoModelForCausalLM
+
+    plan = kpt_core.Plan.load(quick_run.folder / "plan.json")
+    assert plan == quick_run.result.plan
+    assert plan.entries
+    model = AutoModelForCausalLM.from_pretrained(quick_run.folder / "model")
+    kpt_core.apply_plan(model, plan)
+
+
+def test_tables_for_people_and_an_earlier_demo_is_replaced(kpt, quick_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "run_demo", lambda options, folder, screen: quick_run.result)
+    out = tmp_path / "out"
+    for _ in range(2):
+        done = kpt("demo", "--quick", "-o", out)
+        assert done.exit_code == 0, done.output
+    for part in (
+        "Before and after",
+        "Plan: ",
+        "Which kernel ran where",
+        "perplexity, held-out",
+        "What the model writes",
+    ):
+        assert part in done.stdout
+    assert str(out / "report.html") in done.stdout.replace("\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
