@@ -22,6 +22,7 @@ PACKAGES = {
 }
 
 CallSignature = tuple[Any, ...]
+Unsupported = Callable[..., str | None]
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignature:
@@ -48,13 +49,18 @@ class Candidate:
     backend: str
     kernel: Kernel
     call: Callable[..., Any]
-    unsupported: Callable[..., str | None] | None
+    unsupported: Unsupported | None
     quarantined: dict[CallSignature, str] = field(default_factory=dict)
+
+    @property
+    def direct(self) -> bool:
+        """True if `unsupported` alone decides which calls on its device and dtype the kernel takes."""
+        return not self.kernel.forward_only and not self.quarantined
 
     @property
     def unconditional(self) -> bool:
         """True if the kernel takes every call on its device and dtype."""
-        return self.unsupported is None and not self.kernel.forward_only and not self.quarantined
+        return self.unsupported is None and self.direct
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call is not for this kernel, or None."""

@@ -11,9 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _registry
 from ._autocast import without_autocast
-from ._candidates import PACKAGES, Candidate, Candidates, call_signature, find_candidates
+from ._candidates import Candidate, Candidates, Unsupported, call_signature, find_candidates
 from ._errors import (
-    FallbackWarning,
     InputError,
     KernelFailedWarning,
     KptError,
@@ -21,9 +20,11 @@ from ._errors import (
     RegistrationError,
     warn_caller,
 )
+from ._fallback import refusal_of_reference, warn_of_fallback
 from ._kernel import Kernel, signature_of
 from ._selection import REFERENCE, Refusal, Selection
 from ._settings import Scope, current, effective, scoped
+from ._tracing import dispatch_traced, traced_candidates
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,13 +65,14 @@ class Op(Generic[P, R]):
         self.composed_of = tuple(composed_of)
         self.autocast = frozenset(autocast)
         self.defined_in = f"{reference.__module__}.{reference.__qualname__}"
-        #: (device, dtype) -> what serves every such call when nothing but the environment applies.
-        self._direct: dict[tuple[torch.device, torch.dtype], Callable[..., Any]] = {}
+        #: (device, dtype) -> what serves such calls when nothing but the environment applies, and its `unsupported`.
+        self._direct: dict[tuple[torch.device, torch.dtype], tuple[Callable[..., Any], Unsupported | None]] = {}
         self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
         #: What traced calls read: a plain dictionary, so that Dynamo guards on what it finds there.
-        self._traced: dict[tuple[torch.device, torch.dtype, str], Candidates] = {}
+        self.traced: dict[tuple[torch.device, torch.dtype, str], Candidates] = {}
         self._loaded: dict[tuple[str, Kernel], Candidate] = {}
-        self._said: set[str] = set()
+        #: Device types whose fallback to the reference was said.
+        self.said: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -84,16 +86,18 @@ class Op(Generic[P, R]):
         if args and current.scope is None and not is_dynamo_compiling():
             first: Any = args[0]
             try:
-                call = self._direct.get((first.device, first.dtype))
+                direct = self._direct.get((first.device, first.dtype))
             except AttributeError:
-                call = None  # no tensor: `_dispatch` says so
-            if call is not None:
-                try:
-                    return call(*args, **kwargs)  # type: ignore[no-any-return]
-                except Exception as error:
-                    if call is self.reference or not self._contain(error):
-                        raise
-                    return self._recover(error, args, kwargs)
+                direct = None  # no tensor: `_dispatch` says so
+            if direct is not None:
+                call, unsupported = direct
+                if unsupported is None or unsupported(*args, **kwargs) is None:
+                    try:
+                        return call(*args, **kwargs)  # type: ignore[no-any-return]
+                    except Exception as error:
+                        if call is self.reference or not self._contain(error):
+                            raise
+                        return self._recover(error, args, kwargs)
         return self._dispatch(args, kwargs)
 
     def _call_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -123,9 +127,9 @@ class Op(Generic[P, R]):
         """Drop cached selections and quarantine."""
         self._direct.clear()
         self._found.clear()
-        self._traced.clear()
+        self.traced.clear()
         self._loaded.clear()
-        self._said.clear()
+        self.said.clear()
 
     def candidates(self, device: torch.device, dtype: torch.dtype) -> Candidates:
         """The kernels that may serve calls on `device` with a first tensor of `dtype`, under the settings in force."""
@@ -142,7 +146,7 @@ class Op(Generic[P, R]):
     def has_kernel(self, x: torch.Tensor) -> bool:
         """Whether some kernel, rather than the reference, may serve calls on `x`'s device and dtype."""
         if torch.compiler.is_compiling():
-            return bool(self._traced_candidates(x).accepted)
+            return bool(traced_candidates(self, x).accepted)
         return bool(self.candidates(x.device, x.dtype).accepted)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
@@ -182,34 +186,18 @@ class Op(Generic[P, R]):
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         first = self._first_tensor(args, kwargs)
         if torch.compiler.is_compiling():
-            return self._dispatch_traced(first, args, kwargs)
+            return dispatch_traced(self, first, args, kwargs)  # type: ignore[no-any-return]
         scope = effective()
         found = self.candidates(first.device, first.dtype)
         result = self._run(found, scope, first.device, args, kwargs)
         # Unless the kernels changed while it ran, in this thread or in another.
         if current.scope is None and self._found.get((first.device, first.dtype, scope)) is found:
             if not found.accepted:
-                self._direct[first.device, first.dtype] = self.reference
-            elif found.accepted[0].unconditional:
-                self._direct[first.device, first.dtype] = found.accepted[0].call
+                self._direct[first.device, first.dtype] = (self.reference, None)
+            elif found.accepted[0].direct:
+                best = found.accepted[0]
+                self._direct[first.device, first.dtype] = (best.call, best.unsupported)
         return result
-
-    def _dispatch_traced(self, first: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Dispatch inside torch.compile: the choice is made while tracing, nothing of it stays in the graph."""
-        found = self._traced_candidates(first)
-        for candidate in found.accepted:
-            if candidate.refusal(args, kwargs) is None:
-                return candidate.call(*args, **kwargs)  # type: ignore[no-any-return]
-        refusal = _fall_back_while_tracing(self.name, str(first.device), first.dtype)
-        if refusal is not None:
-            raise NoKernelError(refusal)
-        return self.reference(*args, **kwargs)
-
-    def _traced_candidates(self, x: torch.Tensor) -> Candidates:
-        scope = current.scope
-        scope_key = "" if scope is None else scope.key
-        _find_while_tracing(self.name, str(x.device), x.dtype, scope_key)
-        return self._traced[x.device, x.dtype, scope_key]
 
     def _choose(
         self, found: Candidates, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -238,7 +226,7 @@ class Op(Generic[P, R]):
             if candidate is None:
                 self._require_reference(found, refusals, device)
                 if not scope.dry:
-                    self._warn_fallback(found, refusals, device)
+                    warn_of_fallback(self.name, self.said, found, refusals, device)
             try:
                 result = self._call(candidate, refusals, scope, device, args, kwargs)
             except Exception as error:
@@ -301,26 +289,9 @@ class Op(Generic[P, R]):
 
     def _require_reference(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> None:
         """Raise if the reference may not serve the call."""
-        refusal = self._refuse_reference(found, refusals, device)
+        refusal = refusal_of_reference(self.name, found, refusals, device)
         if refusal is not None:
             raise NoKernelError(refusal)
-
-    def _refuse_reference(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> str | None:
-        if not found.reference:
-            return f"no kernel for {self.name} on {device}: {found.explicit} was asked for{_trace(refusals)}"
-        if _is_slow(found, device) and effective().strict:
-            return f"no kernel for {self.name} on {device} (strict); {_advice(device)}{_trace(refusals)}"
-        return None
-
-    def _warn_fallback(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> None:
-        """Say once for each type of accelerator that the reference serves it."""
-        if _is_slow(found, device) and device.type not in self._said:
-            self._said.add(device.type)
-            warn_caller(
-                f"{self.name} runs its PyTorch reference on {device}, which is slow; "
-                f"{_advice(device)}{_trace(refusals)}",
-                FallbackWarning,
-            )
 
     @staticmethod
     def _contain(error: Exception) -> bool:
@@ -340,52 +311,6 @@ class Op(Generic[P, R]):
             "(KPT_STRICT=1 raises instead)",
             KernelFailedWarning,
         )
-
-
-def _trace(refusals: Iterable[Refusal]) -> str:
-    return "".join(f"\n  {refusal}" for refusal in refusals)
-
-
-def _is_slow(found: Candidates, device: torch.device) -> bool:
-    """Whether the reference would serve an accelerator without having been asked for."""
-    return device.type not in ("cpu", "meta") and not found.explicit
-
-
-def _advice(device: torch.device) -> str:
-    return f"install {PACKAGES[device.type]}" if device.type in PACKAGES else "see `kpt doctor`"
-
-
-def _constant_while_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """Let Dynamo call a function instead of tracing it, as `torch.compiler.assume_constant_result` does.
-
-    That one imports Dynamo, which takes longer than everything else here.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_constant_while_tracing
-def _find_while_tracing(name: str, device: str, dtype: torch.dtype, scope_key: str) -> bool:
-    """Fill `_traced`."""
-    op = _registry.get_op(name)
-    op._traced[torch.device(device), dtype, scope_key] = op.candidates(torch.device(device), dtype)
-    return True
-
-
-@_constant_while_tracing
-def _fall_back_while_tracing(name: str, device: str, dtype: torch.dtype) -> str | None:
-    """Why the reference may not serve a traced call; if it may and is slow, that is said."""
-    op = _registry.get_op(name)
-    found = op.candidates(torch.device(device), dtype)
-    refused = [
-        Refusal(candidate.backend, candidate.kernel.target, "refuses these arguments (`explain` says why)")
-        for candidate in found.accepted
-    ]
-    refusals = [*found.refusals, *refused]
-    refusal = op._refuse_reference(found, refusals, torch.device(device))
-    if refusal is None:
-        op._warn_fallback(found, refusals, torch.device(device))
-    return refusal
 
 
 def op(
