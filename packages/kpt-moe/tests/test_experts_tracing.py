@@ -114,15 +114,37 @@ def test_fake_tensors_have_shapes_and_strides():
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
-@pytest.mark.parametrize("randomness", ["error", "same"])
-def test_function_transforms_raise(randomness):
-    # The op's backward is written by hand and knows no batch: a loop, or more tokens, do what vmap would.
+#: torch 2.13: its own forward mode compiles a decomposition in the old way.
+forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.vmap(f)(torch.stack([x, x])),
+    "vmap in training": lambda f, x: torch.vmap(f)(torch.stack([x, x]).requires_grad_()),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
+
+
+@forward_mode
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.usefixtures("path")
+def test_function_transforms_raise(transform, inference):
+    # The backward is written by hand for autograd alone. What must not happen is a derivative that is silently zero.
     inputs = make_inputs()
-    x = torch.stack([inputs.x, inputs.x])
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.vmap(lambda x: experts(x, *inputs.args[1:]), randomness=randomness)(x)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: experts(x, *inputs.args[1:]).sum())(inputs.x)
+    with torch.set_grad_enabled(not inference), pytest.raises(RuntimeError, match="setup_context"):
+        TRANSFORMS[transform](lambda x: experts(x, *inputs.args[1:]), inputs.x)
+
+
+@forward_mode
+@pytest.mark.usefixtures("path")
+def test_forward_mode_raises():
+    inputs = make_inputs()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(inputs.x, inputs.x)
+        with pytest.raises(NotImplementedError, match="forward"):
+            experts(dual, *inputs.args[1:])
 
 
 def test_activation_checkpointing_gives_the_same():

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import Routing, TopKRouter
@@ -12,6 +13,10 @@ HIDDEN, EXPERTS, TOP_K = 16, 6, 3
 def make(**choices) -> TopKRouter:
     torch.manual_seed(0)
     return TopKRouter(HIDDEN, EXPERTS, TOP_K, **choices)
+
+
+def parts(routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return routing.index, routing.weights, routing.logits
 
 
 def expected(router: TopKRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,7 +91,7 @@ def test_computes_in_float32_whatever_the_model_is(dtype):
     high = make(bias=True)
     high.load_state_dict({name: value.float() for name, value in low.state_dict().items()})
     x = torch.randn(200, HIDDEN).to(dtype)
-    for want, have in zip(high(x.float()), low(x), strict=True):
+    for want, have in zip(parts(high(x.float())), parts(low(x)), strict=True):
         assert have.dtype is want.dtype
         assert torch.equal(have, want)
     assert low(x).index.dtype is torch.int64
@@ -99,7 +104,7 @@ def test_autocast_does_not_change_the_routing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         have = router(x)
         assert torch.mm(x, x.t()).dtype is torch.bfloat16, "autocast must go on afterwards"
-    assert all(torch.equal(a, b) for a, b in zip(want, have, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(parts(want), parts(have), strict=True))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63])
@@ -127,14 +132,21 @@ def test_device_and_dtype_are_taken_at_construction():
     assert all(p.device.type == "meta" and p.dtype is torch.bfloat16 for p in router.parameters())
     routing = router(torch.empty(7, HIDDEN, device="meta", dtype=torch.bfloat16))
     assert routing.index.shape == (7, TOP_K)
-    assert all(part.device.type == "meta" for part in routing)
+    assert all(part.device.type == "meta" for part in parts(routing))
 
 
 def test_compiles_without_a_break():
     router, x = make(), torch.randn(9, HIDDEN)
     compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
-    for want, have in zip(router(x), compiled(x), strict=True):
+    for want, have in zip(parts(router(x)), parts(compiled(x)), strict=True):
         torch.testing.assert_close(have, want)
+
+
+def test_is_a_tree_of_tensors():
+    routing = make()(torch.randn(4, HIDDEN))
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), routing)
+    assert isinstance(moved, Routing)
+    assert all(part.device.type == "meta" for part in parts(moved))
 
 
 def test_prints_its_choices():

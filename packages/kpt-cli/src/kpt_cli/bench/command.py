@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kpt_cli.console import out, print_json, say, table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from .moe import Line
+
+_LEGEND = """
+How many times faster KPT is than transformers' eager and grouped_mm, and than one dense feed-forward of as many
+operations: medians of interleaved rounds; ~ means within two standard errors of 1."""
 
 app = typer.Typer(
     help="Measure KPT beside its peers, in one run.",
@@ -42,7 +48,6 @@ def moe(
     Refuses to report if KPT's result is less accurate than eager's against float64.
     """
     import torch
-    from rich.console import Console
     from rich.live import Live
 
     from kpt_core import UnknownNameError
@@ -63,44 +68,38 @@ def moe(
     if as_json:
         lines.extend(running)
     else:
-        with Live(_table(lines), console=Console()) as live:
+        with Live(_table(lines), console=out()) as live:
             for line in running:
                 lines.append(line)
                 live.update(_table(lines))
+        say(_LEGEND)
     report = {"benchmark": "moe", "machine": _machine(), "lines": [line.as_dict() for line in lines]}
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report)
     if output is not None:
         _write(output, report)
 
 
 def _table(lines: "list[Line]") -> "Table":
-    from rich.table import Table
-
     from .moe import PEERS
 
-    table = Table(
-        title="MoE experts, forward. How much faster KPT is than each peer, medians of interleaved rounds",
-        caption="gain = peer's time / KPT's time, with its standard error; dense is one feed-forward without routing",
-    )
-    for heading in ("shape", "hidden", "dtype"):
-        table.add_column(heading)
-    for heading in ("kpt", "tokens/s", "GFLOP/s", *(f"vs {peer}" for peer in PEERS), "vs dense"):
-        table.add_column(heading, justify="right")
+    left = ("tokens", "experts", "hidden", "width", "dtype")
+    right = ("ms", "tokens/s", "GFLOP/s", *PEERS, "dense")
+    made = table(*left, *right, right=right)
     for line in lines:
-        kpt, *others = line.results
-        gains = [f"{other.gain:.2f}x ±{other.noise:.2f}" for other in others]
-        shape = f"{line.shape.name}, {line.shape.num_experts} experts, top-{line.shape.top_k}"
-        table.add_row(
-            shape,
-            str(line.shape.hidden_size),
-            line.dtype,
-            f"{kpt.seconds * 1e3:.2f} ms",
+        shape, (kpt, *others) = line.shape, line.results
+        made.add_row(
+            f"{shape.tokens:,}",
+            f"{shape.top_k} of {shape.num_experts}",
+            str(shape.hidden_size),
+            str(shape.intermediate_size),
+            {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[line.dtype],
+            f"{kpt.seconds * 1e3:.2f}",
             f"{kpt.tokens_per_second:,.0f}",
             f"{kpt.gflops:.0f}",
-            *gains,
+            *(f"{'~' if abs(other.gain - 1) < 2 * other.noise else ''}{other.gain:.2f}x" for other in others),
         )
-    return table
+    return made
 
 
 def _machine() -> dict[str, Any]:
