@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import kpt_core
 from kpt_cli.main import app
+from model_files import save_mixtral
 
 # The models are tiny: more threads would only wait for each other, longest where other processes run.
 torch.set_num_threads(1)
@@ -87,25 +88,6 @@ def mixtral(tmp_path_factory) -> Path:
     return save_mixtral(tmp_path_factory.mktemp("models") / "mixtral")
 
 
-def save_mixtral(folder: Path, **options) -> Path:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-    )
-    MixtralForCausalLM(config).save_pretrained(folder, **options)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Path:
     """A model without experts."""
@@ -142,8 +124,3 @@ def quick_optimize(monkeypatch, optimized) -> Iterator[list[dict]]:
 
     monkeypatch.setattr(kpt_core, "optimize", optimize)
     return calls
-
-
-def listing(folder: Path) -> list[str]:
-    """Everything below a folder, hidden files too."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from conftest import listing, save_mixtral
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.model_directory import check_safetensors, read_model_directory
+from model_files import listing, save_mixtral
 
 
 @pytest.fixture

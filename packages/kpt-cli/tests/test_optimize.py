@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kpt_core
-from conftest import listing
 from kpt_cli.optimize.choices import LEVELS, OBJECTIVES
+from model_files import listing
 
 
 class TestRealRun:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import listing
 from kpt_cli.optimize import output_directory
 from kpt_cli.optimize.model_directory import read_model_directory
+from model_files import listing
 
 
 @pytest.fixture

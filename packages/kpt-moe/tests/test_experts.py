@@ -1,7 +1,5 @@
 """Values and gradients of `moe.experts` against the oracle."""
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor
@@ -241,51 +239,6 @@ def test_inputs_are_not_modified(training):
     for tensor, (value, version) in zip(tensors, before, strict=True):
         assert tensor._version == version
         assert torch.equal(tensor.detach(), value)
-
-
-def test_a_second_backward_gives_the_same():
-    inputs = make_inputs(bias=True).leaves()
-    out = experts(*inputs.args)
-    first = torch.autograd.grad(out.sum(), inputs.floats, retain_graph=True)
-    second = torch.autograd.grad(out.sum(), inputs.floats)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_repeats_bitwise_on_two_threads(dtype):
-    inputs = make_inputs(tokens=500, hidden=64, inner=48, bias=True, sentinels=True, dtype=dtype)
-    grad = torch.randn(500, 64).to(dtype)
-    torch.set_num_threads(2)
-    try:
-        runs = [gradients(lambda i: experts(*i.args), inputs, grad) for _ in range(3)]
-    finally:
-        torch.set_num_threads(1)
-    for out, grads in runs[1:]:
-        assert torch.equal(out, runs[0][0])
-        assert all(torch.equal(a, b) for a, b in zip(grads, runs[0][1], strict=True))
-
-
-def test_eight_threads_at_once():
-    inputs = [make_inputs(tokens=40, seed=seed, sentinels=True) for seed in range(8)]
-    grad = torch.randn(40, 8, dtype=torch.float64)
-    want = [gradients(lambda i: experts(*i.args), i, grad) for i in inputs]
-    start = threading.Barrier(8)
-    have: dict[int, list[tuple[Tensor, list[Tensor]]]] = {}
-
-    def work(number: int) -> None:
-        start.wait(timeout=30)
-        have[number] = [gradients(lambda i: experts(*i.args), inputs[number], grad) for _ in range(10)]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sorted(have) == list(range(8)), "a thread failed"
-    for number, (out, grads) in enumerate(want):
-        for other, other_grads in have[number]:
-            assert torch.equal(other, out)
-            assert all(torch.equal(a, b) for a, b in zip(other_grads, grads, strict=True))
 
 
 def test_grouped_products_are_dispatched_again(path):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import InputError
-from kpt_moe import experts
+from kpt_moe import _experts_loop, experts
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -87,17 +87,17 @@ def test_result_has_the_dtype_of_x_and_gradients_those_of_their_inputs(dtype, we
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
-def test_choices_are_summed_in_float32(weights_dtype):
-    # 64 contributions of 1 + 2^-7 are 64.5; a bfloat16 accumulator would lose the small part on the way.
-    index = torch.zeros(1, 64, dtype=torch.int64)
+def test_choices_are_summed_in_float32(weights_dtype, monkeypatch):
+    # One expert gives 256 and 64 give 1 each: a bfloat16 accumulator would stay at 256, where its steps are of 2.
+    monkeypatch.setattr(_experts_loop, "_BLOCK", 1)
     inputs = Inputs(
         x=torch.ones(1, 1, dtype=torch.bfloat16),
-        index=index,
-        weights=torch.ones(1, 64, dtype=weights_dtype),
-        up=torch.ones(1, 1, 1, dtype=torch.bfloat16),
-        down=torch.full((1, 1, 1), 1 + 2**-7, dtype=torch.bfloat16),
+        index=torch.arange(65).unsqueeze(0),
+        weights=torch.ones(1, 65, dtype=weights_dtype),
+        up=torch.ones(65, 1, 1, dtype=torch.bfloat16),
+        down=torch.tensor([256] + [1] * 64, dtype=torch.bfloat16).view(65, 1, 1),
     )
-    assert experts(*inputs.args, activation="relu").item() == 64.5
+    assert experts(*inputs.args, activation="relu").item() == 320
 
 
 def test_mixed_precision_of_experts_is_refused():

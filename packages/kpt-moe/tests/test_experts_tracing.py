@@ -173,7 +173,8 @@ CHOICES = {
 
 def operands(choice: str, strided: bool) -> tuple:
     """What the loop's operators take, from x to offsets."""
-    inputs = make_inputs(activation=CHOICES[choice][0], bias=choice == "gpt-oss", sentinels=True, dtype=torch.float32)
+    dtype = torch.bfloat16 if choice == "gelu" else torch.float32
+    inputs = make_inputs(activation=CHOICES[choice][0], bias=choice == "gpt-oss", sentinels=True, dtype=dtype)
     order, offsets = sort_by_expert(inputs.index, 5)
     weights = inputs.weights.t().contiguous().t() if strided else inputs.weights
     up, down = inputs.up.mT, inputs.down.mT
@@ -196,5 +197,5 @@ def test_opcheck_of_its_backward(choice, needed, strided):
     args = operands(choice, strided)
     needed = [need and tensor is not None for need, tensor in zip(needed, (*args[:1] * 4, *args[4:6]), strict=True)]
     _, h = torch.ops.kpt_moe.experts.default(*args, *CHOICES[choice], True)
-    grad = torch.randn(11, 8)
+    grad = torch.randn_like(args[0])
     torch.library.opcheck(torch.ops.kpt_moe.experts_backward.default, (grad, *args, h, *CHOICES[choice], needed))

@@ -1,12 +1,16 @@
 """What training keeps between forward and backward: the input, the pre-activation, the routing, and nothing else."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kpt_moe import composed_experts, experts
@@ -71,6 +75,40 @@ def test_both_paths_save_the_same(dtype):
     module, args, least = make(dtype)
     parameters = list(module.parameters())
     assert saved_bytes(lambda: experts(*args, *parameters), parameters) <= least * 1.05
+
+
+class Made(TorchDispatchMode):
+    """Remembers, without keeping it alive, every storage that an operation makes."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self.storages: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.given:
+                self.storages[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(size for storage, size in self.storages.items() if not storage.expired())
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nothing_else_stays_alive(dtype):
+    # What autograd's hooks don't see, as an attribute of a function's context.
+    module, args, least = make(dtype)
+    with Made([*args, *module.parameters()]) as made:
+        out = experts(*args, *module.parameters())
+    given = args[0].nbytes + args[2].nbytes
+    assert made.alive() - out.nbytes <= least * 1.05 - given
+    del out
+    assert made.alive() == 0
 
 
 @pytest.mark.usefixtures("path")

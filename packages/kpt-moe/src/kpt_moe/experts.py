@@ -138,7 +138,8 @@ def experts(
     order, offsets = sort_by_expert(top_k_index, gate_up_proj.shape[0])
     floats = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    if training or torch._C._are_functorch_transforms_active():  # which the function refuses; the loop alone would not
+    # Under torch.func the autograd function raises, where the loop alone would let a derivative be zero.
+    if training or torch._C._are_functorch_transforms_active():
         return _Experts.apply(*floats, order, offsets, act, transposed)  # type: ignore[no-any-return,no-untyped-call]
     return _forward(*floats, order, offsets, act, transposed, training)[0]
 
