@@ -15,6 +15,8 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 #: Largest difference in a tensor, relative to its largest number: some hundred float32 roundings on the way through.
 TOLERANCE = 1e-5
+#: The most that is granted where a gradient nearly cancels.
+LOOSEST = 1e-4
 
 
 @pytest.fixture(params=FAMILIES)
@@ -43,7 +45,7 @@ def difference(have: Tensor, want: Tensor) -> float:
     return ((have - want).abs().max() / largest).item() if largest > 0 else have.abs().max().item()
 
 
-def test_logits_and_gradients(family, record_property):
+def test_logits_and_gradients(family):
     model = family.build()
     x = torch.randn(2, 9, hidden_size(model))
     have, ops = run(model, kpt_moe.transformers.NAME, x)
@@ -57,9 +59,12 @@ def test_logits_and_gradients(family, record_property):
         assert ops.count("moe.grouped_mm_wgrad") == 2 * family.experts
     unused = {name for name, value in want.items() if value is None}
     assert {name for name, value in have.items() if value is None} == unused
-    worst = {name: difference(have[name], value) for name, value in want.items() if value is not None}
-    record_property("worst", max(worst.values()))
-    assert {name: value for name, value in worst.items() if not value <= TOLERANCE} == {}
+    others = [run(model, implementation, x)[0] for implementation in ("grouped_mm", "batched_mm")]
+    for name in want.keys() - unused:
+        # Where transformers' own implementations differ from each other by more, sums cancel, and ours may differ too.
+        theirs = max(difference(other[name], want[name]) for other in others)
+        tolerance = min(max(TOLERANCE, 4 * theirs), LOOSEST)
+        assert difference(have[name], want[name]) <= tolerance, name
     for module in experts_of(model):
         assert all(p.grad is not None and p.grad.abs().max() > 0 for p in module.parameters())
 
