@@ -13,11 +13,11 @@ from kpt_cli.bench.moe import GateError, Shape
 from kpt_cli.main import app
 
 TINY = Shape("prefill", 64, 16, 32, 4, 2, gated=False)
-DECODE = Shape("decode", 1, 16, 32, 8, 2, gated=True)
+DECODE = Shape("decode", 1, 64, 32, 8, 2, gated=True)
 
 
 class Wrong:
-    """A backend whose experts are off by a percent."""
+    """A backend whose experts leave out what comes after the first 32 tokens."""
 
     name = "wrong"
     device_type = "cpu"
@@ -29,10 +29,10 @@ class Wrong:
         return frozenset()
 
     def kernels(self) -> list[kpt_core.Kernel]:
-        return [kpt_core.Kernel("moe.experts", f"{__name__}:off_by_a_percent")]
+        return [kpt_core.Kernel("moe.experts", f"{__name__}:first_tokens_only")]
 
 
-def off_by_a_percent(
+def first_tokens_only(
     x,
     top_k_index,
     top_k_weights,
@@ -52,7 +52,8 @@ def off_by_a_percent(
         right = kpt_core.get_op("moe.experts")(
             x, top_k_index, top_k_weights, gate_up_proj, down_proj, activation=activation
         )
-    return right * 1.01
+    right[32:] = 0
+    return right
 
 
 @pytest.mark.parametrize("shape", [TINY, DECODE])
@@ -70,7 +71,7 @@ def test_measures_every_implementation(shape: Shape, dtype: torch.dtype) -> None
 
 def test_counts_operations() -> None:
     assert TINY.flops == 2 * 2 * (64 * 2) * 16 * 32
-    assert DECODE.flops == 2 * 3 * (1 * 2) * 16 * 32
+    assert DECODE.flops == 2 * 3 * (1 * 2) * 64 * 32
 
 
 def test_refuses_to_report_a_wrong_result() -> None:
