@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_core import Backend, InputError, Kernel, PluginWarning, Selection
+from kpt_core import Backend, InputError, Kernel, PluginWarning, Selection, SignatureError
 from loopback import Loopback, checked, hundreds, kernel, scale, shifted
 
 Add = Callable[[Backend], Backend]
@@ -23,7 +23,7 @@ def refusals(selection: Selection) -> dict[str, str]:
 def test_without_backends_the_reference_runs(x: Tensor) -> None:
     assert torch.equal(scale(x, x, factor=3.0), torch.full((4,), 3.0))
     assert kpt_core.explain(scale, x, x).kernel == "reference"
-    assert refusals(kpt_core.explain(scale, x, x)) == {"kpt-backend-cpu": "not installed"}
+    assert refusals(kpt_core.explain(scale, x, x)) == {"cpu backend": "none is installed"}
 
 
 def test_the_kernel_of_highest_priority_runs_and_gets_every_argument(add: Add, x: Tensor) -> None:
@@ -129,6 +129,28 @@ def test_a_first_argument_that_is_no_tensor_is_named(x: Tensor, wrong: object, w
 def test_no_first_argument_at_all(x: Tensor) -> None:
     with pytest.raises(InputError, match="first argument must be a tensor"):
         scale(weight=x)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("call", [checked, checked.explain], ids=["call", "explain"])
+def test_what_a_check_falls_over_is_named(call: Callable[..., object]) -> None:
+    """The check asks for `x.shape`, and has a name of its own that means nothing to the caller."""
+    with pytest.raises(InputError, match=r"^sample.checked: the first argument must be a tensor, not list"):
+        call([1, 2])
+    with pytest.raises(SignatureError) as caught:
+        call(torch.ones(2), rwos=2)
+    assert str(caught.value) == ("sample.checked: got an unexpected keyword argument 'rwos'; it takes (x, *, rows=2)")
+    assert caught.value.__suppress_context__
+    with pytest.raises(SignatureError, match=r"sample.checked: too many positional arguments; it takes"):
+        call(torch.ones(2), 2)
+
+
+def test_a_bug_inside_a_check_is_not_the_call_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def buggy(x: Tensor, *, rows: int = 2) -> None:
+        raise AttributeError("a bug inside the check")
+
+    monkeypatch.setattr(checked, "check", buggy)
+    with pytest.raises(AttributeError, match="a bug inside the check"):
+        checked(torch.ones(2))
 
 
 def test_the_check_runs_before_any_kernel(add: Add) -> None:

@@ -75,11 +75,21 @@ def test_a_malformed_use_is_an_error_that_shows_it(setting: Setting, x: Tensor, 
 
 @pytest.mark.parametrize(
     ("value", "served"),
-    [("near", 3), ("loopback:first", 2), ("loopback:first, near, far", 0), ("not_installed", 1), ("", 1)],
+    [("near", 3), ("loopback:first", 2), ("loopback:first, near, far", 0), ("", 1)],
 )
 def test_disable(setting: Setting, x: Tensor, value: str, served: int) -> None:
     setting("KPT_DISABLE", value)
     assert hundreds(scale(x, x)) == served
+
+
+def test_disable_warns_once_of_a_name_that_nothing_has(setting: Setting, x: Tensor) -> None:
+    setting("KPT_DISABLE", "nera,loopback:first")
+    with pytest.warns(kpt_core.KptWarning) as warned:
+        assert [hundreds(t) for t in (scale(x, x), scale(x.double(), x), shifted(x))] == [2, 2, 4]
+    assert [str(w.message) for w in warned] == [
+        "unknown backend or kernel 'nera': did you mean 'near'? (in KPT_DISABLE, where it has no effect)"
+    ]
+    assert [w.filename for w in warned] == [__file__]
 
 
 def test_disable_tells_so_and_beats_use(setting: Setting, x: Tensor) -> None:

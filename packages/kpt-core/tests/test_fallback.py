@@ -40,12 +40,13 @@ def test_is_said_once_for_each_op_and_type_of_device(gpu: Tensor) -> None:
     assert {w.filename for w in warned} == {__file__}
 
 
-def test_tells_what_to_install_or_to_ask(gpu: Tensor) -> None:
-    with pytest.warns(FallbackWarning, match=r"install kpt-backend-\w+\n  kpt-backend-\w+: not installed"):
+def test_tells_that_a_backend_is_missing(gpu: Tensor) -> None:
+    with pytest.warns(FallbackWarning) as warned:
         scale(gpu, gpu)
-    other = torch.empty(4, device="mtia")
-    with pytest.warns(FallbackWarning, match="see `kpt doctor`"):
-        scale(other, other)
+    assert str(warned[0].message).partition("; ")[2].splitlines() == [
+        "no backend for cuda is installed; see `kpt doctor`",
+        "  cuda backend: none is installed",
+    ]
 
 
 def test_tells_every_refusal(add: Add, gpu: Tensor) -> None:
@@ -53,7 +54,8 @@ def test_tells_every_refusal(add: Add, gpu: Tensor) -> None:
     add(Loopback(kernel("first", requires={"sm90"}), device_type="cuda", capabilities={"sm80"}))
     with pytest.warns(FallbackWarning) as warned:
         scale(gpu, gpu)
-    assert str(warned[0].message).splitlines()[1:] == [
+    assert str(warned[0].message).splitlines() == [
+        "sample.scale runs its PyTorch reference on cuda:0, which is slow; see `kpt doctor`",
         "  host (loopback:third): runs on cpu; this call is on cuda",
         "  loop (loopback:first): needs sm90, which cuda:0 lacks",
     ]

@@ -1,7 +1,6 @@
 """`optimize`: what it keeps, what it rolls back, and what it leaves alone."""
 
 import copy
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,14 +9,20 @@ import torch
 from torch import Tensor, nn
 
 import kpt_core
+from clock import CLOCK
 from kpt_core import InputError, Site, UnknownNameError, apply_plan, optimize
+
+
+@kpt_core.op("test.linear")
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
 
 
 class Slow(nn.Linear):
     """A linear layer that dawdles: whatever replaces it by a plain one gains for certain."""
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.002)
+        CLOCK.sleep(0.002)
         return super().forward(x)
 
 
@@ -42,10 +47,13 @@ class Swap:
     scale: float = 1.0
     slower: bool = False
     fails: bool = False
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
+    op: str = "test.linear"
+    only: str = ""
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        return [Site(path, "test.linear") for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        found = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        return [Site(path, self.op) for path in found if self.only in path]
 
     def replacement(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -54,17 +62,17 @@ class Swap:
         kind = Slower if self.slower else Cast
         new = kind(8, 8)
         new.load_state_dict({name: value.detach() * self.scale for name, value in module.state_dict().items()})
-        return new.to(self.dtype)
+        return new.to(self.dtype or module.weight.dtype)
 
 
 class Cast(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+        return linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
 
 class Slower(Cast):
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.006)
+        CLOCK.sleep(0.006)
         return super().forward(x)
 
 
@@ -148,7 +156,8 @@ def test_rolls_everything_back_if_the_model_gets_slower(
 def test_only_the_lossy_one_of_two_rewrites_of_a_module_goes(
     monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
 ) -> None:
-    monkeypatch.setattr("kpt_core._optimize.gain_of", lambda *_: (2.0, 0.0))
+    for module in ("_attempt", "_optimize"):
+        monkeypatch.setattr(f"kpt_core.{module}.gain_of", lambda *_: (2.0, 0.0))
     install(monkeypatch, Swap(), Swap(name="test.lossy", lossless=False, scale=1.05))
     result = optimize(model, example_inputs=(x,), max_error=0.051)
     kept = {(entry.module, entry.rewrite) for entry in result.plan.kept}
@@ -202,10 +211,23 @@ def test_plan_applies_to_a_fresh_model(monkeypatch: pytest.MonkeyPatch, model: M
         apply_plan(model, result.plan)
 
 
-def test_training_mode_is_restored(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_training_mode_of_every_module_is_restored(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor, training: bool
+) -> None:
     install(monkeypatch, Swap())
-    assert optimize(model.train(), example_inputs=(x,)).model.training
-    assert not optimize(model.eval(), example_inputs=(x,)).model.training
+    model.train(training)
+    # As a frozen norm stays in evaluation mode while the rest trains.
+    model.middle.training = not training
+    model.middle[1].training = not training
+    flags = {path: module.training for path, module in model.named_modules()}
+    optimized = optimize(model, example_inputs=(x,))
+    for result in (optimized, apply_plan(model, optimized.plan)):
+        assert type(result.model.middle[1]) is Cast
+        assert {path: module.training for path, module in result.model.named_modules()} == flags
+        result.revert()
+        assert type(result.model.middle[1]) is Slow
+        assert {path: module.training for path, module in result.model.named_modules()} == flags
 
 
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:

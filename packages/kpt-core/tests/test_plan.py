@@ -1,7 +1,8 @@
 """Plans as files."""
 
-import json
 import math
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,14 +52,24 @@ def test_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "plan.json"
     PLAN.save(path)
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         replace(PLAN, level="aggressive").save(path)
     assert Plan.load(path) == PLAN
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        PLAN.save(tmp_path / "plan.json")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "plan.json").stat().st_mode) == mode
 
 
 @pytest.mark.parametrize(

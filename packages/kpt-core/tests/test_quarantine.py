@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import kpt_core
 from kpt_core import Backend, InputError, KernelFailedWarning, NoKernelError
@@ -136,6 +138,51 @@ def test_errors_that_are_not_the_kernel_s_pass_through(warm: bool, x: Tensor, er
     Fault.error = None
     assert hundreds(scale(x, x)) == 5
     assert Fault.calls == 3
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_backend_that_leaves_while_its_kernel_fails(
+    warm: bool, x: Tensor, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error counts for its own kernel, and for no other that is the best one by then."""
+
+    def leave(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
+        if not failing:
+            return x + 500
+        kpt_core.remove_backend("loop")
+        if replaced:
+            kpt_core.add_backend(Loopback(kernel("third"), name="new"))
+        raise RuntimeError("no launch")
+
+    failing = False
+    monkeypatch.setattr("loopback.faulty", leave)
+    kpt_core.refresh()
+    for _ in range(2 * warm):
+        scale(x, x)
+    failing = True
+    with pytest.warns(KernelFailedWarning, match="kernel loopback:faulty raised RuntimeError: no launch"):
+        assert hundreds(scale(x, x)) == 2
+    assert hundreds(scale(x, x)) == (3 if replaced else 0)
+    if replaced:
+        kpt_core.remove_backend("new")
+
+
+@pytest.mark.parametrize("scope", [nullcontext, kpt_core.record], ids=["short path", "block"])
+def test_activation_checkpointing_ends_the_recomputation_inside_the_kernel(
+    warm: bool, x: Tensor, scope: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """It raises where the kernel saves its last tensor: nothing of this is the kernel's failure."""
+    leaf = x.clone().requires_grad_()
+    scale(leaf, leaf)
+    with scope():
+        for _ in range(2):
+            leaf.grad = None
+            out = checkpoint(lambda t: scale(scale(t, t), t), leaf, use_reentrant=False)
+            assert isinstance(out, Tensor)
+            out.sum().backward()
+            assert leaf.grad is not None
+            assert leaf.grad[0] == 503  # of (x * x + 500) * x + 500
+        assert kpt_core.explain(scale, leaf, leaf).kernel == "loopback:faulty"
 
 
 def test_a_wrong_call_gets_the_reference_s_error_and_costs_the_kernel_nothing(warm: bool, x: Tensor) -> None:

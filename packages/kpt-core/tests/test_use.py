@@ -80,6 +80,15 @@ def test_a_backend_that_serves_the_composite_must(x: Tensor, monkeypatch: pytest
         shifted(x)
 
 
+def test_a_kernel_of_the_composite_must(add: Add, x: Tensor) -> None:
+    add(Loopback(kernel("mixed_first", "sample.shifted", requires={"amx"}), name="third"))
+    with (
+        kpt_core.use("loopback:mixed_first"),
+        pytest.raises(NoKernelError, match="needs amx, which cpu lacks"),
+    ):
+        shifted(x)
+
+
 def test_a_kernel_of_the_inner_op_serves_the_composite_through_it(x: Tensor) -> None:
     kpt_core.remove_backend("far")
     with kpt_core.use("loopback:second"):

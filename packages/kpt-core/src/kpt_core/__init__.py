@@ -14,6 +14,7 @@ from ._errors import (
     SignatureError,
     UnknownNameError,
 )
+from ._files import write_whole
 from ._kernel import Backend, Capability, Kernel
 from ._measure import gain_of, interleaved_times
 from ._op import Op, op
@@ -68,4 +69,5 @@ __all__ = [
     "rewrites",
     "use",
     "without_autocast",
+    "write_whole",
 ]

@@ -11,15 +11,7 @@ from . import _registry
 from ._errors import KptError, UnknownNameError
 from ._kernel import Backend, Kernel, compare_signatures, load
 from ._selection import REFERENCE, Refusal
-from ._settings import Scope
-
-#: Backends of this project by torch device type, for the sentence that says what is missing.
-PACKAGES = {
-    "cpu": "kpt-backend-cpu",
-    "cuda": "kpt-backend-amd" if torch.version.hip else "kpt-backend-nvidia",
-    "xpu": "kpt-backend-xpu",
-    "xla": "kpt-backend-tpu",
-}
+from ._settings import Scope, environment
 
 CallSignature = tuple[Any, ...]
 Unsupported = Callable[..., str | None]
@@ -118,6 +110,7 @@ def find_candidates(
     for named, _ in scope.choices:
         if named != "*":
             _registry.get_op(named)
+    _registry.warn_of_unknown(environment().disabled)
     choice = scope.choice(op)
     if choice is not None and choice not in _registry.known_choices():
         raise UnknownNameError("backend or kernel", choice, _registry.known_choices(), "(asked for by use or KPT_USE)")
@@ -143,19 +136,15 @@ def find_candidates(
                 accepted.append(candidate)
                 continue
         refusals.append(Refusal(backend.name, kernel.target, reason))
-    if not offers and device.type in PACKAGES and not any(b.device_type == device.type for b in _backends()):
-        refusals.append(Refusal(PACKAGES[device.type], None, "not installed"))
-    chosen_backend_is_silent = composite and not any(backend.name == choice for backend, _ in offers)
+    if not offers and device.type != "meta" and not _registry.serves(device.type):
+        refusals.append(Refusal(f"{device.type} backend", None, "none is installed"))
+    chosen_is_silent = composite and not any(choice in (backend.name, kernel.target) for backend, kernel in offers)
     return Candidates(
         accepted=tuple(accepted),
         refusals=tuple(refusals),
-        reference=choice in (None, REFERENCE) or chosen_backend_is_silent,
+        reference=choice in (None, REFERENCE) or chosen_is_silent,
         explicit=choice,
     )
-
-
-def _backends() -> list[Backend]:
-    return list(_registry.backends().values())
 
 
 def _load(reference: Callable[..., Any], backend: Backend, kernel: Kernel) -> Candidate:

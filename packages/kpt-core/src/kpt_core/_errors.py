@@ -36,7 +36,7 @@ class NoKernelError(KptError, RuntimeError):
 
 
 class SignatureError(KptError, TypeError):
-    """A kernel's signature differs from its op's."""
+    """A kernel's signature differs from its op's, or a call's arguments do not fit it."""
 
 
 class RegistrationError(KptError):

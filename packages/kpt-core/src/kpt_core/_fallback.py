@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ._candidates import PACKAGES, Candidates
+from . import _registry
+from ._candidates import Candidates
 from ._errors import FallbackWarning, warn_caller
 from ._selection import Refusal
 from ._settings import effective
@@ -41,4 +42,5 @@ def _is_slow(found: Candidates, device: torch.device) -> bool:
 
 
 def _advice(device: torch.device) -> str:
-    return f"install {PACKAGES[device.type]}" if device.type in PACKAGES else "see `kpt doctor`"
+    missing = "" if _registry.serves(device.type) else f"no backend for {device.type} is installed; "
+    return f"{missing}see `kpt doctor`"

@@ -12,14 +12,8 @@ from torch.compiler import is_dynamo_compiling
 from . import _registry
 from ._autocast import without_autocast
 from ._candidates import Candidate, Candidates, Unsupported, call_signature, find_candidates
-from ._errors import (
-    InputError,
-    KernelFailedWarning,
-    KptError,
-    NoKernelError,
-    RegistrationError,
-    warn_caller,
-)
+from ._errors import InputError, NoKernelError, RegistrationError
+from ._failures import is_contained, require_binding, warn_of_failure
 from ._fallback import refusal_of_reference, warn_of_fallback
 from ._kernel import Kernel, signature_of
 from ._selection import REFERENCE, Refusal, Selection
@@ -65,8 +59,11 @@ class Op(Generic[P, R]):
         self.composed_of = tuple(composed_of)
         self.autocast = frozenset(autocast)
         self.defined_in = f"{reference.__module__}.{reference.__qualname__}"
-        #: (device, dtype) -> what serves such calls when nothing but the environment applies, and its `unsupported`.
-        self._direct: dict[tuple[torch.device, torch.dtype], tuple[Callable[..., Any], Unsupported | None]] = {}
+        #: (device, dtype) -> what serves such calls when nothing but the environment applies, its `unsupported`, and
+        #: the candidates that it is the first of.
+        self._direct: dict[
+            tuple[torch.device, torch.dtype], tuple[Callable[..., Any], Unsupported | None, Candidates]
+        ] = {}
         self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
         #: What traced calls read: a plain dictionary, so that Dynamo guards on what it finds there.
         self.traced: dict[tuple[torch.device, torch.dtype, str], Candidates] = {}
@@ -81,7 +78,7 @@ class Op(Generic[P, R]):
         if self.autocast and torch._C._is_any_autocast_enabled():
             return self._call_autocast(args, kwargs)
         if self.check is not None:
-            self.check(*args, **kwargs)
+            self._check(self.check, args, kwargs)
         # Not while Dynamo traces: it would guard on what `_direct` lacks, and trace again after the next eager call.
         if args and current.scope is None and not is_dynamo_compiling():
             first: Any = args[0]
@@ -90,21 +87,21 @@ class Op(Generic[P, R]):
             except AttributeError:
                 direct = None  # no tensor: `_dispatch` says so
             if direct is not None:
-                call, unsupported = direct
+                call, unsupported, found = direct
                 if unsupported is None or unsupported(*args, **kwargs) is None:
                     try:
                         return call(*args, **kwargs)  # type: ignore[no-any-return]
                     except Exception as error:
-                        if call is self.reference or not self._contain(error):
+                        if call is self.reference or not is_contained(error):
                             raise
-                        return self._recover(error, args, kwargs)
+                        return self._recover(found, error, args, kwargs)
         return self._dispatch(args, kwargs)
 
     def _call_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Convert as autocast asks, and call with autocast off."""
         args, kwargs = self._convert(args, kwargs)
         if self.check is not None:
-            self.check(*args, **kwargs)
+            self._check(self.check, args, kwargs)
         with without_autocast(self._first_tensor(args, kwargs).device.type):
             return self._dispatch(args, kwargs)
 
@@ -156,7 +153,7 @@ class Op(Generic[P, R]):
             args, kwargs = self._convert(args, kwargs)  # type: ignore[assignment]
             first = self._first_tensor(args, kwargs)
         if self.check is not None:
-            self.check(*args, **kwargs)
+            self._check(self.check, args, kwargs)
         with without_autocast(first.device.type) if self.autocast else nullcontext():
             found = self.candidates(first.device, first.dtype)
             candidate, refusals = self._choose(found, args, kwargs)
@@ -177,6 +174,15 @@ class Op(Generic[P, R]):
             self.reference(*fake_args, **fake_kwargs)
         return tuple(log)
 
+    def _check(self, check: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            check(*args, **kwargs)
+        except (AttributeError, TypeError):
+            # A check may suppose tensors and the op's parameters; its own error would name neither the op nor the slip.
+            require_binding(self.name, self.reference, args, kwargs)
+            self._first_tensor(args, kwargs)
+            raise
+
     def _first_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         first = args[0] if args else kwargs.get(signature_of(self.reference)[0][0])
         if not isinstance(first, torch.Tensor):
@@ -193,10 +199,10 @@ class Op(Generic[P, R]):
         # Unless the kernels changed while it ran, in this thread or in another.
         if current.scope is None and self._found.get((first.device, first.dtype, scope)) is found:
             if not found.accepted:
-                self._direct[first.device, first.dtype] = (self.reference, None)
+                self._direct[first.device, first.dtype] = (self.reference, None, found)
             elif found.accepted[0].direct:
                 best = found.accepted[0]
-                self._direct[first.device, first.dtype] = (best.call, best.unsupported)
+                self._direct[first.device, first.dtype] = (best.call, best.unsupported, found)
         return result
 
     def _choose(
@@ -235,14 +241,14 @@ class Op(Generic[P, R]):
                     for other, _ in failed:
                         other.quarantined.pop(call_signature(args, kwargs), None)
                     raise
-                if scope.strict or found.explicit or not self._contain(error):
+                if scope.strict or found.explicit or not is_contained(error):
                     error.add_note(f"raised by kernel {candidate.kernel.target} of op {self.name}")
                     raise
                 self._quarantine(candidate, error, args, kwargs)
                 failed.append((candidate, error))
                 continue
             for other, failure in failed:
-                self._warn_failed(other, failure, candidate)
+                warn_of_failure(self.name, other, failure, candidate)
             return result
 
     def _call(
@@ -265,16 +271,18 @@ class Op(Generic[P, R]):
         scope.log.append(self._selection(device, candidate, refusals, tuple(children)))
         return result
 
-    def _recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """A kernel on the short path raised: contain it and run the next one."""
-        first = self._first_tensor(args, kwargs)
-        found, scope = self.candidates(first.device, first.dtype), effective()
-        candidate = found.accepted[0]
+    def _recover(self, found: Candidates, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """A kernel on the short path raised: contain it and run the next one.
+
+        The candidates are those that the call began with: a backend may have been removed meanwhile.
+        """
+        candidate, scope = found.accepted[0], effective()
         if scope.strict or found.explicit:
             error.add_note(f"raised by kernel {candidate.kernel.target} of op {self.name}")
             raise error
         self._quarantine(candidate, error, args, kwargs)
-        return self._run(found, scope, first.device, args, kwargs, [(candidate, error)])
+        device = self._first_tensor(args, kwargs).device
+        return self._run(found, scope, device, args, kwargs, [(candidate, error)])
 
     def _selection(
         self,
@@ -293,24 +301,11 @@ class Op(Generic[P, R]):
         if refusal is not None:
             raise NoKernelError(refusal)
 
-    @staticmethod
-    def _contain(error: Exception) -> bool:
-        """Whether a failure is the kernel's own: running out of memory and refusals of KPT are not."""
-        return not isinstance(error, KptError | torch.OutOfMemoryError | MemoryError)
-
     def _quarantine(
         self, candidate: Candidate, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         candidate.quarantined[call_signature(args, kwargs)] = f"{type(error).__name__}: {error}"
         self._direct.clear()  # the short path asks for no quarantine
-
-    def _warn_failed(self, failed: Candidate, error: Exception, ran: Candidate | None) -> None:
-        warn_caller(
-            f"kernel {failed.kernel.target} raised {type(error).__name__}: {error}; it is quarantined for this "
-            f"signature of {self.name} and {ran.kernel.target if ran else 'the reference'} ran "
-            "(KPT_STRICT=1 raises instead)",
-            KernelFailedWarning,
-        )
 
 
 def op(

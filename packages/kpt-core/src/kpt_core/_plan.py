@@ -3,12 +3,12 @@
 import json
 import math
 import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ._errors import InputError
+from ._files import write_whole
 
 FORMAT = 1
 
@@ -18,7 +18,7 @@ class PlanEntry:
     """One rewrite at one module.
 
     Attributes:
-        module: dotted path in the model.
+        module: dotted path in the model; a module that the model uses at several paths is changed at all of them.
         rewrite: name of the rewrite.
         op: the op that serves the module after it.
         kernel: the kernel that ran on the example inputs, or `reference`.
@@ -48,7 +48,7 @@ class Plan:
         level: `conservative`, `balanced` or `aggressive`.
         objective: `latency` or `memory`.
         device: where it was measured.
-        max_error: the error budget, for each module and for the model's output.
+        max_error: the error budget of the model's output.
         versions: of Python, torch and KPT's packages.
         entries: what was tried.
         seconds_before: median time of a forward of the example inputs, original model.
@@ -86,16 +86,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file appears whole or not at all."""
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(self.as_dict(), file, indent=2, allow_nan=False)
-                file.write("\n")
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -105,7 +96,7 @@ class Plan:
             InputError: the file is missing, or no plan of a format that this version reads.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise InputError(f"no plan at {path}: `kpt optimize MODEL_DIR --plan FILE` writes one") from error
         except (ValueError, OSError) as error:

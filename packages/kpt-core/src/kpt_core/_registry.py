@@ -7,8 +7,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from . import _settings
-from ._errors import PluginWarning, RegistrationError, UnknownNameError, warn_caller
+from ._errors import KptWarning, PluginWarning, RegistrationError, UnknownNameError, warn_caller
 from ._kernel import Backend, Kernel
+from ._rewrite import check_rewrite
 
 if TYPE_CHECKING:
     from ._op import Op
@@ -37,9 +38,18 @@ class _State:
     rewrites: dict[str, "Rewrite"] | None = None
     ops_discovered: bool = False
     problems: list[Problem] = field(default_factory=list)
+    #: Names in `KPT_DISABLE` that nothing has and that were warned of.
+    unknown: set[str] = field(default_factory=set)
 
 
+class _Discovering(threading.local):
+    def __init__(self) -> None:
+        self.groups: set[str] = set()
+
+
+#: Never held while a plug-in is imported: another thread may be importing it, and wait for this lock in `define`.
 _lock = threading.RLock()
+_discovering = _Discovering()
 _state = _State()
 _ops: dict[str, "Op[..., Any]"] = {}
 _added: dict[str, Backend] = {}
@@ -48,8 +58,11 @@ _added: dict[str, Backend] = {}
 def report(plugin: str, reason: str) -> None:
     """Warn, the first time, that a plug-in can't be used; `problems` lists it from then on."""
     problem = Problem(plugin, reason)
-    if problem not in _state.problems:
-        _state.problems.append(problem)
+    with _lock:
+        new = problem not in _state.problems
+        if new:
+            _state.problems.append(problem)
+    if new:
         warn_caller(f"KPT goes on without {problem}", PluginWarning)
 
 
@@ -58,8 +71,25 @@ def _origin(entry: EntryPoint) -> str:
     return f"{dist.name} {dist.version}" if dist is not None else entry.value
 
 
-def _discover(group: str, accept: Callable[[EntryPoint, Any], None]) -> None:
-    """Load every entry point of a group; a broken one, or two of one name, cost a warning each."""
+def _discover(group: str, accept: Callable[[EntryPoint, Any], None]) -> bool:
+    """Load every entry point of a group; a broken one, or two of one name, cost a warning each.
+
+    Threads may do so at the same time and find the same.
+
+    Returns:
+        False if nothing was done because a plug-in of the group asks while this thread imports it.
+    """
+    if group in _discovering.groups:
+        return False
+    _discovering.groups.add(group)
+    try:
+        _load_all(group, accept)
+    finally:
+        _discovering.groups.remove(group)
+    return True
+
+
+def _load_all(group: str, accept: Callable[[EntryPoint, Any], None]) -> None:
     by_name: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=group):
         by_name.setdefault(entry.name, []).append(entry)
@@ -97,20 +127,28 @@ def check_backend(backend: object) -> Backend:
 
 def backends() -> dict[str, Backend]:
     """Installed and added backends by name."""
-    with _lock:
-        if _state.backends is None:
-            found: dict[str, Backend] = {}
+    state = _state
+    if state.backends is None:
+        found: dict[str, Backend] = {}
 
-            def accept(entry: EntryPoint, value: Any) -> None:
-                backend = check_backend(value)
-                if backend.name != entry.name:
-                    raise RegistrationError(f"its backend calls itself {backend.name!r}; make the two names equal")
-                found[entry.name] = backend
-                _state.origins[entry.name] = _origin(entry)
+        def accept(entry: EntryPoint, value: Any) -> None:
+            backend = check_backend(value)
+            if backend.name != entry.name:
+                raise RegistrationError(f"its backend calls itself {backend.name!r}; make the two names equal")
+            found[entry.name] = backend
+            state.origins[entry.name] = _origin(entry)
 
-            _discover(BACKENDS_GROUP, accept)
-            _state.backends = found
-        return {**_state.backends, **_added}
+        if _discover(BACKENDS_GROUP, accept):
+            with _lock:
+                if state.backends is None:
+                    state.backends = found
+                    _forget_selections()  # of ops that a plug-in called while it was imported
+    return {**(state.backends or {}), **_added}
+
+
+def serves(device_type: str) -> bool:
+    """Whether some backend is for devices of this type."""
+    return any(backend.device_type == device_type for backend in backends().values())
 
 
 def origin(backend: str) -> str:
@@ -154,16 +192,17 @@ def define(op: "Op[..., Any]") -> None:
 
 def ops() -> dict[str, "Op[..., Any]"]:
     """Every op by name, those of installed feature packages included."""
+    state = _state
+    if not state.ops_discovered:
+
+        def accept(entry: EntryPoint, value: Any) -> None:
+            for op in value:
+                if getattr(op, "name", None) not in _ops:
+                    raise RegistrationError(f"{entry.value} lists {op!r}, which was not made by @kpt_core.op")
+
+        if _discover(OPS_GROUP, accept):
+            state.ops_discovered = True
     with _lock:
-        if not _state.ops_discovered:
-            _state.ops_discovered = True
-
-            def accept(entry: EntryPoint, value: Any) -> None:
-                for op in value:
-                    if getattr(op, "name", None) not in _ops:
-                        raise RegistrationError(f"{entry.value} lists {op!r}, which was not made by @kpt_core.op")
-
-            _discover(OPS_GROUP, accept)
         return dict(_ops)
 
 
@@ -184,19 +223,21 @@ def get_op(name: str) -> "Op[..., Any]":
 
 def rewrites() -> dict[str, "Rewrite"]:
     """Rewrites of installed feature packages by name."""
-    with _lock:
-        if _state.rewrites is None:
-            found: dict[str, Rewrite] = {}
+    state = _state
+    if state.rewrites is None:
+        found: dict[str, Rewrite] = {}
 
-            def accept(entry: EntryPoint, value: Any) -> None:
-                for rewrite in value:
-                    if rewrite.name in found:
-                        raise RegistrationError(f"rewrite {rewrite.name!r} exists already")
-                    found[rewrite.name] = rewrite
+        def accept(entry: EntryPoint, value: Any) -> None:
+            offered: dict[str, Rewrite] = {}
+            for rewrite in map(check_rewrite, value):
+                if rewrite.name in found or rewrite.name in offered:
+                    raise RegistrationError(f"rewrite {rewrite.name!r} exists already")
+                offered[rewrite.name] = rewrite
+            found.update(offered)
 
-            _discover(REWRITES_GROUP, accept)
-            _state.rewrites = found
-        return dict(_state.rewrites)
+        if _discover(REWRITES_GROUP, accept):
+            state.rewrites = found
+    return dict(state.rewrites or {})
 
 
 def kernels(op: str) -> list[tuple[Backend, Kernel]]:
@@ -222,6 +263,18 @@ def known_choices() -> set[str]:
     return names
 
 
+def warn_of_unknown(disabled: Iterable[str]) -> None:
+    """Warn, the first time, of each name in `KPT_DISABLE` that nothing has: it may be a slip of the pen."""
+    for name in sorted(set(disabled) - _state.unknown):
+        known = known_choices()
+        if name not in known:
+            _state.unknown.add(name)
+            error = UnknownNameError(
+                "backend or kernel", name, known - {"reference"}, "(in KPT_DISABLE, where it has no effect)"
+            )
+            warn_caller(str(error), KptWarning)
+
+
 def _kernels_of(backend: Backend) -> Iterable[Kernel]:
     try:
         return list(backend.kernels())
@@ -231,8 +284,9 @@ def _kernels_of(backend: Backend) -> Iterable[Kernel]:
 
 
 def _forget_selections() -> None:
-    for op in _ops.values():
-        op.forget()
+    with _lock:
+        for op in _ops.values():
+            op.forget()
 
 
 def refresh() -> None:

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from ._errors import UnknownNameError
+from ._errors import RegistrationError, UnknownNameError
 
 #: From what changes no number class, over what costs accuracy within a budget, to what costs more of it.
 LEVELS = ("conservative", "balanced", "aggressive")
@@ -45,6 +45,25 @@ class Rewrite(Protocol):
 
     def replacement(self, module: nn.Module) -> nn.Module:
         """A module that takes the place of `module`, which must stay as it is. Lossless ones share its parameters."""
+
+
+def check_rewrite(rewrite: object) -> Rewrite:
+    """Raise `RegistrationError` unless `rewrite` satisfies the protocol."""
+    if isinstance(rewrite, type):
+        raise RegistrationError(f"{rewrite!r} is a class; give an instance of it")
+    if not isinstance(rewrite, Rewrite):
+        missing = [name for name in ("name", "lossless", "level", "sites", "replacement") if not hasattr(rewrite, name)]
+        raise RegistrationError(
+            f"{rewrite!r} is not a Rewrite: it lacks {', '.join(missing)}; see kpt_core.Rewrite for what is needed"
+        )
+    name: object = rewrite.name
+    if not isinstance(name, str) or not name:
+        raise RegistrationError(f"the name of a rewrite must be a string that is not empty; got {name!r}")
+    if rewrite.lossless not in (False, True):
+        raise RegistrationError(f"lossless of rewrite {name!r} must be True or False; got {rewrite.lossless!r}")
+    if rewrite.level not in LEVELS:
+        raise RegistrationError(f"level of rewrite {name!r} must be one of {LEVELS}; got {rewrite.level!r}")
+    return rewrite
 
 
 def check_level(level: str) -> str:

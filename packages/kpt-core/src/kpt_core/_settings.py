@@ -13,7 +13,8 @@ from ._selection import REFERENCE, Selection
 
 #: Backend, kernel or "reference" to run; `op=name` pairs limit it to one op. Comma-separated, strict.
 KPT_USE = "KPT_USE"
-#: Backends or kernels that may not run, comma-separated.
+#: Backends or kernels that may not run, comma-separated. A name that nothing has is warned of, once, and no error: what
+#: is disabled need not be installed on every machine.
 KPT_DISABLE = "KPT_DISABLE"
 #: "1" turns quarantine of a failing kernel, and falling back to the reference on an accelerator, into errors.
 KPT_STRICT = "KPT_STRICT"

@@ -1,4 +1,4 @@
-"""Scopes that the user opens: which kernels must run, and what strictness applies."""
+"""Scopes that the user opens, each in one thread: which kernels must run, and what strictness applies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +17,10 @@ from ._settings import effective, scoped
 @contextmanager
 def use(name: str | None = None, *, op: str = "*", strict: bool | None = None) -> Iterator[None]:
     """Decide what runs inside the block, in this thread.
+
+    Backward runs under the settings of the thread that runs it. Autograd uses threads of its own for accelerators, so
+    that there a block reaches the forward only, even around `loss.backward()`; on the CPU it is the thread that calls
+    `backward`. The environment variables reach both.
 
     Args:
         name: a backend (`nvidia`), a kernel's full name (`package.module:attribute`) or `reference`. What is named

@@ -1,9 +1,7 @@
 """The command `kpt bench`."""
 
 import json
-import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +48,7 @@ def moe(
     import torch
     from rich.live import Live
 
-    from kpt_core import UnknownNameError
+    from kpt_core import UnknownNameError, write_whole
 
     from . import moe as benchmark
 
@@ -77,7 +75,7 @@ def moe(
     if as_json:
         print_json(report)
     if output is not None:
-        _write(output, report)
+        write_whole(output, json.dumps(report, indent=2) + "\n")
 
 
 def _table(lines: "list[Line]") -> "Table":
@@ -122,14 +120,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((value.strip() for key, value in fields.items() if key.strip() == "model name"), platform.processor())
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(report, file, indent=2)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -162,17 +162,17 @@ def _backend_state(backend: "Backend", there: Present) -> BackendState:
 def _advice(there: Present, ops: tuple[OpState, ...]) -> list[str]:
     advice = []
     if not ops:
-        advice.append("No ops are installed; feature packages bring them: pip install kpt-moe")
-    missing: dict[tuple[str, str], list[str]] = {}
+        advice.append("No ops are installed; feature packages bring them: kpt-moe has some")
+    missing: dict[str, list[str]] = {}
     for op in ops:
         for found in op.servings:
             for refused in found.refused:
-                if refused.kernel is None and refused.reason == "not installed":
-                    missing.setdefault((refused.backend, found.device), []).append(op.op)
-    for (backend, device), waiting in missing.items():
+                if refused.kernel is None and refused.reason == "none is installed":
+                    missing.setdefault(found.device, []).append(op.op)
+    for device, waiting in missing.items():
         names = list(dict.fromkeys(waiting))
         what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        advice.append(f"Kernels for {device} ({what}): pip install {backend}")
+        advice.append(f"A backend for {device} would serve {what} faster; none is installed")
     known = {device.type for device in there.devices}
     if known == {"cpu"} and there.notes:
         advice.append("No accelerator is usable; the notes say what a driver complained about")
