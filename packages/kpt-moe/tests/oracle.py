@@ -103,7 +103,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Inputs:
-    """Random arguments of the op, each token's experts distinct; with `sentinels`, some ids are beyond the experts."""
+    """Random arguments of the op, each token's experts distinct; with `sentinels`, some ids are of no expert here."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -112,6 +112,8 @@ def make_inputs(
     width = 2 * inner if activation in GATED else inner
     known = num_experts + (2 if sentinels else 0)
     choices = [torch.randperm(known, generator=generator)[:top_k] for _ in range(tokens)]
+    # Both kinds that mean "not here": beyond the experts, and negative.
+    choices = [torch.where(choice == num_experts + 1, -1, choice) for choice in choices]
     return Inputs(
         x=normal(tokens, hidden),
         index=torch.stack(choices) if choices else torch.empty(0, top_k, dtype=torch.int64),
@@ -137,7 +139,7 @@ def naive_experts(
     for token in range(inputs.x.shape[0]):
         total = torch.zeros(inputs.x.shape[1], dtype=inputs.x.dtype)
         for choice, expert in enumerate(inputs.index[token].tolist()):
-            if expert >= num_experts:
+            if not 0 <= expert < num_experts:
                 continue
             up, down = inputs.up[expert], inputs.down[expert]
             h = inputs.x[token] @ (up if transposed else up.t())

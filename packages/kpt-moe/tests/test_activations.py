@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kpt_core import UnknownNameError
+from kpt_core import InputError, UnknownNameError
 from kpt_moe import Activation
 from kpt_moe.activations import GATED, PLAIN
 from oracle import ACTIVATIONS, activate
@@ -128,6 +128,19 @@ def test_split_gives_views():
 def test_unknown_name_offers_the_nearest():
     with pytest.raises(UnknownNameError, match="unknown activation 'swigul': did you mean 'swiglu'"):
         Activation("swigul")
+
+
+@pytest.mark.parametrize("name", ["geglu", "reglu", "silu", "relu2"])
+@pytest.mark.parametrize(("parameter", "value"), [("alpha", 1.702), ("beta", 1.0), ("limit", 7.0)])
+def test_parameters_of_swiglu_are_its_own(name, parameter, value):
+    with pytest.raises(InputError, match=rf"activation '{name}' takes no alpha, beta or limit .*; got .*{value}"):
+        Activation(name, **{parameter: value})
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_nothing_to_interleave(name):
+    with pytest.raises(InputError, match=rf"activation '{name}' .*interleaved must be False .*; got interleaved=True"):
+        Activation(name, interleaved=True)
 
 
 def test_equal_activations_are_one_key():

@@ -1,6 +1,7 @@
 """Every wrong argument of `moe.experts` is refused with the offending value and what was expected."""
 
 import pytest
+import torch
 
 from kpt_core import InputError, KptError, UnknownNameError
 from kpt_moe import experts
@@ -14,8 +15,22 @@ def replaced(**changes) -> tuple:
 
 
 WRONG = {
-    "x of three dimensions": ({"x": GOOD.x[None]}, r"x must be floating \[tokens, hidden_size\]; got .* \[1, 11, 8\]"),
+    "x of three dimensions": (
+        {"x": GOOD.x[None]},
+        r"x must be floating \[tokens, hidden_size\], .*; got .* \[1, 11, 8\]",
+    ),
     "x of integers": ({"x": GOOD.x.long()}, r"x must be floating .*; got torch.int64 \[11, 8\]"),
+    "index of nothing": ({"index": None}, "top_k_index must be a tensor; got NoneType"),
+    "bias of numbers": ({"up_bias": [0.0]}, "gate_up_proj_bias must be a tensor; got list"),
+    "x in a list": ({"x": [GOOD.x]}, "x must be a tensor; got list"),
+    "x of float8": (
+        {"x": GOOD.x.to(torch.float8_e4m3fn)},
+        r"of float64, float32, bfloat16 or float16; got torch.float8_e4m3fn \[11, 8\]",
+    ),
+    "weights of float8": (
+        {"weights": GOOD.weights.to(torch.float8_e4m3fn)},
+        r"top_k_weights floating, of float64, .*; got torch.int64 and torch.float8_e4m3fn",
+    ),
     "index of another length": (
         {"index": GOOD.index[:7]},
         r"must both be \[11, top_k\]; got \[7, 3\] and \[11, 3\]",
@@ -30,12 +45,12 @@ WRONG = {
     ),
     "index of floats": (
         {"index": GOOD.index.double()},
-        r"top_k_index must be int64 or int32 and top_k_weights floating; got torch.float64 and torch.float64",
+        r"top_k_index must be int64 or int32 and top_k_weights floating, .*; got torch.float64 and torch.float64",
     ),
     "index of int16": ({"index": GOOD.index.short()}, r"must be int64 or int32 .*; got torch.int16"),
     "weights of integers": (
         {"weights": GOOD.weights.long()},
-        r"top_k_weights floating; got torch.int64 and torch.int64",
+        r"top_k_weights floating, .*; got torch.int64 and torch.int64",
     ),
     "matrix of one expert": (
         {"up": GOOD.up[0]},

@@ -1,5 +1,8 @@
 """How `moe.experts` rounds, and what dtypes it takes and gives."""
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -98,6 +101,23 @@ def test_choices_are_summed_in_float32(weights_dtype, monkeypatch):
         down=torch.tensor([256] + [1] * 64, dtype=torch.bfloat16).view(65, 1, 1),
     )
     assert experts(*inputs.args, activation="relu").item() == 320
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grouped_products_are_as_good_as_the_loop(dtype, weights_dtype, top_k, monkeypatch):
+    inputs = rounded(dtype, top_k)
+    inputs = replace(inputs, weights=inputs.weights.to(weights_dtype))
+    grad = torch.randn(TOKENS, HIDDEN).to(dtype)
+    want, want_grads = exact(inputs, grad)
+    errors = {}
+    for way in (True, False):
+        monkeypatch.setattr(sys.modules["kpt_moe.experts"], "_in_host_memory", lambda x, way=way: way)
+        have, grads = gradients(lambda i: experts(*i.args), inputs, grad)
+        pairs = zip((have, *grads), (want, *want_grads), strict=True)
+        errors[way] = [(a.double() - b).abs().mean().item() for a, b in pairs]
+    assert all(grouped <= 1.1 * loop for loop, grouped in zip(errors[True], errors[False], strict=True)), errors
 
 
 def test_mixed_precision_of_experts_is_refused():

@@ -193,6 +193,11 @@ def test_unknown_activation_offers_the_nearest():
         MoEConfig(**SMALL, activation="gelutanh")
 
 
+def test_a_number_alone_is_refused():
+    with pytest.raises(InputError, match=r"the last size of x must be hidden_size=16; got \[\]"):
+        make()(torch.tensor(1.0))
+
+
 def test_wrong_hidden_size_is_named():
     with pytest.raises(InputError, match=r"the last size of x must be hidden_size=16; got \[3, 8\]"):
         make()(torch.ones(3, 8))

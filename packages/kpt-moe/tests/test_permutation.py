@@ -8,19 +8,24 @@ from kpt_moe.permutation import expert_of_rows, inverse
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
-    """Ids of experts, some of them beyond the experts that are here."""
+    """Ids of experts, some of them none that are here: negative or beyond."""
     num_experts = draw(st.integers(1, 8))
     tokens, top_k = draw(st.integers(0, 20)), draw(st.integers(1, 5))
-    ids = st.integers(0, num_experts + draw(st.integers(0, 3)))
+    ids = st.integers(-draw(st.integers(0, 2)), num_experts + draw(st.integers(0, 3)))
     flat = draw(st.lists(ids, min_size=tokens * top_k, max_size=tokens * top_k))
     dtype = draw(st.sampled_from([torch.int64, torch.int32]))
     return torch.tensor(flat, dtype=dtype).view(tokens, top_k), num_experts
 
 
+def keys(index: torch.Tensor, num_experts: int) -> list[int]:
+    """What is sorted by: negative ids come after the experts."""
+    return [value if value >= 0 else num_experts for value in index.flatten().tolist()]
+
+
 @given(routings())
 def test_order_is_a_stable_sort(routing):
     index, num_experts = routing
-    flat = index.flatten().tolist()
+    flat = keys(index, num_experts)
     order = sort_by_expert(index, num_experts).order
     assert order.dtype is torch.int64
     assert order.tolist() == sorted(range(len(flat)), key=lambda pair: flat[pair])
@@ -29,20 +34,20 @@ def test_order_is_a_stable_sort(routing):
 @given(routings())
 def test_offsets_end_each_expert(routing):
     index, num_experts = routing
-    flat = index.flatten().tolist()
+    flat = keys(index, num_experts)
     offsets = sort_by_expert(index, num_experts).offsets
     assert offsets.dtype is torch.int32
     assert offsets.tolist() == [sum(value <= expert for value in flat) for expert in range(num_experts)]
 
 
 @given(routings())
-def test_ids_beyond_the_experts_come_last(routing):
+def test_ids_of_no_expert_here_come_last(routing):
     index, num_experts = routing
     order, offsets = sort_by_expert(index, num_experts)
     ids = index.flatten()[order]
     end = int(offsets[-1])
-    assert (ids[:end] < num_experts).all()
-    assert (ids[end:] >= num_experts).all()
+    assert ((ids[:end] >= 0) & (ids[:end] < num_experts)).all()
+    assert ((ids[end:] < 0) | (ids[end:] >= num_experts)).all()
 
 
 @given(routings())
@@ -58,7 +63,7 @@ def test_inverse_undoes_the_order(routing):
 def test_expert_of_rows_are_the_sorted_ids(routing):
     index, num_experts = routing
     order, offsets = sort_by_expert(index, num_experts)
-    expected = index.flatten()[order].clamp(max=num_experts - 1).long()
+    expected = torch.tensor(keys(index, num_experts), dtype=torch.int64)[order].clamp(max=num_experts - 1)
     assert torch.equal(expert_of_rows(offsets, order.numel()), expected)
 
 

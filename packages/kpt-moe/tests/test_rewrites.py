@@ -1,5 +1,7 @@
 """What `optimize` may do to a model's experts."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,33 @@ def test_bfloat16_halves_the_weights_and_leaves_the_original(model):
         assert {p.dtype for p in original.parameters()} == {torch.float32}
         assert {p.dtype for p in new.parameters()} == {torch.bfloat16}
         assert all(torch.equal(a, b.bfloat16()) for a, b in zip(new.parameters(), original.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("rewrite", REWRITES, ids=lambda rewrite: rewrite.name)
+def test_what_is_registered_later_is_not_shared(model, rewrite):
+    original = experts_of(model)[0]
+    called = []
+    original.register_forward_hook(lambda *_: called.append("before"))
+    twin = rewrite.replacement(original)
+    twin.register_forward_hook(lambda *_: called.append("twin"))
+    original.register_forward_hook(lambda *_: called.append("original"))
+    twin.register_buffer("late", torch.ones(1), persistent=False)
+    args = torch.randn(3, original.down_proj.shape[1]), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    twin(*args)
+    assert called == ["before", "twin"]
+    original(*args)
+    assert called == ["before", "twin", "before", "original"]
+    assert not hasattr(original, "late")
+    assert not original._non_persistent_buffers_set
+
+
+@pytest.mark.parametrize("rewrite", REWRITES, ids=lambda rewrite: rewrite.name)
+def test_a_forward_of_the_instance_is_no_site(model, rewrite):
+    # What accelerate's hooks do.
+    first, second = experts_of(model)
+    first.forward = functools.partial(first.forward)
+    modules = dict(model.named_modules())
+    assert [modules[site.module] for site in rewrite.sites(model)] == [second]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -142,6 +142,16 @@ def test_compiles_without_a_break():
         torch.testing.assert_close(have, want)
 
 
+def test_scores_that_all_underflow_give_no_weights():
+    router = make(score="sigmoid", bias=True)
+    torch.nn.init.zeros_(router.weight)
+    torch.nn.init.constant_(router.bias, -120.0)
+    weights = router(torch.randn(4, HIDDEN)).weights
+    assert torch.equal(weights, torch.zeros_like(weights))
+    weights.sum().backward()
+    assert router.weight.grad.isfinite().all()
+
+
 def test_is_a_tree_of_tensors():
     routing = make()(torch.randn(4, HIDDEN))
     moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), routing)

@@ -90,7 +90,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         act = Activation(activation, alpha, beta, limit, interleaved)
-        total_dtype = _sum_dtype(x)
+        total_dtype = sum_dtype(x)
         out = torch.zeros(x.shape, dtype=total_dtype)
         tokens = order // top_k_weights.shape[1]
         weights = top_k_weights.reshape(-1, 1).to(total_dtype)[order]
@@ -165,7 +165,7 @@ def _experts_backward(
     need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
     with torch.no_grad():
         act = Activation(activation, alpha, beta, limit, interleaved)
-        total_dtype = _sum_dtype(x)
+        total_dtype = sum_dtype(x)
         grad_x = torch.zeros(x.shape, dtype=total_dtype) if need_x else _nothing(x)
         grad_weights = top_k_weights.new_zeros(top_k_weights.numel()) if need_weights else _nothing(x)
         grad_up = _zeros_ordered_as(up) if need_up else _nothing(x)
@@ -230,8 +230,9 @@ def _nothing(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What sums of `x`'s elements are taken in."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

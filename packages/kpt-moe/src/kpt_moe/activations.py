@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import UnknownNameError
+from kpt_core import InputError, UnknownNameError
 
 _aten = torch.ops.aten
 
@@ -62,6 +62,10 @@ class Activation:
         beta: what is added to the up projection of `swiglu`.
         limit: bound of gate and up in `swiglu`, None for none.
         interleaved: gate and up alternate (`g0 u0 g1 u1 ...`, gpt-oss) instead of being two halves.
+
+    Raises:
+        InputError: a parameter that this activation has not.
+        UnknownNameError: no such activation.
     """
 
     name: str
@@ -73,6 +77,16 @@ class Activation:
     def __post_init__(self) -> None:
         if self.name not in GATED and self.name not in PLAIN:
             raise UnknownNameError("activation", self.name, GATED | PLAIN)
+        if self.name != "swiglu" and not self._standard:
+            raise InputError(
+                f"activation {self.name!r} takes no alpha, beta or limit (swiglu alone does): leave them at 1.0, 0.0 "
+                f"and None; got alpha={self.alpha}, beta={self.beta}, limit={self.limit}"
+            )
+        if self.interleaved and not self.gated:
+            raise InputError(
+                f"activation {self.name!r} has no gate to interleave: interleaved must be False (gated activations: "
+                f"{', '.join(sorted(GATED))}); got interleaved={self.interleaved}"
+            )
 
     @property
     def gated(self) -> bool:
@@ -95,7 +109,7 @@ class Activation:
         if not self.gated:
             return _PLAIN[self.name].forward(h)
         gate, up = self.split(h)
-        if self._standard or self.name != "swiglu":
+        if self._standard:
             return _PLAIN[_GATED[self.name]].forward(gate) * up
         gate, up = self._clamp(gate, up)
         return gate * torch.sigmoid(gate * self.alpha) * (up + self.beta)
@@ -105,7 +119,7 @@ class Activation:
         if not self.gated:
             return _PLAIN[self.name].into(h, out)
         gate, up = self.split(h)
-        if self._standard or self.name != "swiglu":
+        if self._standard:
             return _PLAIN[_GATED[self.name]].into(gate, out).mul_(up)
         return out.copy_(self(h))
 
@@ -114,7 +128,7 @@ class Activation:
         if not self.gated:
             return _PLAIN[self.name].backward(grad, h)
         gate, up = self.split(h)
-        if self._standard or self.name != "swiglu":
+        if self._standard:
             plain = _PLAIN[_GATED[self.name]]
             grad_gate, grad_up = plain.backward(grad * up, gate), grad * plain.forward(gate)
         else:

@@ -27,7 +27,8 @@ def composed_experts(
 
     Args:
         x: `[tokens, hidden_size]`.
-        top_k_index: `[tokens, top_k]`; ids at or above the number of experts contribute nothing.
+        top_k_index: `[tokens, top_k]`; pairs with a negative id or one at or above the number of experts
+            contribute nothing.
         top_k_weights: `[tokens, top_k]`.
         gate_up_proj: `[num_experts, width, hidden_size]`, its last two exchanged if `transposed`.
         down_proj: `[num_experts, hidden_size, intermediate_size]`, likewise.
@@ -44,7 +45,7 @@ def composed_experts(
     up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
     order, offsets = sort_by_expert(top_k_index, num_experts)
     expert = expert_of_rows(offsets, order.shape[0])
-    away = (top_k_index >= num_experts).reshape(-1)[order].unsqueeze(1)
+    away = ((top_k_index < 0) | (top_k_index >= num_experts)).reshape(-1)[order].unsqueeze(1)
     rows = x[order // top_k].masked_fill(away, 0)
     h = grouped_mm(rows, up, offsets)
     if gate_up_proj_bias is not None:

@@ -9,7 +9,7 @@ from kpt_core import InputError, KptError, op
 
 from . import _experts_grouped, _experts_loop
 from .activations import Activation
-from .grouped_mm import grouped_mm
+from .grouped_mm import DTYPES, NAMES_OF_DTYPES, grouped_mm
 from .permutation import sort_by_expert
 
 
@@ -29,17 +29,32 @@ def _check_experts(
     beta: float = 0.0,
     limit: float | None = None,
 ) -> None:
+    tensors: dict[str, Any] = {
+        "x": x,
+        "top_k_index": top_k_index,
+        "top_k_weights": top_k_weights,
+        "gate_up_proj": gate_up_proj,
+        "down_proj": down_proj,
+        "gate_up_proj_bias": gate_up_proj_bias,
+        "down_proj_bias": down_proj_bias,
+    }
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or not name.endswith("_bias")):
+            raise InputError(f"moe.experts: {name} must be a tensor; got {type(tensor).__name__}")
     gated = Activation(activation, alpha, beta, limit, interleaved).gated
-    if x.dim() != 2 or not x.is_floating_point():
-        raise InputError(f"moe.experts: x must be floating [tokens, hidden_size]; got {x.dtype} {list(x.shape)}")
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        raise InputError(
+            f"moe.experts: x must be floating [tokens, hidden_size], of {NAMES_OF_DTYPES}; "
+            f"got {x.dtype} {list(x.shape)}"
+        )
     if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_weights.shape != top_k_index.shape:
         raise InputError(
             f"moe.experts: top_k_index and top_k_weights must both be [{x.shape[0]}, top_k]; "
             f"got {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
         )
-    if top_k_index.dtype not in (torch.int64, torch.int32) or not top_k_weights.is_floating_point():
+    if top_k_index.dtype not in (torch.int64, torch.int32) or top_k_weights.dtype not in DTYPES:
         raise InputError(
-            "moe.experts: top_k_index must be int64 or int32 and top_k_weights floating; "
+            f"moe.experts: top_k_index must be int64 or int32 and top_k_weights floating, of {NAMES_OF_DTYPES}; "
             f"got {top_k_index.dtype} and {top_k_weights.dtype}"
         )
     if gate_up_proj.dim() != 3 or down_proj.dim() != 3:
@@ -61,12 +76,7 @@ def _check_experts(
     for name, bias, size in (("gate_up", gate_up_proj_bias, width), ("down", down_proj_bias, hidden)):
         if bias is not None and list(bias.shape) != [num_experts, size]:
             raise InputError(f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}")
-    for name, tensor in (
-        ("gate_up_proj", gate_up_proj),
-        ("down_proj", down_proj),
-        ("gate_up_proj_bias", gate_up_proj_bias),
-        ("down_proj_bias", down_proj_bias),
-    ):
+    for name, tensor in list(tensors.items())[3:]:
         if tensor is not None and (tensor.dtype is not x.dtype or tensor.device != x.device):
             raise InputError(
                 f"moe.experts: {name} must have x's dtype and device ({x.dtype} on {x.device}); "
@@ -108,13 +118,13 @@ def experts(
 
     For backward the input, the pre-activation, the routing and its sorted order are saved, and nothing else: the
     gradient of the routing weights is taken as `<dA', A>` at the down projection's input (SonicMoE, arXiv:2512.14080).
-    The backward itself is not differentiable.
+    The backward itself is not differentiable, and the transforms of torch.func (vmap, jvp) raise.
 
     Args:
-        x: `[tokens, hidden_size]`.
-        top_k_index: `[tokens, top_k]` int64 or int32. Pairs with an id at or above the number of experts (another
-            rank's experts, dropped pairs) contribute nothing and get no gradient. Negative ids are not allowed.
-        top_k_weights: `[tokens, top_k]`, any floating dtype.
+        x: `[tokens, hidden_size]`; float64, float32, bfloat16 or float16.
+        top_k_index: `[tokens, top_k]` int64 or int32. Pairs with a negative id or one at or above the number of
+            experts (another rank's experts, dropped pairs) contribute nothing and get no gradient.
+        top_k_weights: `[tokens, top_k]`, any of the dtypes of x.
         gate_up_proj: `[num_experts, width, hidden_size]`, or `[num_experts, hidden_size, width]` if `transposed`; width
             is `2 * intermediate_size` for gated activations, else `intermediate_size`.
         down_proj: `[num_experts, hidden_size, intermediate_size]`, or its last two exchanged if `transposed`.
@@ -123,7 +133,7 @@ def experts(
         activation: gated `swiglu`, `geglu`, `geglu_tanh`, `reglu`; plain `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2`.
         transposed: the matrices are stored as input by output (gpt-oss) rather than output by input (the default).
         interleaved: gate and up rows alternate (gpt-oss) instead of being two halves.
-        alpha: factor inside the sigmoid of `swiglu`.
+        alpha: factor inside the sigmoid of `swiglu`; this and the next two are for `swiglu` alone.
         beta: what is added to the up projection of `swiglu`.
         limit: bound of gate (above) and up (both sides) in `swiglu`; None for none.
 
@@ -131,7 +141,7 @@ def experts(
         `[tokens, hidden_size]` of x's dtype.
 
     Raises:
-        InputError: a shape, dtype or device does not fit.
+        InputError: a shape, dtype or device does not fit, or the activation has no such parameter.
         UnknownNameError: no such activation.
     """
     act = Activation(activation, alpha, beta, limit, interleaved)
@@ -141,7 +151,7 @@ def experts(
     # Under torch.func the autograd function raises, where the loop alone would let a derivative be zero.
     if training or torch._C._are_functorch_transforms_active():
         return _Experts.apply(*floats, order, offsets, act, transposed)  # type: ignore[no-any-return,no-untyped-call]
-    return _forward(*floats, order, offsets, act, transposed, training)[0]
+    return _forward(*floats, order, offsets, act, transposed, training=False)[0]
 
 
 def _forward(

@@ -144,7 +144,7 @@ class MoELayer(nn.Module):
         return out.view(x.shape).to(x.dtype)
 
     def _flatten(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.config.hidden_size:
+        if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
             raise InputError(
                 f"MoELayer: the last size of x must be hidden_size={self.config.hidden_size}; got {list(x.shape)}"
             )

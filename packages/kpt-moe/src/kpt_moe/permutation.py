@@ -10,7 +10,8 @@ class Permutation(NamedTuple):
     """The rows of a routing, sorted by expert.
 
     Attributes:
-        order: `[T * K]` int64; sorted row `j` is pair `order[j]`, of token `order[j] // K`. Stable.
+        order: `[T * K]` int64; sorted row `j` is pair `order[j]`, of token `order[j] // K`. Stable, but that negative
+            ids count as `E`.
         offsets: `[E]` int32; expert `e` owns the sorted rows from `offsets[e - 1]` to `offsets[e]`. Rows at and past
             `offsets[-1]` belong to no expert here.
     """
@@ -22,11 +23,17 @@ class Permutation(NamedTuple):
 def sort_by_expert(top_k_index: Tensor, num_experts: int) -> Permutation:
     """Sort the pairs of `top_k_index` `[T, K]` by expert, without reading a value on the host.
 
-    Ids at and above `num_experts` (experts of another rank, dropped pairs) sort to the end.
+    Ids that are negative or at and above `num_experts` (experts of another rank, dropped pairs) sort to the end.
     """
-    ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    flat = top_k_index.reshape(-1)
+    ids, order = torch.sort(torch.where(flat < 0, num_experts, flat), stable=True)
     experts = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
     return Permutation(order, torch.searchsorted(ids, experts, right=True, out_int32=True))
+
+
+def inside(offsets: Tensor, rows: int) -> Tensor:
+    """`[rows]` bool: whether an expert here owns each sorted row."""
+    return torch.arange(rows, device=offsets.device) < offsets[-1:]
 
 
 def inverse(order: Tensor) -> Tensor:

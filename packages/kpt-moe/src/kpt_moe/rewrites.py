@@ -1,7 +1,7 @@
 """What `kpt_core.optimize` may do to the experts of a Hugging Face model."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ class KptExperts:
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Every experts module that another implementation serves."""
-        for path, module in model.named_modules():
-            if path and is_transformers_experts(module) and module.config._experts_implementation != "kpt":
+        for path, module in _experts_modules(model):
+            if module.config._experts_implementation != "kpt":
                 yield Site(path, "moe.experts")
 
     def replacement(self, module: nn.Module) -> nn.Module:
@@ -48,9 +48,8 @@ class Bfloat16Experts:
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Every experts module with float32 weights."""
-        for path, module in model.named_modules():
-            single = any(p.dtype is torch.float32 for p in module.parameters(recurse=False))
-            if path and single and is_transformers_experts(module):
+        for path, module in _experts_modules(model):
+            if any(p.dtype is torch.float32 for p in module.parameters(recurse=False)):
                 yield Site(path, "moe.experts")
 
     def replacement(self, module: nn.Module) -> nn.Module:
@@ -62,15 +61,23 @@ class Bfloat16Experts:
         return clone
 
 
+def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        # A `forward` of the instance (accelerate's hooks) is bound to it: a twin would run the original.
+        if path and is_transformers_experts(module) and "forward" not in vars(module):
+            yield path, module
+
+
 def _served_by_kpt(module: nn.Module) -> nn.Module:
-    """A twin that shares parameters and children, and whose configuration alone differs."""
+    """A twin that shares parameters, children and hooks so far, and whose configuration alone differs."""
     if not is_transformers_experts(module):
         raise InputError(f"{type(module).__name__} is no experts module of transformers")
     from . import transformers  # noqa: F401  registers the implementation
 
     clone: Any = copy.copy(module)
-    for registry in ("_parameters", "_buffers", "_modules"):
-        clone.__dict__[registry] = dict(module.__dict__[registry])
+    for name, registry in vars(module).items():
+        if isinstance(registry, dict | set):  # parameters, children and hooks: what one gets, the other must not
+            vars(clone)[name] = registry.copy()
     clone.config = copy.copy(module.config)
     clone.config._experts_implementation_internal = "kpt"
     return clone  # type: ignore[no-any-return]

@@ -44,7 +44,7 @@ class TopKRouter(nn.Module):
         top_k: experts per token.
         score: `softmax` over all experts (Mixtral before 2024, Qwen-MoE, OLMoE), `softmax_after` over the chosen ones
             (gpt-oss; equals `softmax` with `renormalize`), or `sigmoid` (DeepSeek-V3).
-        renormalize: divide the chosen weights by their sum.
+        renormalize: divide the chosen weights by their sum; all stay zero where every score underflowed.
         bias: give the gate a bias.
 
     Raises:
@@ -104,5 +104,6 @@ class TopKRouter(nn.Module):
                 scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
                 weights, index = scores.topk(self.top_k, dim=-1)
             if self.renormalize:
-                weights = weights / weights.sum(-1, keepdim=True)
+                # Sigmoids may all underflow; DeepSeek-V3 has the same floor.
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return Routing(index, weights, logits)

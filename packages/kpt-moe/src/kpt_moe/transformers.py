@@ -85,40 +85,66 @@ def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     return out.to(hidden_states.dtype)
 
 
-#: What experts modules with a gating of their own were found to apply, and the numbers that they then had. Beside the
-#: modules, not in them: a pickled model must not need KPT.
+#: What experts modules with a gating of their own were found to apply, and what they then were. Beside the modules, not
+#: in them: a pickled model must not need KPT.
 _asked: "WeakKeyDictionary[nn.Module, tuple[Any, Activation | None]]" = WeakKeyDictionary()
+
+#: The parameters, and the module, that an experts module may have for us to know all that its gating depends on.
+_PROJECTIONS = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+_ACT_FN = "act_fn"
+_NUMBERS = frozenset({int, float, bool, str})
 
 
 def known_activation(module: Any) -> Activation | None:
     """Which of our activations an experts module applies, or None if it is one of its own.
 
     A module that overrides `_apply_gate` is asked what it does to a few numbers, since its class says nothing; again
-    only when one of the numbers that we know of has changed.
+    only when one of its own numbers has changed. One that holds more tensors than the projections is not asked: what
+    it does today may change with them.
     """
     if torch.compiler.is_compiling():
+        # Dynamo knows nothing of what a constant depends on, but guards on what is compared where it looks.
+        for name, value in _numbers_constant(module):
+            if getattr(module, name) != value:
+                return None
+        if type(getattr(module, _ACT_FN, None)) is not _act_fn_constant(module):
+            return None
         return _identify_constant(module)  # type: ignore[no-any-return]
     return _identify(module)
 
 
 def _identify(module: Any) -> Activation | None:
-    act_fn = getattr(module, "act_fn", None)
+    act_fn = getattr(module, _ACT_FN, None)
     plain = _plain_name(act_fn)
     if not module.has_gate:
         return None if plain is None else Activation(plain)
-    if getattr(module._apply_gate, "__func__", None) is _default_apply_gate:
+    gate = getattr(module._apply_gate, "__func__", module._apply_gate)
+    if gate is _default_apply_gate:
         return Activation(_GATED_BY_PLAIN[plain]) if plain in _GATED_BY_PLAIN else None
-    limit = _number(module, "limit", "swiglu_limit")
-    alpha = _number(module, "alpha", "swiglu_alpha")
-    numbers = (plain, act_fn if plain is None else None, alpha, limit)
+    own = vars(module)
+    # Of numbers (`training` is one) the values, of everything else the types; and whatever it holds by name.
+    state = [value if type(value) in _NUMBERS else type(value) for value in own.values()]
+    asked = (plain, gate, state, *own["_parameters"], *own["_buffers"], *own["_modules"])
     before, found = _asked.get(module, (None, None))
-    if before != numbers:
-        found = _ask(module, alpha or 1.0, limit)
-        _asked[module] = numbers, found
+    if before != asked:
+        known = (act_fn is None or plain is not None) and not _holds_more(module)
+        found = _ask(module) if known else None
+        _asked[module] = asked, found
     return found
 
 
-def _ask(module: Any, alpha: float, limit: float | None) -> Activation | None:
+def _holds_more(module: nn.Module) -> bool:
+    return bool(
+        module._buffers
+        or module._parameters.keys() - _PROJECTIONS
+        or module._modules.keys() - {_ACT_FN}
+        or any(isinstance(value, Tensor) for value in vars(module).values())
+    )
+
+
+def _ask(module: Any) -> Activation | None:
+    limit = _number(module, "limit", "swiglu_limit")
+    alpha = _number(module, "alpha", "swiglu_alpha") or 1.0
     interleaved = not module.is_concatenated
     candidates = (Activation(_SWIGLU, alpha, beta, limit, interleaved) for beta in (1.0, 0.0))
     return next((candidate for candidate in candidates if _same(module, candidate)), None)
@@ -127,6 +153,16 @@ def _ask(module: Any, alpha: float, limit: float | None) -> Activation | None:
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _identify_constant(module: Any) -> Activation | None:
     return _identify(module)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _numbers_constant(module: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in vars(module).items() if type(value) in _NUMBERS)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _act_fn_constant(module: Any) -> type:
+    return type(getattr(module, _ACT_FN, None))
 
 
 def _plain_name(act_fn: Any) -> str | None:
@@ -148,12 +184,18 @@ def _number(module: Any, *names: str) -> float | None:
 
 
 def _same(module: Any, candidate: Activation) -> bool:
-    """Whether the module's gating equals `candidate` on a grid that crosses its limits, to float64's accuracy."""
+    """Whether the module's gating equals `candidate` on a grid that crosses its limits, to float64's accuracy.
+
+    The grid goes far beyond them too, where limits would lie that no attribute names.
+    """
     reach = 2 * (candidate.limit or 4.0)
     width = module.gate_up_proj.shape[2 if module.is_transposed else 1] // 2
-    # Real numbers, also while the model itself is only described (meta device, fake tensors).
-    with torch.no_grad(), _disable_current_modes():
+    # Real numbers, also while the model itself is only described (meta device, fake tensors); and a dropout inside must
+    # not move the caller's random numbers.
+    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
         points = torch.linspace(-reach, reach, 33, dtype=torch.float64, device="cpu")
+        far = torch.tensor([1e2, 1e4, 1e30], dtype=torch.float64, device="cpu")
+        points = torch.cat((points, far, -far))
         pairs = torch.cartesian_prod(points, points)
         rows = -(-len(pairs) // width)
         pairs = pairs[torch.arange(rows * width, device="cpu") % len(pairs)].view(rows, width, 2)
