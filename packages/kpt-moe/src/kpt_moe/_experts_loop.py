@@ -93,7 +93,7 @@ def _experts(
         total_dtype = sum_dtype(x)
         out = torch.zeros(x.shape, dtype=total_dtype)
         tokens = order // top_k_weights.shape[1]
-        weights = top_k_weights.reshape(-1, 1).to(total_dtype)[order]
+        weights = top_k_weights.reshape(-1, 1).to(total_dtype).index_select(0, order)
         blocks = list(_blocks(offsets))
         most = max((sum(sizes) for _, _, sizes in blocks), default=0)
         h_all = x.new_empty(order.shape[0] if training else most, up.shape[2])
@@ -106,7 +106,11 @@ def _experts(
             _products(x.index_select(0, own), up, up_bias, h, owners, sizes)
             _products(act.into(h, a), down, down_bias, y, owners, sizes)
             w = weights[first : first + rows]
-            out.index_add_(0, own, y.mul_(w) if y.dtype is total_dtype else y * w)
+            if x.shape[0] == 1:
+                # Decode: a product of its own size, where adding by index wakes every thread for a few rows.
+                out.addmm_(w.t(), y.to(total_dtype))
+            else:
+                out.index_add_(0, own, y.mul_(w) if y.dtype is total_dtype else y * w)
         if not training:
             return out.to(x.dtype), x.new_empty(0)
         h_all[int(offsets[-1]) :].zero_()
@@ -133,7 +137,7 @@ def _blocks(offsets: Tensor) -> Iterator[tuple[int, list[int], list[int]]]:
 
 def _products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, owners: list[int], sizes: list[int]) -> None:
     """`out = x @ weight[expert] + bias[expert]` for each expert's rows of a block."""
-    for expert, rows, product in zip(owners, x.split(sizes), out.split(sizes), strict=True):
+    for expert, rows, product in zip(owners, x.split_with_sizes(sizes), out.split_with_sizes(sizes), strict=True):
         if bias is not None:
             torch.addmm(bias[expert], rows, weight[expert], out=product)
         elif 2 <= rows.shape[0] <= 3 and rows.dtype is torch.float32:

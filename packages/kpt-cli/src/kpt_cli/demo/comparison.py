@@ -76,6 +76,14 @@ class Comparison:
             return f"{self.gain:.2f}x {self.better}"
         return f"{1 / self.gain:.2f}x {self.worse}"
 
+    @property
+    def verdict_range(self) -> str:
+        """What the verdict's figure may be, by chance."""
+        low, high = self.gain_low, self.gain_high
+        if self.gain < 1:
+            low, high = 1 / high, 1 / low
+        return f"{low:.2f} to {high:.2f}"
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {**asdict(self), "verdict": self.verdict}

@@ -3,18 +3,18 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from .speed import greedy
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 #: Beginnings that the corpus is full of. None ends in a space: a word's token has its space in front.
 PROMPTS = (
-    "import os\nimport",
+    "import os\nimport sys\n\ndef",
     "class",
-    "    def __init__(self",
     "    if not isinstance(",
+    "    for",
 )
+#: How much less likely a token is that was used already: without it so small a model soon goes round in circles.
+REPETITION_PENALTY = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Sample:
 
 
 def samples(before: Any, after: Any, tokenizer: "PreTrainedTokenizerFast", new_tokens: int) -> list[Sample]:
-    """Let both models continue every prompt, always with the likeliest token."""
+    """Let both models continue every prompt, always with the likeliest token, so that no chance is involved."""
     return [
         Sample(
             prompt=prompt,
@@ -54,6 +54,16 @@ def samples(before: Any, after: Any, tokenizer: "PreTrainedTokenizerFast", new_t
 
 
 def _continue(model: Any, tokenizer: "PreTrainedTokenizerFast", prompt: str, new_tokens: int) -> str:
+    from transformers import GenerationConfig
+
+    make: Any = GenerationConfig
+    config = make(
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        repetition_penalty=REPETITION_PENALTY,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     inputs: Any = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    output = model.generate(inputs, **greedy(new_tokens))
-    return str(tokenizer.decode(output[0, inputs.shape[1] :], clean_up_tokenization_spaces=False))
+    output = model.generate(inputs, generation_config=config)[0, inputs.shape[1] :]
+    return str(tokenizer.decode(output, skip_special_tokens=True, clean_up_tokenization_spaces=False))

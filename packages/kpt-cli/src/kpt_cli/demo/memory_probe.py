@@ -1,11 +1,14 @@
-"""The peak memory of one phase of one model, measured in a process of its own: `python -m kpt_cli.demo.memory_probe`.
+"""The peak memory of a model's phases, each in a fresh process: `python -m kpt_cli.demo.memory_probe MODEL PLAN`.
 
-Prints one JSON object. The peak is that of resident memory while the phase runs, the model being loaded already.
+Prints a JSON object for each, on a line of its own. This process imports the libraries once and never uses them; each
+measurement is a fork of it, which loads the model for itself. The peak is that of resident memory while the phase runs,
+the model being loaded already.
 """
 
 import argparse
 import gc
 import json
+import os
 import resource
 import sys
 from pathlib import Path
@@ -19,6 +22,7 @@ import kpt_core
 from .model import load_model, quiet_transformers
 from .speed import generate_timed
 
+PHASES = ("prefill", "decode")
 #: Tokens of the prompt where decoding is measured.
 SHORT_PROMPT = 16
 _STATUS = Path("/proc/self/status")
@@ -27,21 +31,17 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 def measure(model_folder: Path, plan: Path | None, phase: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
     """Load a model, apply a plan to it if there is one, run a phase and read the peak."""
-    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401  counted as library, not as model
-
     libraries = psutil.Process().memory_info().rss
-    quiet_transformers()
     model = load_model(model_folder)
     if plan is not None:
         model = kpt_core.apply_plan(model, kpt_core.Plan.load(plan), inplace=True).model
     gc.collect()
-    loaded = psutil.Process().memory_info().rss
     forget_peak()
     tokens = prompt_tokens if phase == "prefill" else SHORT_PROMPT
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
     generate_timed(model, prompt, 2 if phase == "prefill" else new_tokens)
-    return {"libraries": libraries, "loaded": loaded, "peak": peak()}
+    return {"phase": phase, "optimised": plan is not None, "libraries": libraries, "peak": peak()}
 
 
 def forget_peak() -> None:
@@ -55,7 +55,7 @@ def forget_peak() -> None:
 def peak() -> int:
     """The most bytes that were resident."""
     if _STATUS.exists():
-        # Not ru_maxrss, which on Linux begins with the size of the process that started this one.
+        # Not ru_maxrss, which can't begin anew.
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -66,14 +66,34 @@ def main() -> None:
     """Run the probe."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("phase", choices=("prefill", "decode"))
-    parser.add_argument("--plan", type=Path)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--prompt-tokens", type=int, required=True)
     parser.add_argument("--new-tokens", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    print(json.dumps(measure(given.model, given.plan, given.phase, given.prompt_tokens, given.new_tokens)))  # noqa: T201
+    quiet_transformers()
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401  counted as library, not as model
+
+    import kpt_moe.transformers  # noqa: F401
+
+    for _ in range(given.runs):
+        for phase in PHASES:
+            for plan in (None, given.plan):
+                _in_a_fork(given.model, plan, phase, given)
+
+
+def _in_a_fork(model: Path, plan: Path | None, phase: str, given: argparse.Namespace) -> None:
+    child = os.fork()
+    if child == 0:
+        # Threads are started here and not before: they do not survive a fork.
+        torch.set_num_threads(given.threads)
+        result = measure(model, plan, phase, given.prompt_tokens, given.new_tokens)
+        print(json.dumps(result), flush=True)  # noqa: T201
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise SystemExit(f"the {phase} phase ended with {os.waitstatus_to_exitcode(status)}")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def comparison_figure(comparisons: Sequence[Comparison], libraries: int, palette
 
     Args:
         comparisons: one panel each.
-        libraries: bytes that are part of every peak of memory, drawn as a line.
+        libraries: bytes that are part of every peak of memory, drawn pale.
         palette: colours.
     """
     figure: Any = _new_figure(7.6, 2.7)
@@ -96,7 +96,9 @@ def comparison_figure(comparisons: Sequence[Comparison], libraries: int, palette
         for place, (spread, colour) in enumerate(
             ((comparison.before, palette.before), (comparison.after, palette.after))
         ):
-            axes.bar(place, spread.median, width=0.62, color=colour)
+            pale = libraries / 2**20 if comparison.unit == "MiB" else 0.0
+            axes.bar(place, pale, width=0.62, color=colour, alpha=0.4)
+            axes.bar(place, spread.median - pale, bottom=pale, width=0.62, color=colour)
             whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
             axes.errorbar(place, spread.median, whiskers, color=palette.ink, linewidth=1, capsize=3)
             axes.annotate(
@@ -107,17 +109,6 @@ def comparison_figure(comparisons: Sequence[Comparison], libraries: int, palette
                 ha="center",
                 color=palette.ink,
                 fontsize=9,
-            )
-        if comparison.unit == "MiB":
-            axes.axhline(libraries / 2**20, color=palette.ink, linewidth=0.8, linestyle=(0, (2, 3)))
-            axes.annotate(
-                "libraries",
-                (0.5, libraries / 2**20),
-                (0, -9),
-                textcoords="offset points",
-                ha="center",
-                color=palette.muted,
-                fontsize=8,
             )
         axes.set_xticks([0, 1], ["before", "after"], color=palette.ink)
         axes.set_xlim(-0.6, 1.6)

@@ -51,6 +51,11 @@ class Result:
     samples: tuple[Sample, ...]
     durations: dict[str, float]
 
+    @property
+    def beyond_budget(self) -> bool:
+        """Whether the models differ by more on held-out text than the plan's budget, which holds for its example."""
+        return self.quality.difference.relative > self.plan.max_error
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {

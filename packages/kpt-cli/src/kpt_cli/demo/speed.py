@@ -38,26 +38,14 @@ class Clock:
 
 def generate_timed(model: Any, prompt: Tensor, new_tokens: int) -> Clock:
     """Generate exactly `new_tokens` greedily."""
-    clock = Clock()
-    model.generate(prompt, streamer=clock, **greedy(new_tokens))
-    return clock
-
-
-def greedy(new_tokens: int) -> dict[str, Any]:
-    """Options of `generate`: always the likeliest token, and no early end."""
     from transformers import GenerationConfig
 
     make: Any = GenerationConfig
-
-    # Token 0 both ends a file and pads; min_new_tokens keeps it from ending a measurement.
-    config = make(
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return {"generation_config": config}
+    # Token 0 ends a file; min_new_tokens keeps it from ending a measurement.
+    config = make(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, eos_token_id=0, pad_token_id=0)
+    clock = Clock()
+    model.generate(prompt, streamer=clock, generation_config=config)
+    return clock
 
 
 def compare_speed(

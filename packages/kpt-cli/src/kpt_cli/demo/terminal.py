@@ -95,9 +95,7 @@ def _show_comparisons(result: "Result") -> None:
     heading("Before and after")
     made = table("", "before", "after", "verdict", right=("before", "after"), wide="verdict")
     for comparison in result.comparisons:
-        made.add_row(
-            f"{comparison.name}, {comparison.unit}", *_cells(comparison), Text(comparison.verdict, _style(comparison))
-        )
+        made.add_row(f"{comparison.name}, {comparison.unit}", *_cells(comparison), _verdict(comparison))
     weights = (result.plan.bytes_before / 2**20, result.plan.bytes_after / 2**20)
     made.add_row("weights, MiB", *(f"{size:.1f}" for size in weights), f"{weights[0] / weights[1]:.2f}x")
     before, after = result.quality.before.perplexity, result.quality.after.perplexity
@@ -108,6 +106,11 @@ def _show_comparisons(result: "Result") -> None:
         f"Largest logit difference {difference.largest:.2e} ({difference.relative:.1e} of the largest logit); the same "
         f"likeliest token at {difference.same_choice:.2%} of the positions. Brackets: first to third quartile."
     )
+    if result.beyond_budget:
+        say(
+            f"That is beyond the error budget of {result.plan.max_error:.0e}, which holds for the inputs that the "
+            "plan was made with: where two experts are almost equally likely, the least change sends a token to the other one."
+        )
 
 
 def _cells(comparison: Comparison) -> tuple[str, str]:
@@ -118,10 +121,11 @@ def _cells(comparison: Comparison) -> tuple[str, str]:
     return before, after
 
 
-def _style(comparison: Comparison) -> str:
+def _verdict(comparison: Comparison) -> Text:
     if comparison.verdict == NOISE:
-        return "dim"
-    return "bold green" if comparison.gain > 1 else "yellow"
+        return Text(NOISE, "dim")
+    style = "bold green" if comparison.gain > 1 else "yellow"
+    return Text.assemble((comparison.verdict, style), (f" ({comparison.verdict_range})", "dim"))
 
 
 def _show_plan(result: "Result") -> None:
@@ -148,7 +152,7 @@ def _show_kernels(result: "Result") -> None:
 def why(kernel: str, reasons: Sequence[str]) -> str:
     """The reasons of a choice as a sentence."""
     if reasons:
-        return "; ".join(f"not {reason}" for reason in reasons)
+        return "; ".join(reasons)
     return "no installed backend offers a kernel here" if kernel == "reference" else "the first choice"
 
 

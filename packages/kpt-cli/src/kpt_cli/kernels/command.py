@@ -43,7 +43,7 @@ def kernels(
         )
         return
     if not rows:
-        say("No ops are installed; feature packages bring them, for instance `pip install kpt-moe`.")
+        say("No ops are installed; feature packages bring them, for instance kpt-moe.")
     for row in rows:
         _show(row, contract=op is not None)
 

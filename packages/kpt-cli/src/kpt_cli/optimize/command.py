@@ -128,7 +128,7 @@ def _measure(
 def _nothing_to_rewrite(directory: ModelDirectory, model: str) -> str:
     offering = [package.name for package in packages() if any(o.startswith(REWRITES) for o in package.offers)]
     if not offering:
-        return f"nothing can be rewritten in {directory.path}: no rewrites are installed; `pip install kpt-moe`"
+        return f"nothing can be rewritten in {directory.path}: no rewrites are installed; kpt-moe brings some"
     return (
         f"{directory.path} ({model}) has nothing that the rewrites of {', '.join(offering)} apply to: it has no "
         "Mixture-of-Experts layer; expected a model with some, for instance Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss"
