@@ -109,7 +109,8 @@ def _show_comparisons(result: "Result") -> None:
     if result.beyond_budget:
         say(
             f"That is beyond the error budget of {result.plan.max_error:.0e}, which holds for the inputs that the "
-            "plan was made with: where two experts are almost equally likely, the least change sends a token to the other one."
+            "plan was made with: where two experts are almost equally likely, the least change sends a token to the "
+            "other one."
         )
 
 
