@@ -69,7 +69,7 @@ def save_model(model: "Qwen3MoeForCausalLM", tokenizer: "PreTrainedTokenizerFast
     except OSError:
         raise
     except Exception as error:  # safetensors and tokenizers have their own errors for a full disk
-        raise CliError(f"the model could not be written to {folder}: {error}") from error
+        raise CliError(f"the model could not be written: {error}; make room or choose another folder") from error
 
 
 def load_model(folder: Path) -> Any:

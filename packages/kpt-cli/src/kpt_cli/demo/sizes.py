@@ -77,7 +77,7 @@ FULL = Size(
     expert_size=256,
     context=128,
     batch=8,
-    steps=600,
+    steps=480,
     peak_learning_rate=3e-3,
     evaluations=10,
     held_out_windows=32,
@@ -87,7 +87,7 @@ FULL = Size(
     rounds=15,
     memory_runs=3,
     sample_tokens=64,
-    disk_bytes=64 * 2**20,
+    disk_bytes=32 * 2**20,
 )
 
 #: Seconds, to see that everything works.

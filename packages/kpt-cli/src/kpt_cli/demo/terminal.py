@@ -95,7 +95,9 @@ def _show_comparisons(result: "Result") -> None:
     heading("Before and after")
     made = table("", "before", "after", "verdict", right=("before", "after"), wide="verdict")
     for comparison in result.comparisons:
-        made.add_row(f"{comparison.name}, {comparison.unit}", *_cells(comparison), _verdict(comparison))
+        made.add_row(
+            f"{comparison.name}, {comparison.unit}", *_cells(comparison), Text(comparison.verdict, _style(comparison))
+        )
     weights = (result.plan.bytes_before / 2**20, result.plan.bytes_after / 2**20)
     made.add_row("weights, MiB", *(f"{size:.1f}" for size in weights), f"{weights[0] / weights[1]:.2f}x")
     before, after = result.quality.before.perplexity, result.quality.after.perplexity
@@ -122,11 +124,10 @@ def _cells(comparison: Comparison) -> tuple[str, str]:
     return before, after
 
 
-def _verdict(comparison: Comparison) -> Text:
+def _style(comparison: Comparison) -> str:
     if comparison.verdict == NOISE:
-        return Text(NOISE, "dim")
-    style = "bold green" if comparison.gain > 1 else "yellow"
-    return Text.assemble((comparison.verdict, style), (f" ({comparison.verdict_range})", "dim"))
+        return "dim"
+    return "bold green" if comparison.gain > 1 else "yellow"
 
 
 def _show_plan(result: "Result") -> None:

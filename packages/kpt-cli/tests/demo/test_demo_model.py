@@ -1,0 +1,71 @@
+import os
+import sys
+
+import pytest
+import torch
+
+from kpt_cli.demo.command import _spin_less
+from kpt_cli.demo.model import describe, load_model, new_model, save_model
+from kpt_cli.demo.sizes import FULL, QUICK
+from kpt_cli.demo.tokenizer import train_tokenizer
+from kpt_cli.errors import CliError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from kpt_cli.demo.corpus import read_corpus
+
+    return train_tokenizer(read_corpus(limit=150_000).training, 300, 64)
+
+
+def test_saved_model_is_the_same_with_experts_of_transformers(tmp_path, tokenizer):
+    model = new_model(QUICK, 0).eval()
+    save_model(model, tokenizer, tmp_path)
+    loaded = load_model(tmp_path)
+    assert "kpt" in model.get_experts_implementation().values()
+    assert "kpt" not in loaded.get_experts_implementation().values()
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_another_librarys_error_for_a_full_disk_is_a_sentence(tmp_path, tokenizer, monkeypatch):
+    model = new_model(QUICK, 0)
+
+    def fail(folder):
+        raise RuntimeError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(model, "save_pretrained", fail)
+    with pytest.raises(CliError, match="No space left on device"):
+        save_model(model, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("size", [QUICK, FULL], ids=lambda size: size.name)
+def test_active_parameters_are_those_of_the_experts_that_run(size):
+    with torch.device("meta"):
+        about = describe(new_model(size, 0), size)
+    idle = size.experts - size.experts_per_token
+    one_expert = 3 * size.hidden_size * size.expert_size
+    assert about["parameters"] - about["active_parameters"] == size.layers * idle * one_expert
+
+
+def test_output_needs_no_more_room_than_is_checked():
+    with torch.device("meta"):
+        parameters = describe(new_model(FULL, 0), FULL)["parameters"]
+    assert 4 * parameters < 0.75 * FULL.disk_bytes
+
+
+def test_threads_spin_less_unless_it_is_too_late_or_decided(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    _spin_less()
+    assert "GOMP_SPINCOUNT" not in os.environ  # torch is imported
+    modules = {name: module for name, module in sys.modules.items() if name != "torch"}
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", modules)
+        patch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+        _spin_less()
+        assert "GOMP_SPINCOUNT" not in os.environ
+        patch.delenv("OMP_WAIT_POLICY")
+        _spin_less()
+        assert os.environ.pop("GOMP_SPINCOUNT") == "1000"
