@@ -32,9 +32,11 @@ def project_file(package: str) -> dict[str, Any]:
 
 
 def siblings(package: str) -> set[str]:
-    """Return the package and every package of ours that it requires, itself or through another."""
-    required = [re.split(r"[^\w-]", requirement)[0] for requirement in project_file(package)["project"]["dependencies"]]
-    return {package}.union(*(siblings(name) for name in required if Path("packages", name).exists()))
+    """Return the package and every package of ours that it or its tests require, directly or through another."""
+    file = project_file(package)
+    required = [*file["project"]["dependencies"], *nox.project.dependency_groups(file, "test")]
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in required} - {package}
+    return {package}.union(*(siblings(name) for name in names if Path("packages", name).exists()))
 
 
 #: Each package after those that it requires.

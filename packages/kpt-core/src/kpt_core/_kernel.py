@@ -27,6 +27,10 @@ class Kernel:
         unsupported: `package.module:attribute` of a function with the op's arguments that returns None, or the
             sentence that refuses the call. What it raises propagates: a bug there must not look like a refusal.
         forward_only: the kernel gives no gradients and is refused when one is needed.
+        deterministic: repeated calls give the same bits, gradients included; the conformance suite holds it to that.
+        configs: `package.module:attribute` of what `kpt tune` tries, see `kpt_core.tuned_config`.
+        aot: `package.module:attribute` of what is compiled ahead of time to prove the kernel on chips that are not
+            there, see `kpt_conformance.aot`.
     """
 
     op: str
@@ -36,12 +40,15 @@ class Kernel:
     dtypes: Set[str] | None = None
     unsupported: str | None = None
     forward_only: bool = False
+    deterministic: bool = False
+    configs: str | None = None
+    aot: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "requires", frozenset(self.requires))
         if self.dtypes is not None:
             object.__setattr__(self, "dtypes", frozenset(str(d).removeprefix("torch.") for d in self.dtypes))
-        for reference in (self.target, *([self.unsupported] if self.unsupported else [])):
+        for reference in filter(None, (self.target, self.unsupported, self.configs, self.aot)):
             module, _, attribute = reference.partition(":")
             if not module or not attribute:
                 raise SignatureError(f"kernel for {self.op}: {reference!r} is not of the form 'package.module:name'")

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from . import _settings
+from ._cases import CaseTable, LayerCase
 from ._errors import KptWarning, PluginWarning, RegistrationError, UnknownNameError, warn_caller
 from ._kernel import Backend, Kernel
 from ._rewrite import check_rewrite
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 BACKENDS_GROUP = "kpt.backends"
 OPS_GROUP = "kpt.ops"
 REWRITES_GROUP = "kpt.rewrites"
+CASES_GROUP = "kpt.cases"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class _State:
     backends: dict[str, Backend] | None = None
     origins: dict[str, str] = field(default_factory=dict)
     rewrites: dict[str, "Rewrite"] | None = None
+    cases: dict[str, CaseTable | LayerCase] | None = None
     ops_discovered: bool = False
     problems: list[Problem] = field(default_factory=list)
     #: Names in `KPT_DISABLE` that nothing has and that were warned of.
@@ -238,6 +241,37 @@ def rewrites() -> dict[str, "Rewrite"]:
         if _discover(REWRITES_GROUP, accept):
             state.rewrites = found
     return dict(state.rewrites or {})
+
+
+def _cases() -> dict[str, CaseTable | LayerCase]:
+    state = _state
+    if state.cases is None:
+        found: dict[str, CaseTable | LayerCase] = {}
+
+        def accept(entry: EntryPoint, value: Any) -> None:
+            offered: dict[str, CaseTable | LayerCase] = {}
+            for table in value:
+                if not isinstance(table, CaseTable | LayerCase):
+                    raise RegistrationError(f"{entry.value} lists {table!r}; expected CaseTables and LayerCases")
+                name = table.op if isinstance(table, CaseTable) else table.name
+                if name in found or name in offered:
+                    raise RegistrationError(f"cases of {name!r} exist already")
+                offered[name] = table
+            found.update(offered)
+
+        if _discover(CASES_GROUP, accept):
+            state.cases = found
+    return state.cases or {}
+
+
+def case_tables() -> dict[str, CaseTable]:
+    """Case tables of installed packages by the name of their op (entry points of the group `kpt.cases`)."""
+    return {name: table for name, table in _cases().items() if isinstance(table, CaseTable)}
+
+
+def layer_cases() -> dict[str, LayerCase]:
+    """Layers of installed packages by name (entry points of the group `kpt.cases`)."""
+    return {name: layer for name, layer in _cases().items() if isinstance(layer, LayerCase)}
 
 
 def kernels(op: str) -> list[tuple[Backend, Kernel]]:

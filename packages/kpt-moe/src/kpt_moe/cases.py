@@ -1,0 +1,344 @@
+"""What the ops and layers of this package are tried on, for the entry-point group `kpt.cases`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_core import Arguments, Case, CaseTable, LayerCase, UnknownNameError, WrongInput
+
+from .activations import Activation
+from .layer import MoEConfig, MoELayer
+from .routing import TopKRouter
+
+#: What gpt-oss computes, with a limit that random numbers cross.
+_GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 0.7, "interleaved": True, "transposed": True, "bias": True}
+
+
+def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def _routing(generator: torch.Generator, tokens: int, num_experts: int, top_k: int, load: str) -> Tensor:
+    """`[tokens, top_k]` ids, distinct for each token unless the load is `one`."""
+    if load == "one":
+        return torch.full((tokens, top_k), num_experts // 2)
+    if load == "away":  # of other ranks: beyond the experts and negative
+        away = torch.tensor([-1, num_experts, num_experts + 7, -5])
+        return away[torch.arange(tokens * top_k) % 4].view(tokens, top_k)
+    known = num_experts + 2 if load == "partly away" else num_experts
+    scores = torch.rand(tokens, known, generator=generator, dtype=torch.float64)
+    if load == "skewed":
+        scores = scores + torch.arange(known).flip(0) / 3
+    index = scores.argsort(dim=1, descending=True)[:, :top_k]
+    return torch.where(index == num_experts + 1, -1, index)
+
+
+def _build_experts(
+    generator: torch.Generator,
+    tokens: int = 11,
+    hidden: int = 8,
+    inner: int = 6,
+    num_experts: int = 5,
+    top_k: int = 3,
+    activation: str = "swiglu",
+    transposed: bool = False,
+    bias: bool = False,
+    load: str = "random",
+    ids: torch.dtype = torch.int64,
+    **parameters: Any,
+) -> Arguments:
+    width = 2 * inner if Activation(activation).gated else inner
+
+    def matrices(inputs: int, outputs: int) -> Tensor:
+        shape = (inputs, outputs) if transposed else (outputs, inputs)
+        return _normal(generator, num_experts, *shape, scale=max(inputs, 1) ** -0.5)
+
+    return {
+        "x": _normal(generator, tokens, hidden),
+        "top_k_index": _routing(generator, tokens, num_experts, top_k, load).to(ids),
+        "top_k_weights": torch.rand(tokens, top_k, generator=generator, dtype=torch.float64),
+        "gate_up_proj": matrices(hidden, width),
+        "down_proj": matrices(inner, hidden),
+        "gate_up_proj_bias": _normal(generator, num_experts, width, scale=0.3) if bias else None,
+        "down_proj_bias": _normal(generator, num_experts, hidden, scale=0.3) if bias else None,
+        "activation": activation,
+        "transposed": transposed,
+        **parameters,
+    }
+
+
+def _padding_of_experts(arguments: Arguments) -> Mapping[str, Tensor]:
+    """Routing weights of pairs that are not here, and tokens without any pair that is."""
+    index, num_experts = arguments["top_k_index"], arguments["gate_up_proj"].shape[0]
+    away = (index < 0) | (index >= num_experts)
+    return {"top_k_weights": away, "x": away.all(1, keepdim=True)}
+
+
+def _reduction_of_experts(arguments: Arguments) -> int:
+    """The longest sum: over both projections in turn and a token's experts, or over the tokens of an expert."""
+    tokens, top_k = arguments["top_k_index"].shape
+    width = arguments["gate_up_proj"].numel() // max(arguments["gate_up_proj"].shape[0] * arguments["x"].shape[1], 1)
+    return int(max(arguments["x"].shape[1] + width + top_k, tokens * top_k))
+
+
+EXPERTS = CaseTable(
+    op="moe.experts",
+    build=_build_experts,
+    cases=(
+        Case(name="small"),
+        Case(name="no tokens", sizes={"tokens": 0}),
+        Case(name="one token", sizes={"tokens": 1}),
+        Case(name="63 tokens, odd sizes", sizes={"tokens": 63, "hidden": 31, "inner": 17, "num_experts": 7}),
+        Case(name="one expert", sizes={"num_experts": 1, "top_k": 1}),
+        Case(name="all to one expert", sizes={"tokens": 40, "load": "one"}),
+        Case(name="experts without tokens", sizes={"tokens": 3, "num_experts": 16, "top_k": 2}),
+        Case(name="skewed load", sizes={"tokens": 64, "num_experts": 8, "hidden": 32, "inner": 24, "load": "skewed"}),
+        Case(name="some pairs not here", sizes={"tokens": 21, "load": "partly away"}),
+        Case(name="no pair here", sizes={"load": "away"}),
+        Case(name="int32 ids", sizes={"ids": torch.int32}),
+        Case(name="bias", sizes={"bias": True, "tokens": 19}),
+        Case(name="transposed", sizes={"transposed": True, "tokens": 19}),
+        *(
+            Case(name=activation, sizes={"activation": activation, "bias": activation == "relu2"})
+            for activation in ("geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2")
+        ),
+        Case(name="gpt-oss options", sizes={"tokens": 24, "hidden": 32, "inner": 16, **_GPT_OSS}),
+        Case(
+            name="granite-3.1-1b-a400m",
+            sizes={"tokens": 63, "hidden": 1024, "inner": 512, "num_experts": 32, "top_k": 8},
+            model=True,
+        ),
+        Case(
+            name="olmoe-1b-7b decode",
+            sizes={"tokens": 1, "hidden": 2048, "inner": 1024, "num_experts": 64, "top_k": 8},
+            model=True,
+            large=True,
+        ),
+        Case(
+            name="mixtral-8x7b",
+            sizes={"tokens": 1024, "hidden": 4096, "inner": 14336, "num_experts": 8, "top_k": 2},
+            model=True,
+            large=True,
+        ),
+        Case(
+            name="qwen3-30b-a3b",
+            sizes={"tokens": 1024, "hidden": 2048, "inner": 768, "num_experts": 128, "top_k": 8},
+            model=True,
+            large=True,
+        ),
+    ),
+    wrong=(
+        WrongInput(
+            name="x of three dimensions",
+            change=lambda a: {**a, "x": a["x"][None]},
+            message=r"moe\.experts: x must be floating \[tokens, hidden_size\].*got torch\.float32 \[1, 11, 8\]",
+        ),
+        WrongInput(
+            name="x of integers",
+            change=lambda a: {**a, "x": a["x"].long()},
+            message=r"moe\.experts: x must be floating.*got torch\.int64",
+        ),
+        WrongInput(
+            name="routing of another number of tokens",
+            change=lambda a: {**a, "top_k_index": a["top_k_index"][:-1]},
+            message=r"moe\.experts: top_k_index and top_k_weights must both be \[11, top_k\]; got \[10, 3\]",
+        ),
+        WrongInput(
+            name="ids of floats",
+            change=lambda a: {**a, "top_k_index": a["top_k_index"].float()},
+            message=r"moe\.experts: top_k_index must be int64 or int32.*got torch\.float32",
+        ),
+        WrongInput(
+            name="matrices stored the other way",
+            change=lambda a: {**a, "transposed": True},
+            message=r"moe\.experts: with hidden_size 8.*transposed=True.*asks for itself as \[5, 8, 8\]",
+        ),
+        WrongInput(
+            name="down_proj of another width",
+            change=lambda a: {**a, "down_proj": a["down_proj"][:, :, :-1]},
+            message=r"moe\.experts: .*asks for .*down_proj as \[5, 8, 6\]; got down_proj \[5, 8, 5\]",
+        ),
+        WrongInput(
+            name="bias of another width",
+            change=lambda a: {**a, "down_proj_bias": a["down_proj_bias"][:, 1:]},
+            message=r"moe\.experts: down_proj_bias must be \[5, 8\]; got \[5, 7\]",
+            sizes={"bias": True},
+        ),
+        WrongInput(
+            name="weights of another dtype",
+            change=lambda a: {**a, "down_proj": a["down_proj"].double()},
+            message=r"moe\.experts: down_proj must have x's dtype and device.*got torch\.float64.*convert",
+        ),
+        WrongInput(
+            name="weights on another device",
+            change=lambda a: {**a, "down_proj": a["down_proj"].to("meta")},
+            message=r"moe\.experts: down_proj must have x's dtype and device.*got torch\.float32 on meta",
+        ),
+        WrongInput(
+            name="unknown activation",
+            change=lambda a: {**a, "activation": "swigloo"},
+            message=r"unknown activation 'swigloo': did you mean 'swiglu'",
+            error=UnknownNameError,
+        ),
+    ),
+    gradients=("x", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
+    padding=_padding_of_experts,
+    reduction=_reduction_of_experts,
+)
+
+
+def _offsets(generator: torch.Generator, rows: int, groups: int, taken: int | None) -> Tensor:
+    """`[groups]` int32 end rows, some groups empty; rows past `taken` belong to nobody."""
+    taken = rows if taken is None else taken
+    cuts = torch.randint(0, taken + 1, (max(groups - 1, 0),), generator=generator).sort().values
+    return torch.cat((cuts, torch.tensor([taken])))[:groups].int()
+
+
+def _build_grouped_mm(
+    generator: torch.Generator,
+    rows: int = 24,
+    inner: int = 8,
+    columns: int = 6,
+    groups: int = 4,
+    taken: int | None = None,
+) -> Arguments:
+    return {
+        "x": _normal(generator, rows, inner),
+        "weight": _normal(generator, groups, inner, columns, scale=max(inner, 1) ** -0.5),
+        "offsets": _offsets(generator, rows, groups, taken),
+    }
+
+
+def _build_wgrad(
+    generator: torch.Generator,
+    rows: int = 24,
+    inner: int = 8,
+    columns: int = 6,
+    groups: int = 4,
+    taken: int | None = None,
+) -> Arguments:
+    return {
+        "x": _normal(generator, rows, inner),
+        "grad": _normal(generator, rows, columns),
+        "offsets": _offsets(generator, rows, groups, taken),
+    }
+
+
+def _rows_of_nobody(arguments: Arguments, *names: str) -> Mapping[str, Tensor]:
+    rows = arguments["x"].shape[0]
+    end = arguments["offsets"][-1] if arguments["offsets"].shape[0] else 0
+    past = (torch.arange(rows, device=arguments["x"].device) >= end).unsqueeze(1)
+    return dict.fromkeys(names, past)
+
+
+_GROUPED_CASES = (
+    Case(name="small"),
+    Case(name="no rows", sizes={"rows": 0}),
+    Case(name="one row", sizes={"rows": 1}),
+    Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "groups": 5}),
+    Case(name="one group", sizes={"groups": 1}),
+    Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
+    Case(name="rows of nobody", sizes={"rows": 40, "taken": 27}),
+    Case(name="every row of nobody", sizes={"taken": 0}),
+    Case(name="one column", sizes={"columns": 1}),
+    Case(name="inner size one", sizes={"inner": 1}),
+    Case(
+        name="granite-3.1-1b-a400m",
+        sizes={"rows": 504, "inner": 1024, "columns": 1024, "groups": 32},
+        model=True,
+    ),
+    Case(
+        name="mixtral-8x7b",
+        sizes={"rows": 2048, "inner": 4096, "columns": 28672, "groups": 8},
+        model=True,
+        large=True,
+    ),
+    Case(
+        name="qwen3-30b-a3b",
+        sizes={"rows": 8192, "inner": 2048, "columns": 1536, "groups": 128},
+        model=True,
+        large=True,
+    ),
+)
+
+
+def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:
+    prefix = op.replace(".", r"\.")
+    return (
+        WrongInput(
+            name="offsets of int64",
+            change=lambda a: {**a, "offsets": a["offsets"].long()},
+            message=rf"{prefix}: offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
+        ),
+        WrongInput(
+            name="two dtypes",
+            change=lambda a: {**a, other: a[other].double()},
+            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.float32 and torch\.float64",
+        ),
+        WrongInput(
+            name="integers",
+            change=lambda a: {**a, "x": a["x"].int(), other: a[other].int()},
+            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.int32",
+        ),
+        WrongInput(
+            name="two devices",
+            change=lambda a: {**a, other: a[other].to("meta")},
+            message=rf"{prefix}: x, {other} and offsets must be on one device; got cpu, meta and cpu",
+        ),
+        WrongInput(
+            name="one dimension too many",
+            change=lambda a: {**a, "x": a["x"][None]},
+            message=rf"{prefix}: x must be \[rows, K\].*got \[1, 24, 8\]",
+        ),
+    )
+
+
+GROUPED_MM = CaseTable(
+    op="moe.grouped_mm",
+    build=_build_grouped_mm,
+    cases=_GROUPED_CASES,
+    wrong=(
+        *_wrong_groups("moe.grouped_mm", "weight"),
+        WrongInput(
+            name="offsets of another number of experts",
+            change=lambda a: {**a, "offsets": a["offsets"][1:]},
+            message=r"moe\.grouped_mm: offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]",
+        ),
+    ),
+    gradients=("x", "weight"),
+    padding=lambda arguments: _rows_of_nobody(arguments, "x"),
+    reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
+)
+
+GROUPED_MM_WGRAD = CaseTable(
+    op="moe.grouped_mm_wgrad",
+    build=_build_wgrad,
+    cases=_GROUPED_CASES,
+    wrong=_wrong_groups("moe.grouped_mm_wgrad", "grad"),
+    gradients=("x", "grad"),
+    padding=lambda arguments: _rows_of_nobody(arguments, "x", "grad"),
+    reduction=lambda arguments: max(*arguments["x"].shape, arguments["grad"].shape[1]),
+)
+
+
+def _layer_config() -> MoEConfig:
+    return MoEConfig(hidden_size=16, num_experts=4, top_k=2, intermediate_size=24, bias=True)
+
+
+LAYERS = (
+    LayerCase(
+        name="moe.MoELayer",
+        make=lambda device, dtype: MoELayer(_layer_config(), device=device, dtype=dtype),
+        inputs=lambda generator: (torch.randn(2, 5, 16, generator=generator),),
+        config=_layer_config,
+    ),
+    LayerCase(
+        name="moe.TopKRouter",
+        make=lambda device, dtype: TopKRouter(16, 4, 2, score="sigmoid", bias=True, device=device, dtype=dtype),
+        inputs=lambda generator: (torch.randn(7, 16, generator=generator),),
+    ),
+)
+
+TABLES = (EXPERTS, GROUPED_MM, GROUPED_MM_WGRAD, *LAYERS)
