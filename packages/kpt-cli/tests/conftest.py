@@ -21,11 +21,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch):
+def _plain_environment(monkeypatch, tmp_path_factory):
     """No variable of the person who runs the tests may matter."""
     for name in list(os.environ):
         if name.startswith("KPT_"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # tuning tables
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -16,6 +16,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hide what is installed beside the core; start and end without settings, selections and quarantine."""
     for variable in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("KPT_TUNING", "0")  # what this machine's user measured is not for tests
     monkeypatch.setattr(_registry, "entry_points", lambda group: ())
     monkeypatch.setattr(_registry, "_added", {})
     monkeypatch.setattr(Fault, "error", None)

@@ -71,6 +71,20 @@ def test_a_backend_that_serves_only_the_inner_op_serves_the_composite_through_it
         assert shifted(x)[0] == 103
 
 
+def test_a_backend_asked_of_the_composite_alone_must_serve_that_itself(x: Tensor) -> None:
+    with (
+        kpt_core.use("near", op="sample.shifted"),
+        pytest.raises(NoKernelError, match=r"no kernel for sample.shifted on cpu: near was asked for"),
+    ):
+        shifted(x)
+
+
+def test_a_choice_for_one_op_is_forgotten_inside_a_choice_of_the_same_for_all(x: Tensor) -> None:
+    kpt_core.remove_backend("far")
+    with kpt_core.use("loopback:second", op="sample.shifted"), kpt_core.use("loopback:second"):
+        assert shifted(x)[0] == 203
+
+
 def test_a_backend_that_serves_the_composite_must(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     far = kpt_core.backends()["far"]
     monkeypatch.setattr(far, "able", frozenset())

@@ -42,6 +42,7 @@ class Serving:
         refused: the others.
         reference: whether the PyTorch reference runs where no kernel takes a call.
         explicit: the choice in force (`KPT_USE`), None if it is automatic.
+        tuned: for how many sizes `kpt tune` has measured what comes first.
         broken: the contradiction between op and kernel that makes every call fail, if there is one.
     """
 
@@ -52,6 +53,7 @@ class Serving:
     refused: tuple[Refused, ...] = ()
     reference: bool = False
     explicit: str | None = None
+    tuned: int = 0
     broken: str | None = None
 
     @property
@@ -114,6 +116,7 @@ def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
         refused=tuple(Refused(backend=r.backend, kernel=r.kernel, reason=r.reason) for r in found.refusals),
         reference=found.reference,
         explicit=found.explicit,
+        tuned=0 if found.tuned is None else len(found.tuned.entries),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,8 +13,14 @@ from ._kernel import Backend, Kernel, compare_signatures, load
 from ._selection import REFERENCE, Refusal
 from ._settings import Scope, environment
 
+if TYPE_CHECKING:
+    from ._tuning import Tuned
+    from ._tuning_files import Key
+
 CallSignature = tuple[Any, ...]
 Unsupported = Callable[..., str | None]
+#: The end of a key of calls that need a gradient.
+GRADIENT = "gradient"
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignature:
@@ -30,8 +36,17 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignatu
     return (*map(describe, args), *((name, describe(value)) for name, value in sorted(kwargs.items())))
 
 
-def _any_requires_grad(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
+def needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autograd will ask for a gradient of a call."""
+    return torch.is_grad_enabled() and any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
+    )
+
+
+def call_key(size_key: "Callable[..., Key] | None", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Key":
+    """What identifies a call for tuning: its sizes, roughly, and whether a gradient is needed."""
+    sizes = () if size_key is None else size_key(*args, **kwargs)
+    return (*sizes, GRADIENT) if needs_gradient(args, kwargs) else sizes
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +71,7 @@ class Candidate:
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call is not for this kernel, or None."""
-        if self.kernel.forward_only and torch.is_grad_enabled() and _any_requires_grad((args, kwargs)):
+        if self.kernel.forward_only and needs_gradient(args, kwargs):
             return "forward only, and a gradient is needed"
         if self.unsupported is not None:
             reason = self.unsupported(*args, **kwargs)
@@ -79,12 +94,14 @@ class Candidates:
     Attributes:
         reference: whether the reference may run if no kernel accepts the call.
         explicit: the choice (`use`, `KPT_USE`) that limits the kernels, None for automatic selection.
+        tuned: what was measured for such calls, None if nothing was or there is nothing to choose from.
     """
 
     accepted: tuple[Candidate, ...]
     refusals: tuple[Refusal, ...]
     reference: bool
     explicit: str | None
+    tuned: "Tuned | None" = None
 
 
 def find_candidates(
@@ -111,11 +128,11 @@ def find_candidates(
         if named != "*":
             _registry.get_op(named)
     _registry.warn_of_unknown(environment().disabled)
-    choice = scope.choice(op)
+    asked_of, choice = scope.choice(op)
     if choice is not None and choice not in _registry.known_choices():
         raise UnknownNameError("backend or kernel", choice, _registry.known_choices(), "(asked for by use or KPT_USE)")
     offers = _registry.kernels(op)
-    limited = (op, choice) in scope.choices
+    limited = asked_of == op
     if choice is not None and ":" in choice and not limited and not any(k.target == choice for _, k in offers):
         choice = None  # a kernel of another op: this one is chosen automatically
     accepted, refusals = [], []
@@ -138,7 +155,10 @@ def find_candidates(
         refusals.append(Refusal(backend.name, kernel.target, reason))
     if not offers and device.type != "meta" and not _registry.serves(device.type):
         refusals.append(Refusal(f"{device.type} backend", None, "none is installed"))
-    chosen_is_silent = composite and not any(choice in (backend.name, kernel.target) for backend, kernel in offers)
+    # Asked of all ops, it may serve the inner ones; asked of this op, it must serve this one.
+    chosen_is_silent = (
+        composite and not limited and not any(choice in (backend.name, kernel.target) for backend, kernel in offers)
+    )
     return Candidates(
         accepted=tuple(accepted),
         refusals=tuple(refusals),

@@ -55,6 +55,10 @@ class KernelFailedWarning(KptWarning):
     """A kernel raised and is quarantined for that signature; the next one ran."""
 
 
+class TuningWarning(KptWarning):
+    """A tuning table, or part of one, is ignored; dispatch goes on without it."""
+
+
 class FallbackWarning(KptWarning):
     """An accelerator runs the pure PyTorch reference because no kernel accepted the call."""
 

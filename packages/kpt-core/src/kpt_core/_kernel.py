@@ -53,6 +53,14 @@ class Kernel:
             if not module or not attribute:
                 raise SignatureError(f"kernel for {self.op}: {reference!r} is not of the form 'package.module:name'")
 
+    def load(self) -> Callable[..., Any]:
+        """The callable that `target` names; its module is imported."""
+        return load(self.target)  # type: ignore[no-any-return]
+
+    def load_unsupported(self) -> Callable[..., str | None] | None:
+        """The function that `unsupported` names, if any."""
+        return load(self.unsupported) if self.unsupported else None
+
 
 @runtime_checkable
 class Backend(Protocol):

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _registry
 from ._autocast import without_autocast
-from ._candidates import Candidate, Candidates, Unsupported, call_signature, find_candidates
+from ._candidates import Candidate, Candidates, Unsupported, call_key, call_signature, find_candidates
 from ._errors import InputError, NoKernelError, RegistrationError
 from ._failures import is_contained, require_binding, warn_of_failure
 from ._fallback import refusal_of_reference, warn_of_fallback
@@ -19,6 +19,8 @@ from ._kernel import Kernel, signature_of
 from ._selection import REFERENCE, Refusal, Selection
 from ._settings import Scope, current, effective, scoped
 from ._tracing import dispatch_traced, traced_candidates
+from ._tuning import tuned_choices
+from ._tuning_files import Key, TuningEntry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +38,9 @@ class Op(Generic[P, R]):
         check: raises `InputError` for wrong arguments, before any kernel sees them; None if nothing is checked.
         composed_of: names of the ops that the reference calls.
         autocast: names of the tensor parameters that autocast converts; the others keep their dtype.
+        size_key: gives the sizes of a call that decide which kernel is fastest; None if one is best for all.
         defined_in: module and name of the reference.
+        parameters: names of the op's parameters, in order.
     """
 
     def __init__(
@@ -46,11 +50,14 @@ class Op(Generic[P, R]):
         check: Callable[P, None] | None = None,
         composed_of: Iterable[str] = (),
         autocast: Iterable[str] = (),
+        size_key: Callable[P, Key] | None = None,
     ) -> None:
         family, _, operation = name.partition(".")
         if not (family.isidentifier() and operation.isidentifier()):
             raise RegistrationError(f"op name {name!r} is not of the form 'family.operation'")
-        if not signature_of(reference):
+        #: Read here, since Dynamo would take the defaults of a signature that it sees inspected for dynamic inputs.
+        self.parameters = tuple(name for name, _, _ in signature_of(reference))
+        if not self.parameters:
             raise RegistrationError(f"op {name!r} has no parameters; the first one must be a tensor")
         functools.update_wrapper(self, reference)
         self.name = name
@@ -58,6 +65,7 @@ class Op(Generic[P, R]):
         self.check = check
         self.composed_of = tuple(composed_of)
         self.autocast = frozenset(autocast)
+        self.size_key = size_key
         self.defined_in = f"{reference.__module__}.{reference.__qualname__}"
         #: (device, dtype) -> what serves such calls when nothing but the environment applies, its `unsupported`, and
         #: the candidates that it is the first of.
@@ -102,28 +110,28 @@ class Op(Generic[P, R]):
         args, kwargs = self._convert(args, kwargs)
         if self.check is not None:
             self._check(self.check, args, kwargs)
-        with without_autocast(self._first_tensor(args, kwargs).device.type):
+        with without_autocast(self.first_tensor(args, kwargs).device.type):
             return self._dispatch(args, kwargs)
 
     def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Convert the parameters named in `autocast`, as torch does for its own ops."""
-        device_type = self._first_tensor(args, kwargs).device.type
+        device_type = self.first_tensor(args, kwargs).device.type
         if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-            names = [name for name, _, _ in signature_of(self.reference)]
 
             def convert(name: str, value: Any) -> Any:
                 eligible = name in self.autocast and isinstance(value, torch.Tensor) and value.is_floating_point()
                 return value.to(dtype) if eligible and value.dtype is not torch.float64 else value
 
-            args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
+            args = tuple(convert(name, value) for name, value in zip(self.parameters, args, strict=False))
             kwargs = {name: convert(name, value) for name, value in kwargs.items()}
         return args, kwargs
 
     def forget(self) -> None:
         """Drop cached selections and quarantine."""
-        self._direct.clear()
-        self._found.clear()
+        # New dictionaries: a thread that is choosing just now puts what it finds into the old ones.
+        self._direct = {}
+        self._found = {}
         self.traced.clear()
         self._loaded.clear()
         self.said.clear()
@@ -133,11 +141,15 @@ class Op(Generic[P, R]):
         scope = effective()
         found = self._found.get((device, dtype, scope))
         if found is None:
+            _registry.backends()  # once they are discovered, all is forgotten
+            known = self._found
             scope = replace(scope, log=None)
             found = find_candidates(
                 self.name, self.reference, bool(self.composed_of), device, dtype, scope, self._loaded
             )
-            self._found[device, dtype, scope] = found
+            if found.accepted:
+                found = replace(found, tuned=tuned_choices(self.name, device, dtype))
+            known[device, dtype, scope] = found
         return found
 
     def has_kernel(self, x: torch.Tensor) -> bool:
@@ -148,19 +160,19 @@ class Op(Generic[P, R]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
         """What a call with these arguments would run, and why not the others; nothing is computed."""
-        first = self._first_tensor(args, kwargs)
+        first = self.first_tensor(args, kwargs)
         if self.autocast:
             args, kwargs = self._convert(args, kwargs)  # type: ignore[assignment]
-            first = self._first_tensor(args, kwargs)
+            first = self.first_tensor(args, kwargs)
         if self.check is not None:
             self._check(self.check, args, kwargs)
         with without_autocast(first.device.type) if self.autocast else nullcontext():
             found = self.candidates(first.device, first.dtype)
-            candidate, refusals = self._choose(found, args, kwargs)
-            if candidate is None:
+            candidate, refusals, tuned = self._choose(found, args, kwargs)
+            if candidate is None and tuned is None:
                 self._require_reference(found, refusals, first.device)
             children = self._explain_children(args, kwargs) if candidate is None and self.composed_of else ()
-        return self._selection(first.device, candidate, refusals, children)
+            return self._selection(candidate, refusals, tuned, children, args, kwargs)
 
     def _explain_children(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Selection, ...]:
         """What the ops that the reference calls would run: it runs on fake tensors, and so do their references."""
@@ -180,41 +192,53 @@ class Op(Generic[P, R]):
         except (AttributeError, TypeError):
             # A check may suppose tensors and the op's parameters; its own error would name neither the op nor the slip.
             require_binding(self.name, self.reference, args, kwargs)
-            self._first_tensor(args, kwargs)
+            self.first_tensor(args, kwargs)
             raise
 
-    def _first_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        first = args[0] if args else kwargs.get(signature_of(self.reference)[0][0])
+    def first_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        first = args[0] if args else kwargs.get(self.parameters[0])
         if not isinstance(first, torch.Tensor):
             raise InputError(f"{self.name}: the first argument must be a tensor, not {type(first).__name__}")
         return first
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        first = self._first_tensor(args, kwargs)
+        first = self.first_tensor(args, kwargs)
         if torch.compiler.is_compiling():
             return dispatch_traced(self, first, args, kwargs)  # type: ignore[no-any-return]
         scope = effective()
-        found = self.candidates(first.device, first.dtype)
+        found, direct = self.candidates(first.device, first.dtype), self._direct
         result = self._run(found, scope, first.device, args, kwargs)
         # Unless the kernels changed while it ran, in this thread or in another.
-        if current.scope is None and self._found.get((first.device, first.dtype, scope)) is found:
+        # What is tuned depends on each call's sizes, for which the short path has no eye.
+        steady = current.scope is None and found.tuned is None
+        if steady and self._found.get((first.device, first.dtype, scope)) is found:
             if not found.accepted:
-                self._direct[first.device, first.dtype] = (self.reference, None, found)
+                direct[first.device, first.dtype] = (self.reference, None, found)
             elif found.accepted[0].direct:
                 best = found.accepted[0]
-                self._direct[first.device, first.dtype] = (best.call, best.unsupported, found)
+                direct[first.device, first.dtype] = (best.call, best.unsupported, found)
         return result
 
     def _choose(
         self, found: Candidates, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Candidate | None, list[Refusal]]:
+    ) -> tuple[Candidate | None, list[Refusal], TuningEntry | None]:
+        """The best candidate, None for the reference; the refusals; and what was measured, if that made the choice."""
         refusals = list(found.refusals)
-        for candidate in found.accepted:
+        accepted: Iterable[Candidate] = found.accepted
+        entry = None
+        if found.tuned is not None:
+            entry = found.tuned.entries.get(call_key(self.size_key, args, kwargs))
+        if entry is not None:
+            if entry.kernel == REFERENCE and found.explicit is None:
+                return None, refusals, entry
+            accepted = sorted(accepted, key=lambda candidate: candidate.kernel.target != entry.kernel)
+        for candidate in accepted:
             reason = candidate.refusal(args, kwargs)
             if reason is None:
-                return candidate, refusals
-            refusals.append(Refusal(candidate.backend, candidate.kernel.target, reason))
-        return None, refusals
+                measured = entry is not None and candidate.kernel.target == entry.kernel
+                return candidate, refusals, entry if measured else None
+            refusals.append(Refusal(candidate.backend, candidate.kernel.target, reason, of_call=True))
+        return None, refusals, None
 
     def _run(
         self,
@@ -228,13 +252,13 @@ class Op(Generic[P, R]):
         """Run the best candidate; one that raises is quarantined and the next one runs."""
         failed = failed if failed is not None else []
         while True:
-            candidate, refusals = self._choose(found, args, kwargs)
-            if candidate is None:
+            candidate, refusals, tuned = self._choose(found, args, kwargs)
+            if candidate is None and tuned is None:
                 self._require_reference(found, refusals, device)
                 if not scope.dry:
                     warn_of_fallback(self.name, self.said, found, refusals, device)
             try:
-                result = self._call(candidate, refusals, scope, device, args, kwargs)
+                result = self._call(candidate, refusals, tuned, scope, args, kwargs)
             except Exception as error:
                 if candidate is None or scope.dry:
                     # The reference fails too: the call is wrong, not the kernels.
@@ -255,8 +279,8 @@ class Op(Generic[P, R]):
         self,
         candidate: Candidate | None,
         refusals: list[Refusal],
+        tuned: TuningEntry | None,
         scope: Scope,
-        device: torch.device,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> R:
@@ -268,7 +292,7 @@ class Op(Generic[P, R]):
             result = call(*args, **kwargs)
         if scope.dry and candidate is not None:
             children = []
-        scope.log.append(self._selection(device, candidate, refusals, tuple(children)))
+        scope.log.append(self._selection(candidate, refusals, tuned, tuple(children), args, kwargs))
         return result
 
     def _recover(self, found: Candidates, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -281,19 +305,31 @@ class Op(Generic[P, R]):
             error.add_note(f"raised by kernel {candidate.kernel.target} of op {self.name}")
             raise error
         self._quarantine(candidate, error, args, kwargs)
-        device = self._first_tensor(args, kwargs).device
+        device = self.first_tensor(args, kwargs).device
         return self._run(found, scope, device, args, kwargs, [(candidate, error)])
 
     def _selection(
         self,
-        device: torch.device,
         candidate: Candidate | None,
         refusals: list[Refusal],
+        tuned: TuningEntry | None,
         children: tuple[Selection, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Selection:
-        backend = REFERENCE if candidate is None else candidate.backend
-        kernel = REFERENCE if candidate is None else candidate.kernel.target
-        return Selection(self.name, str(device), backend, kernel, tuple(refusals), children)
+        first = self.first_tensor(args, kwargs)
+        return Selection(
+            op=self.name,
+            device=str(first.device),
+            backend=REFERENCE if candidate is None else candidate.backend,
+            kernel=REFERENCE if candidate is None else candidate.kernel.target,
+            refusals=tuple(refusals),
+            children=children,
+            tuned=tuned is not None,
+            config=None if tuned is None else tuned.config,
+            dtype=str(first.dtype).removeprefix("torch."),
+            key=call_key(self.size_key, args, kwargs),
+        )
 
     def _require_reference(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> None:
         """Raise if the reference may not serve the call."""
@@ -314,6 +350,7 @@ def op(
     check: Callable[..., None] | None = None,
     composed_of: Iterable[str] = (),
     autocast: Iterable[str] = (),
+    size_key: Callable[..., Key] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make an op of its reference.
 
@@ -322,13 +359,16 @@ def op(
         check: a function with the op's parameters that raises `InputError`; it runs before dispatch.
         composed_of: names of the ops that the reference calls, if any: a backend may serve those instead.
         autocast: names of the tensor parameters that `torch.autocast` converts to its dtype.
+        size_key: a function with the op's parameters that gives a tuple of ints and strings: the sizes that decide
+            which kernel is fastest. `kpt tune` keeps one result for each, so dimensions that vary from call to call
+            are rounded (`kpt_core.next_power_of_two`). Without it, one result serves all calls of a device and dtype.
 
     Raises:
         RegistrationError: the name is malformed or taken.
     """
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
-        made = Op(name, reference, check, composed_of, autocast)
+        made = Op(name, reference, check, composed_of, autocast, size_key)
         _registry.define(made)
         return made
 

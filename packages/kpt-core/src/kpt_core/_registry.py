@@ -11,10 +11,12 @@ from ._cases import CaseTable, LayerCase
 from ._errors import KptWarning, PluginWarning, RegistrationError, UnknownNameError, warn_caller
 from ._kernel import Backend, Kernel
 from ._rewrite import check_rewrite
+from ._selection import REFERENCE
 
 if TYPE_CHECKING:
     from ._op import Op
     from ._rewrite import Rewrite
+    from ._tuning_files import TuningEntry
 
 BACKENDS_GROUP = "kpt.backends"
 OPS_GROUP = "kpt.ops"
@@ -37,12 +39,18 @@ class Problem:
 class _State:
     backends: dict[str, Backend] | None = None
     origins: dict[str, str] = field(default_factory=dict)
+    #: Distribution and version that a backend or an op came from, where an entry point named it.
+    packages: dict[str, tuple[str, str]] = field(default_factory=dict)
     rewrites: dict[str, "Rewrite"] | None = None
     cases: dict[str, CaseTable | LayerCase] | None = None
     ops_discovered: bool = False
     problems: list[Problem] = field(default_factory=list)
     #: Names in `KPT_DISABLE` that nothing has and that were warned of.
     unknown: set[str] = field(default_factory=set)
+    #: Name of a device to the usable entries of its tuning tables.
+    tuning: dict[str, list["TuningEntry"]] = field(default_factory=dict)
+    #: What was said of tuning tables that are ignored.
+    ignored: set[str] = field(default_factory=set)
 
 
 class _Discovering(threading.local):
@@ -110,6 +118,11 @@ def _load_all(group: str, accept: Callable[[EntryPoint, Any], None]) -> None:
             report(f"{group} {name!r} of {origins[0]}", f"{type(error).__name__}: {error}")
 
 
+def _note_package(state: _State, entry: EntryPoint, name: str) -> None:
+    if entry.dist is not None:
+        state.packages[name] = (entry.dist.name, entry.dist.version)
+
+
 def check_backend(backend: object) -> Backend:
     """Raise `RegistrationError` unless `backend` satisfies the protocol."""
     if isinstance(backend, type):
@@ -140,12 +153,13 @@ def backends() -> dict[str, Backend]:
                 raise RegistrationError(f"its backend calls itself {backend.name!r}; make the two names equal")
             found[entry.name] = backend
             state.origins[entry.name] = _origin(entry)
+            _note_package(state, entry, backend.name)
 
         if _discover(BACKENDS_GROUP, accept):
             with _lock:
                 if state.backends is None:
                     state.backends = found
-                    _forget_selections()  # of ops that a plug-in called while it was imported
+                    forget_selections()  # of ops that a plug-in called while it was imported
     return {**(state.backends or {}), **_added}
 
 
@@ -159,6 +173,18 @@ def origin(backend: str) -> str:
     return _state.origins.get(backend, "added by this process")
 
 
+def packages_of(op: str) -> dict[str, tuple[str | None, str | None]]:
+    """Distribution and version that each kernel of an op, its `reference` included, comes from.
+
+    Both are None for what the process added itself.
+    """
+    ops()  # the reference's package is known once its entry point was read
+    found: dict[str, tuple[str | None, str | None]] = {REFERENCE: _state.packages.get(op, (None, None))}
+    for backend, kernel in kernels(op):
+        found.setdefault(kernel.target, _state.packages.get(backend.name, (None, None)))
+    return found
+
+
 def add_backend(backend: Backend) -> None:
     """Offer a backend's kernels in this process without installing a package (notebooks, tests).
 
@@ -169,7 +195,7 @@ def add_backend(backend: Backend) -> None:
     if backend.name in backends():
         raise RegistrationError(f"backend {backend.name!r} exists already ({origin(backend.name)}); remove it first")
     _added[backend.name] = backend
-    _forget_selections()
+    forget_selections()
 
 
 def remove_backend(name: str) -> None:
@@ -181,7 +207,7 @@ def remove_backend(name: str) -> None:
     if name not in _added:
         raise UnknownNameError("added backend", name, _added)
     del _added[name]
-    _forget_selections()
+    forget_selections()
 
 
 def define(op: "Op[..., Any]") -> None:
@@ -202,6 +228,7 @@ def ops() -> dict[str, "Op[..., Any]"]:
             for op in value:
                 if getattr(op, "name", None) not in _ops:
                     raise RegistrationError(f"{entry.value} lists {op!r}, which was not made by @kpt_core.op")
+                _note_package(state, entry, op.name)
 
         if _discover(OPS_GROUP, accept):
             state.ops_discovered = True
@@ -317,16 +344,18 @@ def _kernels_of(backend: Backend) -> Iterable[Kernel]:
         return []
 
 
-def _forget_selections() -> None:
+def forget_selections() -> None:
+    """Choose anew at the next call, with tuning tables that are read again; quarantine ends."""
     with _lock:
+        _state.tuning.clear()
         for op in _ops.values():
             op.forget()
 
 
 def refresh() -> None:
-    """Forget what was discovered, selected and quarantined, and read the environment variables again."""
+    """Forget what was discovered, selected and quarantined; read environment variables and tuning tables again."""
     global _state
     with _lock:
         _state = _State()
         _settings.forget_environment()
-        _forget_selections()
+        forget_selections()

@@ -1,17 +1,27 @@
 """What was chosen for a call, and why everything else was not."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 REFERENCE = "reference"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One kernel (or backend) that will not serve a call, and the reason as a sentence."""
+    """One kernel (or backend) that will not serve a call, and the reason as a sentence.
+
+    Attributes:
+        backend: name of the backend.
+        kernel: the kernel's full name, None if the backend as a whole is meant.
+        reason: the sentence.
+        of_call: the kernel itself refused this call's arguments; else it is refused for the whole device and dtype.
+    """
 
     backend: str
     kernel: str | None
     reason: str
+    of_call: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.backend}{f' ({self.kernel})' if self.kernel else ''}: {self.reason}"
@@ -28,6 +38,11 @@ class Selection:
         kernel: the winner's full name (`package.module:attribute`), or `reference`.
         refusals: every kernel that was tried or ruled out before the winner, in order.
         children: selections of the ops that a composite reference calls in turn.
+        tuned: the winner comes first for such calls because it was measured, and not by its priority.
+        config: the winner's measured configuration, None for its default.
+        dtype: of the call's first tensor, as in `bfloat16`; it and the key describe the call, not the choice, and are
+            left out of comparisons.
+        key: the call's size key, see `kpt_core.op`.
     """
 
     op: str
@@ -36,6 +51,10 @@ class Selection:
     kernel: str
     refusals: tuple[Refusal, ...] = ()
     children: tuple["Selection", ...] = field(default=())
+    tuned: bool = False
+    config: Mapping[str, Any] | None = field(default=None, hash=False)
+    dtype: str = field(default="", compare=False)
+    key: tuple[int | str, ...] = field(default=(), compare=False)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -46,13 +65,19 @@ class Selection:
             "kernel": self.kernel,
             "refusals": [{"backend": r.backend, "kernel": r.kernel, "reason": r.reason} for r in self.refusals],
             "children": [child.as_dict() for child in self.children],
+            "tuned": self.tuned,
+            "config": None if self.config is None else dict(self.config),
+            "dtype": self.dtype,
+            "key": list(self.key),
         }
 
     def __str__(self) -> str:
         return "\n".join(self._lines(""))
 
     def _lines(self, indent: str) -> list[str]:
-        lines = [f"{indent}{self.op} on {self.device} -> {self.kernel}"]
+        config = "".join(f", {name}={value!r}" for name, value in (self.config or {}).items())
+        tuned = f" (tuned{config})" if self.tuned else ""
+        lines = [f"{indent}{self.op} on {self.device} -> {self.kernel}{tuned}"]
         lines += [f"{indent}  not {refusal}" for refusal in self.refusals]
         for child in self.children:
             lines += child._lines(indent + "  ")

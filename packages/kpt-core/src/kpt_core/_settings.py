@@ -18,6 +18,8 @@ KPT_USE = "KPT_USE"
 KPT_DISABLE = "KPT_DISABLE"
 #: "1" turns quarantine of a failing kernel, and falling back to the reference on an accelerator, into errors.
 KPT_STRICT = "KPT_STRICT"
+#: "0" switches tuned choices off; a folder holds the user's tuning tables instead of the one in the user's cache.
+KPT_TUNING = "KPT_TUNING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,9 @@ class Scope:
         """What tells two scopes apart."""
         return f"{self.choices} {sorted(self.disabled)} {self.strict}"
 
-    def choice(self, op: str) -> str | None:
-        """What must serve `op`; the innermost choice wins."""
-        return next((name for scope_op, name in reversed(self.choices) if scope_op in ("*", op)), None)
+    def choice(self, op: str) -> tuple[str, str | None]:
+        """Of which op ("*" for all) the innermost choice for `op` was asked, and what must serve it."""
+        return next((choice for choice in reversed(self.choices) if choice[0] in ("*", op)), ("*", None))
 
 
 def _split(value: str) -> list[str]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from . import _registry
-from ._candidates import Candidates
+from ._candidates import Candidates, needs_gradient
 from ._errors import NoKernelError
 from ._fallback import refusal_of_reference, warn_of_fallback
-from ._selection import Refusal
+from ._selection import REFERENCE, Refusal
 from ._settings import current
 
 if TYPE_CHECKING:
@@ -21,7 +21,16 @@ R = TypeVar("R")
 
 def dispatch_traced(op: "Op[..., Any]", first: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Serve a call while Dynamo traces it."""
-    for candidate in traced_candidates(op, first).accepted:
+    found = traced_candidates(op, first)
+    if found.tuned is not None:
+        entry = found.tuned.common.get(needs_gradient(args, kwargs))
+        if entry is not None:
+            if entry.kernel == REFERENCE and found.explicit is None:
+                return op.reference(*args, **kwargs)
+            for candidate in found.accepted:
+                if candidate.kernel.target == entry.kernel and candidate.refusal(args, kwargs) is None:
+                    return candidate.call(*args, **kwargs)
+    for candidate in found.accepted:
         if candidate.refusal(args, kwargs) is None:
             return candidate.call(*args, **kwargs)
     refusal = _fall_back(op.name, str(first.device), first.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import InputError, KptError, op
+from kpt_core import InputError, KptError, next_power_of_two, op
 
 from . import _experts_grouped, _experts_loop
 from .activations import Activation
@@ -89,9 +89,32 @@ def _check_experts(
         )
 
 
+def _size_key(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+) -> tuple[int | str, ...]:
+    """Tokens, rounded since they vary from call to call; top_k, experts, hidden size, width; and the layout."""
+    width = gate_up_proj.shape[2 if transposed else 1]
+    layout = "transposed" if transposed else "plain"
+    return next_power_of_two(x.shape[0]), top_k_index.shape[1], gate_up_proj.shape[0], x.shape[1], width, layout
+
+
 @op(
     "moe.experts",
     check=_check_experts,
+    size_key=_size_key,
     composed_of=("moe.grouped_mm", "moe.grouped_mm_wgrad"),
     autocast=("x", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
 )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import InputError, op
+from kpt_core import InputError, next_power_of_two, op
 
 from . import _accelerators, _loops  # noqa: F401  _accelerators: the same ops where host loops would wait
 
@@ -49,7 +49,17 @@ def _check_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> None:
     _check_groups("moe.grouped_mm_wgrad", x, grad, "grad", offsets, offsets.shape[0])
 
 
-@op("moe.grouped_mm", check=_check_grouped_mm, autocast=("x", "weight"))
+def _size_key(x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[int | str, ...]:
+    """Rows, rounded since they vary from call to call, K, N, experts, and which of K and N is contiguous."""
+    experts, inner, columns = weight.shape
+    return next_power_of_two(x.shape[0]), inner, columns, experts, "KN" if weight.stride(2) == 1 else "NK"
+
+
+def _size_key_of_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> tuple[int | str, ...]:
+    return next_power_of_two(x.shape[0]), x.shape[1], grad.shape[1], offsets.shape[0]
+
+
+@op("moe.grouped_mm", check=_check_grouped_mm, autocast=("x", "weight"), size_key=_size_key)
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply each expert's contiguous rows by that expert's matrix.
 
@@ -70,7 +80,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _GroupedMM.apply(x, weight, offsets)  # type: ignore[no-any-return,no-untyped-call]
 
 
-@op("moe.grouped_mm_wgrad", check=_check_wgrad, autocast=("x", "grad"))
+@op("moe.grouped_mm_wgrad", check=_check_wgrad, autocast=("x", "grad"), size_key=_size_key_of_wgrad)
 def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """Multiply, for each expert, its rows of `x` transposed by its rows of `grad`: the gradient of its weights.
 

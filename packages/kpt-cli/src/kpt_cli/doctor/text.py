@@ -86,6 +86,9 @@ def _show_ops(report: Report) -> None:
     out().print(made)
     if any(" if " in runs for op in report.ops for _, _, runs in _rows(op)):
         say("'if it takes the call': a kernel that looks at shapes and other arguments first.", style="dim")
+    tuned = {found.op: None for op in report.ops for found in op.servings if found.tuned}
+    if tuned:
+        say(f"For some sizes of {', '.join(tuned)}, what `kpt tune` measured comes first.", style="dim")
     _show_sentences("Not used, and why (`kpt kernels` shows all)", list(refusals))
 
 

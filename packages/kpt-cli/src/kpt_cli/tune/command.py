@@ -1,0 +1,63 @@
+"""The command `kpt tune`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kpt_cli.console import print_json, progress
+from kpt_cli.dtypes import KNOWN, dtypes_named
+from kpt_cli.errors import CliError
+
+
+def tune(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to tune.", show_default="all")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="As torch spells it.", show_default="the first accelerator, or the CPU")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(KNOWN)}; may be repeated.", show_default="those of the cases")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Name of a case; may be repeated.", show_default="those of real models")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure each case.")] = 1.0,
+    training: Annotated[bool, typer.Option("--training", help="Time forward and backward.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Table to write.", show_default="the user's table of the device")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Measure which kernels and configurations are fastest on this machine, and use those from now on.
+
+    What runs without tuning is among what is timed, and stays unless another one is surely faster. Only kernels whose
+    result is the reference's, up to rounding, are timed.
+    """
+    if not seconds > 0:
+        raise CliError(f"--seconds {seconds:g}: expected more than 0")
+    dtypes = dtypes_named(dtype or [])
+    if output is not None and not output.parent.is_dir():
+        raise CliError(f"--out {output}: there is no folder {output.parent}; make it first")
+    import kpt_core
+    from kpt_cli.optimize.choices import check_device
+
+    from .report import document, show
+
+    where = check_device(device)
+    with progress() as tell:
+        found = kpt_core.tune(
+            ops or (),
+            device=where,
+            dtypes=dtypes,
+            cases=case or (),
+            seconds=seconds,
+            training=training,
+            path=output,
+            dry_run=dry_run,
+            on_progress=tell,
+        )
+    if as_json:
+        print_json(document(found))
+    else:
+        show(found, own_file=output is not None)
