@@ -1,0 +1,68 @@
+"""`python -m kpt_conformance.aot`: compile every kernel for every chip that its backend claims."""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import kpt_core
+from kpt_core import KptError, PluginWarning, write_whole
+
+from .declared import without_aot
+from .matrix import run
+from .table import table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the matrix and print it; 1 if a contract is broken or something could not be compiled, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m kpt_conformance.aot", description=__doc__)
+    parser.add_argument("--backend", action="append", metavar="NAME", help="this backend only; may be repeated")
+    parser.add_argument("--chip", action="append", metavar="CHIP", help="this chip only; may be repeated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep readings there (default: ~/.cache/kpt/aot)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compile so many at the same time (default: CPUs)")
+    options = parser.parse_args(arguments)
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"--jobs must be at least 1; got {options.jobs}")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {str(options.json.parent)!r}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PluginWarning)  # told below, and counted
+            rows = run(
+                backends=options.backend,
+                chips=options.chip,
+                cache=options.cache,
+                processes=options.jobs,
+                progress=_progress if sys.stderr.isatty() else None,
+            )
+            problems = kpt_core.problems()
+    except KptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        write_whole(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    print(table(rows) if rows else _nothing(options.backend, options.chip))
+    for problem in problems:
+        print(f"broken: {problem}")
+    return 0 if all(row.good for row in rows) and not problems else 1
+
+
+def _nothing(backends: Sequence[str] | None, chips: Sequence[str] | None) -> str:
+    installed = kpt_core.backends()
+    looked_at = {name: backend for name, backend in installed.items() if backends is None or name in backends}
+    others = len(without_aot(looked_at))
+    for_chips = f" for {', '.join(chips)}" if chips else ""
+    return f"nothing to compile{for_chips}: none of the {others} kernels of {len(looked_at)} backends names an aot"
+
+
+def _progress(done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    print(f"\rcompiled {done} of {total}", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
