@@ -1,0 +1,151 @@
+"""What a call leaves behind: nothing in its arguments, nothing in earlier results, the same bits when repeated."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from kpt_conformance.comparison import assert_right, assert_same_bits, outputs_of
+from kpt_conformance.extent import over
+from kpt_conformance.trial import REFERENCE, Trial, tensors_of
+
+_THREADS = 4
+
+
+@over(dtypes=True)
+def inputs_unchanged(trial: Trial) -> None:
+    """Neither forward nor backward changes an argument or the cotangent."""
+    arguments = trial.arguments()
+    before = {name: tensor.clone() for name, tensor in tensors_of(arguments).items()}
+    pulls: list[tuple[Tensor, Tensor]] = []
+
+    def remember(pull: Tensor) -> Tensor:
+        pulls.append((pull, pull.clone()))
+        return pull
+
+    trial.run(arguments, cotangent=remember)
+    assert_same_bits(before, tensors_of(arguments), "the call changed this argument")
+    for pull, copy in pulls:
+        assert_same_bits({"cotangent": copy}, {"cotangent": pull}, "backward changed it")
+
+
+@over()
+def no_aliasing(trial: Trial) -> None:
+    """The result shares no memory with an argument."""
+    arguments = trial.arguments()
+    with torch.no_grad(), trial.subject.chosen():
+        outputs = outputs_of(trial.subject.call(arguments))
+    for name, out in outputs.items():
+        for argument, tensor in tensors_of(arguments).items():
+            shared = out.numel() and out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            assert not shared, f"{name} shares its memory with {argument}"
+
+
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """Fill memory that is not initialised with NaN."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+@over(dtypes=True)
+def poisoned_outputs(trial: Trial) -> None:
+    """Every element of result and gradients is written: memory that was NaN before has none of it afterwards."""
+    arguments = trial.arguments()
+    with _poisoned(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*determinis.*", UserWarning)
+        got = trial.run(arguments)
+    trial.assert_right(arguments, got)
+
+
+@over(models="first", dtypes=True)
+def repeatable(trial: Trial) -> None:
+    """Repeated calls give the same bits, where that is claimed; references claim it on a CPU."""
+    kernel = trial.subject.kernel
+    claimed = (
+        kernel.deterministic if kernel else trial.subject.target == REFERENCE and trial.subject.device.type == "cpu"
+    )
+    if not claimed:
+        pytest.skip("not claimed")
+    arguments = trial.arguments()
+    first = trial.run(arguments).named()
+    for _ in range(4):
+        assert_same_bits(
+            first, trial.run(arguments).named(), "repeated runs differ, though it claims to be deterministic"
+        )
+
+
+@over(dtypes=True)
+def double_use(trial: Trial) -> None:
+    """A second call leaves the first one's result and graph alone; backward can be run twice; gradients add up."""
+    arguments, others = trial.arguments(), trial.arguments(seed=1)
+    baseline, oracle = trial.truth(arguments)
+    with trial.subject.chosen():
+        if not trial.differentiable:
+            with torch.no_grad():
+                first = outputs_of(trial.subject.call(arguments))
+                kept = {name: out.clone() for name, out in first.items()}
+                trial.subject.call(others)
+            assert_same_bits(kept, first, "a second call changed the first one's result")
+            return
+        leaves = trial.leaves(arguments)
+        first = outputs_of(trial.subject.call(leaves))
+        kept = {name: out.detach().clone() for name, out in first.items()}
+        second_leaves = trial.leaves(others)
+        second = outputs_of(trial.subject.call(second_leaves))
+        trial.gradients(second_leaves, second)
+        assert_same_bits(
+            kept, {n: o.detach() for n, o in first.items()}, "a second call changed the first one's result"
+        )
+        once = trial.gradients(leaves, first, retain_graph=True)
+        kept_once = {name: grad.clone() for name, grad in once.items() if grad is not None}
+        twice = trial.gradients(leaves, first)
+    got = trial.outcome(first, {**once, **kept_once})
+    _right(got, baseline, oracle, "backward after another call")
+    _right(trial.outcome(first, twice), baseline, oracle, "the second backward")
+    assert_same_bits(kept_once, {n: g for n, g in once.items() if g is not None}, "the second backward changed it")
+
+
+@over()
+def threads(trial: Trial) -> None:
+    """Calls from several Python threads at once don't disturb one another."""
+    seeds = range(_THREADS)
+    prepared = [(arguments := trial.arguments(seed), trial.truth(arguments)) for seed in seeds]
+    faults: list[str] = []
+    start = threading.Barrier(_THREADS)
+
+    def work(seed: int) -> None:
+        arguments, (baseline, oracle) = prepared[seed]
+        try:
+            start.wait()
+            for _ in range(3):
+                assert_right(trial.run(arguments), baseline, oracle)
+        except Exception as error:  # the thread's own failure must reach the test
+            faults.append(f"thread {seed}: {type(error).__name__}: {error}")
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not faults, "\n".join(faults)
+
+
+def _right(got: object, baseline: object, oracle: object, what: str) -> None:
+    try:
+        assert_right(got, baseline, oracle)  # type: ignore[arg-type]
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None

@@ -1,0 +1,77 @@
+"""What a result is, before its values: device, dtype and shape, on the device, on meta and on fake tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import kpt_core
+from kpt_conformance.comparison import outputs_of
+from kpt_conformance.extent import over
+from kpt_conformance.trial import REFERENCE, Trial
+from kpt_core import Arguments
+
+
+def _described(outputs: dict[str, Tensor]) -> dict[str, str]:
+    return {name: f"{str(out.dtype).removeprefix('torch.')}{list(out.shape)}" for name, out in outputs.items()}
+
+
+def _expected(trial: Trial, arguments: Arguments) -> dict[str, str]:
+    """What the reference gives."""
+    args, kwargs = trial.subject.split(arguments)
+    with torch.no_grad(), kpt_core.use(REFERENCE):
+        return _described(outputs_of(trial.subject.op(*args, **kwargs)))
+
+
+@over(models="first", dtypes=True)
+def result_type(trial: Trial) -> None:
+    """The result is on the arguments' device, its dtype and shape are the reference's; gradients are like arguments."""
+    arguments = trial.arguments()
+    got = trial.run(arguments)
+    assert _described(dict(got.outputs)) == _expected(trial, arguments)
+    for name, out in got.outputs.items():
+        assert out.device == trial.subject.device, f"{name} is on {out.device}; expected {trial.subject.device}"
+    for name, gradient in got.gradients.items():
+        if gradient is not None:
+            argument = arguments[name]
+            assert (gradient.shape, gradient.dtype, gradient.device) == (
+                argument.shape,
+                argument.dtype,
+                argument.device,
+            ), (
+                f"gradient of {name} is {gradient.dtype} {list(gradient.shape)} on {gradient.device}; "
+                f"the argument is {argument.dtype} {list(argument.shape)} on {argument.device}"
+            )
+
+
+@over(dtypes=True)
+def fake_result(trial: Trial) -> None:
+    """On fake tensors, as torch.compile and torch.export use, shape, dtype, device and strides are the real ones."""
+    arguments = trial.arguments()
+    with torch.no_grad(), trial.subject.chosen():
+        real = outputs_of(trial.subject.call(arguments))
+        mode = FakeTensorMode(allow_non_fake_inputs=False)
+        fakes = tree_map_only(Tensor, mode.from_tensor, arguments)
+        with mode:
+            faked = outputs_of(trial.subject.call(fakes))
+    assert _described(faked) == _described(real), "on fake tensors it gives something else"
+    for name, out in faked.items():
+        assert out.device == real[name].device, f"{name} is on {out.device} as a fake, on {real[name].device} in truth"
+        assert out.stride() == real[name].stride() or real[name].numel() == 0, (
+            f"{name} has strides {list(out.stride())} as a fake, {list(real[name].stride())} in truth"
+        )
+
+
+@over(dtypes=True)
+def meta_result(trial: Trial) -> None:
+    """The op gives shapes and dtypes on the meta device, where no kernel runs."""
+    arguments = trial.arguments()
+    expected = _expected(trial, arguments)
+    meta: dict[str, Any] = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    args, kwargs = trial.subject.split(meta)
+    with torch.no_grad():
+        outputs = outputs_of(trial.subject.op(*args, **kwargs))
+    assert _described(outputs) == expected
+    assert all(out.device.type == "meta" for out in outputs.values())

@@ -1,0 +1,189 @@
+"""Values and gradients, whatever the layout of the arguments, the padding, and the NaNs among them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kpt_conformance.comparison import assert_reference_sound, assert_right
+from kpt_conformance.extent import over
+from kpt_conformance.trial import REFERENCE, Trial, tensors_of
+from kpt_core import Arguments
+
+#: Elements between rows, so that the last of four rows lies beyond what an int32 offset reaches.
+_FAR = 2**31 // 3 + 1
+
+
+@over(models="all", dtypes=True)
+def values(trial: Trial) -> None:
+    """The result and every gradient are as near to float64 as the reference's."""
+    arguments = trial.arguments()
+    got = trial.run(arguments)
+    baseline, oracle = trial.truth(arguments)
+    if trial.subject.target == REFERENCE:
+        reduction = trial.table.reduction(arguments) if trial.table.reduction else 1
+        assert_reference_sound(got, oracle, trial.dtype, reduction)
+    assert_right(got, baseline, oracle)
+
+
+@over(kernels=False)
+def derivatives(trial: Trial) -> None:
+    """The reference's gradients are those of finite differences, in float64."""
+    arguments = trial.table.arguments(trial.case, dtype=torch.float64, device=trial.subject.device)
+    names = [n for n in tensors_of(arguments) if n in trial.table.gradients]
+    if not names:
+        pytest.skip("the op is not differentiable")
+
+    def function(*leaves: Tensor) -> Any:
+        return trial.subject.call({**arguments, **dict(zip(names, leaves, strict=True))})
+
+    leaves = tuple(arguments[name].detach().requires_grad_() for name in names)
+    with trial.subject.chosen():
+        torch.autograd.gradcheck(function, leaves, nondet_tol=1e-12, fast_mode=True)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """The same values, the last two dimensions exchanged in memory."""
+    if tensor.dim() < 2:
+        return _strided(tensor)
+    return tensor.mT.contiguous().mT
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """The same values, every second place of a larger tensor; elsewhere NaN."""
+    shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]]
+    filler = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    large = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
+    large[..., ::2] = tensor
+    return large[..., ::2]
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    """The same values, one element behind an aligned address."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    shifted = flat[1:].view(tensor.shape)
+    return shifted.copy_(tensor)
+
+
+def _expanded(tensor: Tensor) -> Tensor:
+    """The first row in the place of all, with stride zero."""
+    if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.shape[0] == 0:
+        return tensor
+    return tensor[:1].expand(tensor.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": _transposed,
+    "strided": _strided,
+    "shifted": _shifted,
+    "expanded": _expanded,
+}
+
+
+@over(dtypes=True)
+def layouts(trial: Trial) -> None:
+    """Results don't depend on strides: transposed, strided, misaligned and expanded arguments."""
+    arguments = trial.arguments()
+    for name, layout in LAYOUTS.items():
+        changed = {n: layout(v) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+        _assert_right(trial, changed, f"with {name} arguments")
+
+
+@over(dtypes=True)
+def cotangents(trial: Trial) -> None:
+    """Gradients don't depend on the strides of what comes from behind: of `sum()` they are all zero."""
+    if not trial.differentiable:
+        pytest.skip("no gradients are promised")
+    arguments = trial.arguments()
+    layouts: dict[str, Callable[[Tensor], Tensor]] = {
+        "transposed": _transposed,
+        "expanded": lambda pull: pull.flatten()[:1].sum().expand(pull.shape),
+        "shifted": _shifted,
+    }
+    for name, layout in layouts.items():
+        got = trial.run(arguments, cotangent=layout)
+        try:
+            assert_right(got, *trial.truth(arguments, cotangent=layout))
+        except AssertionError as error:
+            raise AssertionError(f"with a {name} cotangent: {error}") from None
+
+
+@over()
+def far_strides(trial: Trial) -> None:
+    """Offsets past 2**31 elements are reached, here by the stride of a dimension of few rows."""
+    arguments = trial.arguments()
+    tried = False
+    for name, tensor in tensors_of(arguments).items():
+        if tensor.dim() < 2 or tensor.shape[0] < 4 or tensor[0].numel() == 0 or not tensor.is_floating_point():
+            continue
+        # The memory is asked for, but only the rows are touched.
+        stride = max(_FAR, -(-(2**31) // (tensor.shape[0] - 1)))
+        rows = 4
+        size = (rows - 1) * stride + tensor[0].numel()
+        if tensor.shape[0] > rows:
+            stride = -(-(2**31 + tensor[0].numel()) // (tensor.shape[0] - 1))
+            size = (tensor.shape[0] - 1) * stride + tensor[0].numel()
+        try:
+            memory = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+        except (RuntimeError, MemoryError) as error:
+            pytest.skip(f"no room for {size * tensor.element_size() / 2**30:.1f} GiB of addresses: {error}")
+        far = memory.as_strided(tensor.shape, (stride, *tensor[0].contiguous().stride()))
+        far.copy_(tensor)
+        _assert_right(trial, {**arguments, name: far}, f"with rows of {name} {stride} elements apart")
+        tried = True
+    if not tried:
+        pytest.skip("no argument has four rows")
+
+
+@over(dtypes=True)
+def padding(trial: Trial) -> None:
+    """NaN and infinity where nothing may be read change nothing, and get a gradient of zero."""
+    if trial.table.padding is None:
+        pytest.skip("the op has no padding")
+    arguments = trial.arguments()
+    masks = {
+        name: mask.expand(arguments[name].shape) for name, mask in trial.table.padding(arguments).items() if mask.any()
+    }
+    if not masks:
+        pytest.skip("the case has no padding")
+    baseline, oracle = trial.truth(
+        {**arguments, **{name: arguments[name].masked_fill(mask, 0) for name, mask in masks.items()}}
+    )
+    for filler in (float("nan"), float("inf")):
+        filled = {name: arguments[name].masked_fill(mask, filler) for name, mask in masks.items()}
+        got = trial.run({**arguments, **filled})
+        try:
+            assert_right(got, baseline, oracle)
+            for name, mask in masks.items():
+                gradient = got.gradients.get(name)
+                assert gradient is None or not gradient[mask].any(), f"gradient of {name} is not zero there"
+        except AssertionError as error:
+            raise AssertionError(f"with {filler} in the padding of {', '.join(masks)}: {error}") from None
+
+
+@over(dtypes=True)
+def nans(trial: Trial) -> None:
+    """A NaN in an argument reaches the same elements of the result as in the reference, and no others."""
+    arguments = trial.arguments()
+    for name, tensor in tensors_of(arguments).items():
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        for place in {0, tensor.numel() - 1}:
+            flat = tensor.flatten().clone()
+            flat[place] = float("nan")
+            changed = {**arguments, name: flat.view(tensor.shape)}
+            got, (baseline, oracle) = trial.run(changed), trial.truth(changed)
+            for key, want in oracle.outputs.items():
+                lost = (baseline.outputs[key].isnan() & want.isnan() & ~got.outputs[key].isnan()).sum().item()
+                made = (~want.isnan() & got.outputs[key].isnan()).sum().item()
+                assert not lost, f"{key}: swallows a NaN in element {place} of {name} in {lost} places"
+                assert not made, f"{key}: a NaN in element {place} of {name} spreads to {made} places too many"
+
+
+def _assert_right(trial: Trial, arguments: Arguments, what: str) -> None:
+    try:
+        trial.assert_right(arguments, trial.run(arguments))
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None

@@ -1,0 +1,118 @@
+"""The files that a kernel is made of, and their hash: a record is worth what its source is still worth.
+
+A kernel is made of the module that holds it and, in turn, of the modules that this one imports, as far as they are of
+the same package or of a package of KPT. They are found by reading `import` statements anywhere in a file, so that an
+import inside a function counts and nothing is imported to find out.
+
+Not counted are
+
+- kpt_core and kpt_conformance. Dispatch decides whether a kernel runs, not what it computes, and has tests of its own;
+  if it counted, every change of it would make worthless what was proven on devices that are not at hand.
+- third parties, whose versions a record names.
+- the `__init__.py` of a package that is only passed on the way to a module: it would bring in all of the package. It
+  counts where a name is imported from it.
+- files that are no Python modules and modules whose name is made up at run time; a kernel that is loaded so should
+  lie in a package whose version changes with it.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+
+from .record import EvidenceError
+
+_NOT_THE_KERNEL = ("kpt_core", "kpt_conformance")
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a kernel is made of.
+
+    Attributes:
+        files: by the name of the module.
+        third_parties: top-level names of everything else that is imported.
+    """
+
+    files: Mapping[str, Path]
+    third_parties: frozenset[str]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over names and contents, the same on every machine and for either kind of line ending."""
+        digest = hashlib.sha256()
+        for name in sorted(self.files):
+            content = hashlib.sha256(self.files[name].read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+            digest.update(f"{name} {content}\n".encode())
+        return digest.hexdigest()
+
+
+def sources_of(modules: Iterable[str]) -> Sources:
+    """What the kernel in these modules is made of.
+
+    Args:
+        modules: of the kernel's target and of its `unsupported`.
+
+    Raises:
+        EvidenceError: a module's source is not there, or is no Python.
+    """
+    waiting, files, third_parties = list(modules), dict[str, Path](), set[str]()
+    ours = {_top(module) for module in waiting}
+    for module in waiting:
+        if _locate(module) is None:
+            raise EvidenceError(f"the source of module {module!r} is not there; install the package that has it")
+    while waiting:
+        module = waiting.pop()
+        file = None if module in files else _locate(module)
+        if file is None:
+            continue
+        files[module] = file
+        for imported in _imports(module, file) if file.suffix == ".py" else ():
+            top = _top(imported)
+            if top in ours or (top.startswith("kpt_") and top not in _NOT_THE_KERNEL):
+                waiting.append(imported)
+            else:
+                third_parties.add(top)
+    return Sources(files, frozenset(third_parties))
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _locate(module: str) -> Path | None:
+    """The file of a module; nothing is imported, as `find_spec` would do with the packages above it."""
+    top, *inner = module.split(".")
+    try:
+        spec = find_spec(top)
+    except ValueError:  # a module made at run time
+        spec = None
+    if spec is None:
+        return None
+    if not inner:
+        return Path(spec.origin) if spec.origin and spec.has_location else None
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder, *inner)
+        for file in (path / "__init__.py", path.with_name(f"{path.name}.py"), *path.parent.glob(f"{path.name}.*.so")):
+            if file.is_file():
+                return file
+    return None
+
+
+def _imports(module: str, file: Path) -> Iterator[str]:
+    """The modules that a file imports, those of its own package by their full names."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise EvidenceError(f"{file} can't be read as Python: {error}") from None
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                yield submodule if _locate(submodule) else base

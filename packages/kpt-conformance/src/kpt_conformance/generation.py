@@ -1,0 +1,100 @@
+"""The parameters of the suite's tests: subjects, cases, dtypes, wrong inputs, layers."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+import kpt_core
+from kpt_core import InputError, UnknownNameError
+
+from .extent import extent_of
+from .layers import LAYER_CHECKS
+from .suite import CHECKS, DECLARATIONS, subjects, trials
+from .trial import REFERENCE, Subject, Trial
+
+Made = Iterable[tuple[str, tuple[Any, ...]]]
+"""Ids of tests, and the values of their parameters."""
+
+#: Class -> test -> ids such as `values-moe.experts-reference-small-float32`, and what is tried there.
+GENERATED = pytest.StashKey[dict[type, dict[str, dict[str, Subject | None]]]]()
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Give a test of the suite its parameters."""
+    if metafunc.cls is None or metafunc.function.__name__ not in MAKERS:
+        return
+    names, make = MAKERS[metafunc.function.__name__]
+    backend, reason = _backend(metafunc)
+    if reason is not None:
+        skipped = pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason))
+        metafunc.parametrize(names, [skipped], ids=[backend])
+        return
+    try:
+        made = dict(make(backend, _device(metafunc)))
+    except (UnknownNameError, InputError) as error:
+        raise pytest.UsageError(str(error)) from None
+    metafunc.parametrize(names, list(made.values()), ids=list(made))
+    generated = metafunc.config.stash.setdefault(GENERATED, {}).setdefault(metafunc.cls, {})
+    generated[metafunc.function.__name__] = {name: _subject(values) for name, values in made.items()}
+
+
+def _backend(metafunc: pytest.Metafunc) -> tuple[str, str | None]:
+    """The backend that a class is for, and why it is not tried, or None."""
+    asked: str | None = metafunc.config.getoption("--kpt-backend")
+    assert metafunc.cls is not None
+    name = metafunc.cls.backend or asked
+    if name is None:
+        raise pytest.UsageError(f"{metafunc.cls.__name__} names no backend: set `backend`, or pass --kpt-backend=NAME")
+    if asked not in (None, name):
+        return name, f"--kpt-backend={asked}"
+    found = kpt_core.backends().get(name)
+    unavailable = found.unavailable() if found is not None and _device(metafunc) is None else None
+    if unavailable and asked:
+        raise pytest.UsageError(f"backend {name} can't run here: {unavailable}")
+    return name, unavailable
+
+
+def _device(metafunc: pytest.Metafunc) -> str | None:
+    device: str | None = metafunc.config.getoption("--kpt-device") or getattr(metafunc.cls, "device", None)
+    return device
+
+
+def _subject(values: tuple[Any, ...]) -> Subject | None:
+    tried = (value.subject if isinstance(value, Trial) else value for value in values)
+    return next((value for value in tried if isinstance(value, Subject)), None)
+
+
+def _trials(backend: str, device: str | None) -> Made:
+    for check in CHECKS:
+        for subject, table in subjects(backend, device):
+            for trial in trials(subject, table, extent_of(check)):
+                yield f"{check.__name__}-{trial}", (check, trial)
+
+
+def _declarations(backend: str, device: str | None) -> Made:
+    for declared in DECLARATIONS:
+        for subject, table in subjects(backend, device):
+            yield f"{declared.__name__}-{subject}", (declared, subject, table)
+
+
+def _wrong(backend: str, device: str | None) -> Made:
+    for subject, table in subjects(backend, device):
+        for wrong in table.wrong if not subject.direct else ():
+            yield f"wrong_input-{subject}-{wrong.name}", (subject, table, wrong)
+
+
+def _layers(backend: str, device: str | None) -> Made:
+    if backend == REFERENCE:
+        for name, check in LAYER_CHECKS.items():
+            for layer in kpt_core.layer_cases().values():
+                yield f"{name}-{layer.name}", (check, layer)
+
+
+#: The tests of the suite: their parameters, and what makes those.
+MAKERS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], Made]]] = {
+    "test_kernel": (("check", "trial"), _trials),
+    "test_declaration": (("declared", "subject", "table"), _declarations),
+    "test_wrong_input": (("subject", "table", "wrong"), _wrong),
+    "test_layer": (("layer_check", "layer"), _layers),
+}

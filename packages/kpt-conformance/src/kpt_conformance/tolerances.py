@@ -1,0 +1,60 @@
+"""How far a result may be from the truth: the one table, a reason beside each row."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds on a kernel's error against float64, relative to the reference's own error in the kernel's dtype.
+
+    Attributes:
+        mean: factor on the reference's mean error.
+        maximum: factor on the reference's largest error.
+        sampling: what may be added for `n` elements, in units of the reference's error plus half a rounding of the
+            result, times `n ** -(1 / 3)`.
+        reason: why no less.
+    """
+
+    mean: float
+    maximum: float
+    sampling: float
+    reason: str
+
+    def slack(self, elements: int) -> float:
+        """What `sampling` comes to for so many elements."""
+        return float(self.sampling * elements ** -(1 / 3))
+
+
+RATIO = Tolerance(
+    mean=1.1,
+    maximum=2.0,
+    sampling=4.0,
+    reason=(
+        "Two right ways of computing one sum differ in the order of its terms, so their errors are two draws from one "
+        "distribution. The mean of m independent errors varies by about m ** -0.5 of itself, four deviations of which "
+        "are allowed. The errors in a matrix share those of its rows and columns: of n elements between n ** 0.5 (an "
+        "outer product) and n are independent, and m = n ** (2 / 3) is taken. Half a rounding of the result is added "
+        "in the same proportion, since a reference of few elements may be exact by luck. At a million elements this "
+        "leaves 1.14; a kernel that rounds once more than the reference does has at least 1.4."
+    ),
+)
+
+#: Greatest error that the reference itself may have, in roundings: it is the measure of every kernel.
+REFERENCE_ROUNDINGS = 24.0
+#: ... and why.
+REFERENCE_REASON = (
+    "An op of several products rounds its intermediates to the dtype; each is off by at most half an eps of its own "
+    "size, and the largest element of a result is some four times its typical size. The worst measured is 9 roundings "
+    "(the gradients of moe.experts in bfloat16). Sums that are taken in the dtype itself add the square root of their "
+    "length (N. Higham, T. Mary, SIAM J. Sci. Comput. 41, 2019)."
+)
+
+
+def reference_bound(dtype: torch.dtype, reduction: int) -> float:
+    """Largest error of a reference relative to the largest element, for sums of `reduction` products."""
+    eps = float(torch.finfo(dtype).eps)
+    accumulated = min(eps, float(torch.finfo(torch.float32).eps))
+    return REFERENCE_ROUNDINGS * eps / 2 + 4 * accumulated * math.sqrt(max(reduction, 1))

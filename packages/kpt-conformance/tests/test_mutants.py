@@ -1,0 +1,84 @@
+"""The suite finds every planted fault, and nothing in kernels that are right."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import honest
+import kpt_core
+from kpt_conformance.checks import declarations
+from kpt_conformance.extent import extent_of
+from kpt_conformance.loopback import Loopback
+from kpt_conformance.suite import CHECKS, trials
+from kpt_conformance.trial import Subject, Trial
+from mutants import MUTANTS, Mutant
+from scaled_mm import SCALED_MM
+
+CHECK = {check.__name__: check for check in CHECKS}
+
+
+@pytest.fixture
+def loopback() -> Iterator[Loopback]:
+    with Loopback("planted", capabilities={"bf16"}) as backend:
+        yield backend
+
+
+def table_of(op: str) -> kpt_core.CaseTable:
+    return SCALED_MM if op == SCALED_MM.op else kpt_core.case_tables()[op]
+
+
+def subject_of(loopback: Loopback, kernel: kpt_core.Kernel) -> Subject:
+    return Subject(kpt_core.get_op(kernel.op), kernel.target, loopback.name, torch.device("cpu"), kernel)
+
+
+def fault_in(trial: Trial, check: str) -> str | None:
+    """What a check says of a trial; None if it passes or is skipped."""
+    try:
+        CHECK[check](trial)
+    except pytest.skip.Exception:
+        return None
+    except Exception as error:
+        return f"{trial.case.name}: {type(error).__name__}: {error}"
+    return None
+
+
+def faults_in(subject: Subject, table: kpt_core.CaseTable, check: str) -> Iterator[str]:
+    for trial in trials(subject, table, extent_of(CHECK[check])):
+        fault = fault_in(trial, check)
+        if fault is not None:
+            yield fault
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_fault_is_found(loopback: Loopback, mutant: Mutant) -> None:
+    kernel = loopback.offer(mutant.op, mutant.make(), **mutant.offer)
+    subject, table = subject_of(loopback, kernel), table_of(mutant.op)
+    if mutant.found_by == "declaration":
+        with pytest.raises((AssertionError, kpt_core.KptError)):
+            declarations.declaration(subject, table)
+    else:
+        assert next(faults_in(subject, table, mutant.found_by), None), f"{mutant.found_by} does not find the fault"
+
+
+def test_there_are_faults_for_every_check() -> None:
+    known = {mutant.found_by for mutant in MUTANTS}
+    assert len(MUTANTS) >= 25
+    # The rest need no kernel of their own: see test_checks.
+    assert set(CHECK) - known <= {"derivatives", "meta_result", "custom_ops", "exported", "autocast"}
+
+
+HONEST = {
+    "moe.grouped_mm": honest.grouped_mm_of,
+    "moe.experts": honest.Experts,
+    "sample.scaled_mm": lambda: honest.scaled_mm,
+}
+
+
+@pytest.mark.parametrize("check", CHECK)
+@pytest.mark.parametrize("op", HONEST)
+def test_nothing_is_found_in_a_right_kernel(loopback: Loopback, op: str, check: str) -> None:
+    if op == "moe.experts" and check in ("compiled", "compiled_dynamic", "exported", "fake_result", "custom_ops"):
+        pytest.skip("this kernel reads ids on the host; the other one shows these checks")
+    kernel = loopback.offer(op, HONEST[op]())
+    assert "\n".join(faults_in(subject_of(loopback, kernel), table_of(op), check)) == ""

@@ -1,0 +1,156 @@
+"""The plugin: what it collects, how it refuses, expected failures and records, in a pytest of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+#: A backend with one right kernel, and one that is wrong in bfloat16.
+BACKEND = """
+import honest
+from kpt_conformance.loopback import Loopback
+
+right = honest.grouped_mm_of()
+wrong = honest.grouped_mm_of(lambda x, w, o: honest.product(x, w, o) * (0.5 if x.dtype.itemsize == 2 else 1))
+
+backend = Loopback("acme")
+KERNEL = backend.offer("moe.grouped_mm", {kernel}).target
+"""
+CONFTEST = """
+import kpt_core
+from acme import backend
+
+kpt_core.add_backend(backend)
+"""
+TEST = """
+from kpt_conformance import Suite
+
+
+class TestAcme(Suite):
+    backend = "acme"
+"""
+QUICK = ("-k", "result_type and small", "-p", "no:cacheprovider")
+FAILING = "values-moe.grouped_mm-*-small-bfloat16"
+
+
+@pytest.fixture
+def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """The folder of a backend's tests, whose kernel is right; `write_kernel` makes it wrong."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{pytester.path}")
+    write_kernel(pytester, "right")
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_conformance=TEST)
+    return pytester
+
+
+def write_kernel(pytester: pytest.Pytester, kernel: str) -> None:
+    pytester.makepyfile(acme=BACKEND.format(kernel=kernel))
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess(*arguments, timeout=300)
+
+
+def test_two_lines_are_a_test_file(acme: pytest.Pytester) -> None:
+    run(acme, *QUICK).assert_outcomes(passed=6, deselected=pytest.approx(0, abs=10**6))  # two ops in three dtypes
+
+
+def test_a_wrong_kernel_fails(acme: pytest.Pytester) -> None:
+    write_kernel(acme, "wrong")
+    result = run(acme, "-k", "values and grouped_mm and small and float and not wgrad and not experts")
+    result.assert_outcomes(passed=1, failed=2, deselected=pytest.approx(0, abs=10**6))
+    result.stdout.fnmatch_lines(["*result: mean error * exceeds *"])
+
+
+def test_the_option_runs_the_suite_without_a_file(acme: pytest.Pytester) -> None:
+    (acme.path / "test_conformance.py").unlink()
+    result = run(acme, "--kpt-backend=acme", *QUICK)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*6 passed*"])
+
+
+def test_another_backend_is_left_out(acme: pytest.Pytester) -> None:
+    result = run(acme, "--kpt-backend=reference", "test_conformance.py", "-rs")
+    result.assert_outcomes(skipped=4)
+    result.stdout.fnmatch_lines(["*--kpt-backend=reference*"])
+
+
+def test_an_unknown_backend_is_refused(acme: pytest.Pytester) -> None:
+    result = run(acme, "--kpt-backend=acne")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR or result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*unknown backend 'acne': did you mean 'acme'?*"])
+
+
+def test_a_backend_that_cannot_run_is_said(acme: pytest.Pytester) -> None:
+    acme.makeconftest(CONFTEST + "\nbackend.broken = 'no such chip is in this machine'\n")
+    skipped = run(acme, "-rs")
+    skipped.assert_outcomes(skipped=4)
+    skipped.stdout.fnmatch_lines(["*no such chip is in this machine*"])
+    asked = run(acme, "--kpt-backend=acme")
+    assert asked.ret != 0
+    asked.stdout.fnmatch_lines(["*backend acme can't run here: no such chip is in this machine*"])
+
+
+def test_an_expected_failure_needs_to_fail(acme: pytest.Pytester) -> None:
+    (acme.path / "xfails.txt").write_text(f"{FAILING}  # bfloat16 is halved\n")
+    chosen = ("-k", "values and grouped_mm and small and bfloat16 and not wgrad and not experts", "-rx")
+    write_kernel(acme, "wrong")
+    run(acme, *chosen).assert_outcomes(xfailed=1, deselected=pytest.approx(0, abs=10**6))
+    write_kernel(acme, "right")
+    result = run(acme, *chosen)
+    result.assert_outcomes(failed=1, deselected=pytest.approx(0, abs=10**6))
+    result.stdout.fnmatch_lines(["*XPASS(strict)*"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "values-moe.grouped_mm-*-smal-bfloat16  # misspelt",
+            "*'values-moe.grouped_mm-*-smal-bfloat16' is the id of no*",
+        ),
+        (FAILING, "*xfails.txt:1: '*' has no reason*"),
+    ],
+)
+def test_a_line_that_is_stale_or_bare_is_refused(acme: pytest.Pytester, line: str, message: str) -> None:
+    (acme.path / "xfails.txt").write_text(line + "\n")
+    result = run(acme, *QUICK)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+def test_evidence_is_of_whole_runs_alone(acme: pytest.Pytester) -> None:
+    result = run(acme, "--kpt-evidence=records", *QUICK)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*not recorded: moe.grouped_mm-*(* not run)*"])
+    assert not list(acme.path.glob("records/**/*.json"))
+
+
+def test_evidence_of_a_reference(pytester: pytest.Pytester) -> None:
+    # One op with a table of one case, so that the whole suite is quick.
+    pytester.makeconftest(
+        """
+        import kpt_core._registry as registry
+        from dataclasses import replace
+        import kpt_core
+        import pytest
+
+        tables = kpt_core.case_tables()
+        table = replace(tables["moe.grouped_mm_wgrad"], cases=tables["moe.grouped_mm_wgrad"].cases[:1])
+        kpt_core.case_tables = lambda: {table.op: table}
+        kpt_core.layer_cases = lambda: {}
+        """
+    )
+    result = run(pytester, "--kpt-backend=reference", "--kpt-evidence=records", "-W", "ignore")
+    assert result.ret == 0, result.stdout.str()
+    (path,) = pytester.path.glob("records/**/*.json")
+    record = json.loads(path.read_text())
+    assert (record["op"], record["kernel"], record["level"]) == ("moe.grouped_mm_wgrad", "reference", "ran")
+    assert record["checks"] > 20
+
+
+def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import sys\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
+    run(pytester).assert_outcomes(passed=1)
