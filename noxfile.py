@@ -8,6 +8,7 @@ Everything is installed under constraints/cpu.txt, so a check gives the same ans
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ nox.options.stop_on_first_error = False
 
 PINS = "constraints/cpu.txt"
 FLOORS = "constraints/lowest.txt"
+COMPILERS = "constraints/aot.txt"
 DIST = Path("dist")
 WORKSPACE = Path(".nox/workspace/bin").absolute()
 OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
@@ -31,11 +33,16 @@ def project_file(package: str) -> dict[str, Any]:
     return nox.project.load_toml(f"packages/{package}/pyproject.toml")
 
 
+def name_of(requirement: str) -> str:
+    """Return what a requirement is on."""
+    return re.split(r"[^\w-]", requirement)[0]
+
+
 def siblings(package: str) -> set[str]:
     """Return the package and every package of ours that it or its tests require, directly or through another."""
     file = project_file(package)
     required = [*file["project"]["dependencies"], *nox.project.dependency_groups(file, "test")]
-    names = {re.split(r"[^\w-]", requirement)[0] for requirement in required} - {package}
+    names = {name_of(requirement) for requirement in required} - {package}
     return {package}.union(*(siblings(name) for name in names if Path("packages", name).exists()))
 
 
@@ -51,7 +58,9 @@ def requirements(*packages: str) -> list[str]:
     ours = sorted(set().union(*(siblings(package) for package in packages)))
     editable = [argument for package in ours for argument in ("-e", f"packages/{package}")]
     groups = [nox.project.dependency_groups(project_file(package), "test") for package in packages]
-    return [*editable, *sorted(set().union(*groups))]
+    wanted = set().union(*groups)
+    # pip asks an index for what is named, though it is there, editable; what is named with an extra it finds.
+    return [*editable, *sorted(name for name in wanted if "[" in name or name_of(name) not in ours)]
 
 
 def install(session: nox.Session, *packages: str, also: tuple[str, ...] = (), constraints: str = PINS) -> None:
@@ -72,6 +81,17 @@ def tests(session: nox.Session, package: str) -> None:
     """Test one package with only its siblings and its requirements installed: for kpt-core, torch alone."""
     install(session, package)
     run_tests(session, package)
+
+
+@nox.session
+def aot(session: nox.Session) -> None:
+    """Compile every kernel for every chip that its backend claims, without a GPU, and check what each must be."""
+    install(session, "kpt-conformance", *(package for package in PACKAGES if package.startswith("kpt-backend-")))
+    # By themselves, because a torch for CUDA asks for another Triton; for compiling alone it need not be that one.
+    compilers = project_file("kpt-conformance")["project"]["optional-dependencies"]["aot"]
+    session.install("-c", COMPILERS, *compilers)
+    session.run("pytest", "packages/kpt-conformance/tests/aot", env={"KPT_AOT": "1"})
+    session.run("python", "-m", "kpt_conformance.aot", *session.posargs)
 
 
 @nox.session
@@ -112,6 +132,29 @@ def docs(session: nox.Session) -> None:
     session.run(WORKSPACE / "pytest", "tools", *session.posargs, external=True)
 
 
+def run_suite(session: nox.Session, *options: str) -> None:
+    """Run the conformance suite over the references and every backend in the workspace that can run here."""
+    names = "import kpt_core; print(*(n for n, b in kpt_core.backends().items() if not b.unavailable()))"
+    found = subprocess.run([WORKSPACE / "python", "-c", names], stdout=subprocess.PIPE, text=True, check=True)
+    for backend in ["reference", *found.stdout.split()]:
+        command = (f"--kpt-backend={backend}", *options, *session.posargs)
+        # 5: `-k` left nothing of this backend.
+        session.run(WORKSPACE / "pytest", *command, external=True, success_codes=[0, 5])
+
+
+@nox.session(venv_backend="none", requires=["workspace"])
+def conformance(session: nox.Session) -> None:
+    """Hold every reference, and every kernel that can run on this machine, to the conformance suite."""
+    run_suite(session)
+
+
+@nox.session(venv_backend="none", requires=["workspace"], default=False)
+def evidence(session: nox.Session) -> None:
+    """Run the suite, record in evidence/ what it proves on this machine, and write docs/support.md from the records."""
+    run_suite(session, "--kpt-evidence=evidence")
+    session.run(WORKSPACE / "python", "-m", "kpt_conformance.evidence", "write", external=True)
+
+
 @nox.session(venv_backend="none", requires=["workspace"])
 def demo(session: nox.Session) -> None:
     """Run `kpt demo`; what follows `--` is handed to it."""
@@ -134,7 +177,7 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", DIST, f"packages/{package}", env=env)
     built = sorted(str(path) for path in DIST.glob("*.whl"))
     # Wheels are named by path, so that no sibling can come from an index.
-    session.install("-c", PINS, *built, "pytest", "hypothesis")
+    session.install("-c", PINS, *built, "pytest", "hypothesis", "hatchling")
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/check_wheels.py", DIST)
     if OUT_OF_TREE.exists():
@@ -142,6 +185,12 @@ def wheels(session: nox.Session) -> None:
     session.chdir(session.create_tmp())  # away from the source
     session.run("python", "-m", "kpt_core")
     session.run("kpt", "doctor")
+    # The backend that `kpt new` writes is complete: nothing is added before the suite runs.
+    session.run("kpt", "new", "backend", "skeleton")
+    session.chdir("kpt-backend-skeleton")
+    session.run("python", "-m", "pip", "install", "--no-index", "--no-build-isolation", ".")
+    # The cases are small: more threads would wait for each other, longest where CI runs other sessions beside this one.
+    session.run("pytest", env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

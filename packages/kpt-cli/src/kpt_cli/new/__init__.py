@@ -1,0 +1,1 @@
+"""`kpt new`: the beginnings of repositories that plug into KPT."""
