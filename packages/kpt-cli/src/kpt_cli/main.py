@@ -1,7 +1,7 @@
 """The command `kpt`: its commands, and the one place where errors become sentences and exit codes.
 
-Exit codes: 0 done; 1 something is broken (`doctor`) or a bug; 2 what was asked for, or its input, is wrong;
-130 interrupted.
+Exit codes: 0 done; 1 something is broken (`doctor`) or differs (`validate replay`, `bisect`), or a bug; 2 what was
+asked for, or its input, is wrong; 130 interrupted.
 """
 
 import importlib
@@ -16,7 +16,10 @@ from .console import complain, plain_warnings
 from .doctor.command import doctor
 from .errors import sentence
 from .kernels.command import kernels
+from .lock.command import lock
+from .new.command import app as new
 from .optimize.command import optimize
+from .tune.command import tune
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -90,6 +93,9 @@ _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 app.command()(doctor)
 app.command()(kernels)
 app.command()(optimize)
+app.command()(tune)
+app.command()(lock)
+app.add_typer(new, name="new")
 
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)
@@ -102,6 +108,18 @@ def bench(ctx: typer.Context) -> None:
 def demo(ctx: typer.Context) -> None:
     """Optimise a small model on this machine and show the report."""
     _forward(ctx, "kpt_cli.demo.command:demo")
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+def validate(ctx: typer.Context) -> None:
+    """Record a model's numbers layer by layer, and judge another machine, backend or version by them."""
+    _forward(ctx, "kpt_cli.validate.command:app")
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+def bisect(ctx: typer.Context) -> None:
+    """Find the first module of a model that goes wrong by itself, between two kernels, backends or machines."""
+    _forward(ctx, "kpt_cli.validate.bisect_command:bisect")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from kpt_cli.plugins import REWRITES, packages
 
 from .choices import DTYPES, LEVELS, OBJECTIVES, check_choice, check_device, check_environment, check_max_error
 from .model_directory import ModelDirectory, read_model_directory
-from .output_directory import PLAN, check_output, check_plan_file, copy_model, staged
+from .output_directory import PLAN, check_output, check_output_file, copy_model, staged
 
 if TYPE_CHECKING:
     from kpt_core import Plan
@@ -58,7 +58,7 @@ def optimize(
     directory = read_model_directory(model_dir)
     real_output = None if output is None else check_output(output, directory, force=force)
     if plan_file is not None:
-        check_plan_file(plan_file, force=force)
+        check_output_file(plan_file, "--plan", force=force)
 
     with redirect_stdout(sys.stderr):  # stdout is for the result
         plan, inputs = _measure(directory, level, objective, max_error, device, dtype, tokens, seed)

@@ -49,20 +49,25 @@ def check_output(out: Path, directory: ModelDirectory, *, force: bool) -> Path:
     return real
 
 
-def check_plan_file(plan: Path, *, force: bool) -> None:
-    """Check before any work that a plan can be written to `plan`.
+def check_output_file(file: Path, option: str, *, force: bool) -> None:
+    """Check before any work that a file can be written.
+
+    Args:
+        file: the place.
+        option: what the user named it with.
+        force: whether a file that is there may be replaced.
 
     Raises:
         CliError: it is taken or in a wrong place.
     """
-    if plan.is_dir():
-        raise CliError(f"--plan {plan} is a folder; expected a file name, for instance {plan / PLAN}")
-    if plan.exists() and not force:
-        raise CliError(f"--plan {plan} exists; choose another name, or replace it with --force")
-    parent = plan.absolute().parent
+    if file.is_dir():
+        raise CliError(f"{option} {file} is a folder; expected a file name")
+    if file.exists() and not force:
+        raise CliError(f"{option} {file} exists; choose another name, or replace it with --force")
+    parent = file.absolute().parent
     if not parent.is_dir():
-        raise CliError(f"--plan {plan}: the folder {parent} does not exist; make it first")
-    _check_writable(parent, f"--plan {plan}")
+        raise CliError(f"{option} {file}: the folder {parent} does not exist; make it first")
+    _check_writable(parent, f"{option} {file}")
 
 
 def _check_writable(folder: Path, what: str) -> None:

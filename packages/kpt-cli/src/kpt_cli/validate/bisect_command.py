@@ -1,0 +1,83 @@
+"""The command `kpt bisect`."""
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kpt_cli.console import print_json, progress
+from kpt_cli.errors import CliError
+from kpt_cli.optimize.choices import DTYPES, check_choice, check_device, check_environment
+
+from .arms import IMPLEMENTATIONS, Arm
+from .command import DIFFERS
+from .model_source import DEFAULT_TOKENS, check_source, load
+
+_ARM = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME, with commas"
+
+
+def bisect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face folder, or package.module:function that returns a model and inputs."
+        ),
+    ],
+    use: Annotated[str | None, typer.Option(help=f"What is suspected: {_ARM}.")] = None,
+    against: Annotated[str | None, typer.Option(help="What is trusted, likewise; reference if left out.")] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Compare with this trace instead of with another arm.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. That of the trace if there is one.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to run; the first accelerator or the CPU if left out.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")
+    ] = DEFAULT_TOKENS,
+    seed: Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Find the first module that differs beyond its bound when each is fed the same inputs.
+
+    Exit code 0 if none does, 1 if one does.
+    """
+    if trace_file is not None and (against is not None or dtype is not None):
+        raise CliError("--trace says what is compared with, and in which dtype; leave --against and --dtype out")
+    check_choice("dtype", dtype or "auto", DTYPES)
+    arm, trusted = Arm.parse(use), Arm.parse(against or "reference")
+    check_source(model)
+    with redirect_stdout(sys.stderr), progress() as tell:
+        from .bisecting import bisect as bisect_model
+        from .recording import record
+        from .trace import Trace
+
+        trace = None if trace_file is None else Trace.load(trace_file)
+        place = check_device(device)
+        check_environment(str(place))
+        tell(0, None, "loading the model")
+        loaded = load(
+            model,
+            dtype or ("auto" if trace is None else trace.about.dtype),
+            place,
+            tokens=tokens,
+            seed=seed,
+            inputs=trace is None,
+        )
+        if trace is None:
+            assert loaded.inputs is not None
+            trace = record(loaded.model, loaded.inputs, arm=trusted, name=loaded.name, said=loaded.said, tell=tell)
+        found = bisect_model(loaded.model, trace, arm=arm, tell=tell)
+    compared_with = trusted.name if trace_file is None else str(trace_file)
+    if as_json:
+        print_json({"model": model, "use": arm.name, "against": compared_with, **found.as_dict()})
+    else:
+        from .tables import show_bisection
+
+        show_bisection(found, arm=arm.name, against=compared_with)
+    if found.culprits:
+        raise typer.Exit(DIFFERS)

@@ -1,0 +1,184 @@
+"""Replays judge rightly: no false alarm between sound ways to run a model, and every planted fault is found."""
+
+import math
+
+import pytest
+import torch
+from faulty_kernels import inputs, marked, mixtral, qwen3
+from torch import nn
+
+from kpt_cli.errors import CliError
+from kpt_cli.validate.arms import Arm
+from kpt_cli.validate.recording import record
+from kpt_cli.validate.replaying import replay
+from kpt_core import UnknownNameError
+from kpt_moe import MoEConfig, MoELayer
+
+REFERENCE = Arm.parse("reference")
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def verdict_of(found, key):
+    return next(verdict for verdict in found.verdicts if verdict.key == key)
+
+
+class TestNoFalseAlarm:
+    @pytest.mark.parametrize("make", [mixtral, qwen3], ids=lambda make: make.__name__)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("recorder", ["eager", "grouped_mm", "kpt"])
+    def test_implementations_pass_against_each_other(self, make, dtype, recorder):
+        model = make(dtype)
+        trace = record(model, inputs(), arm=Arm.parse(recorder), gradients=recorder == "kpt")
+        for other in ("eager", "grouped_mm", "kpt", "reference"):
+            found = replay(model, trace, arm=Arm.parse(other))
+            assert found.ok, [verdict.reason for verdict in found.failed]
+
+    def test_the_same_run_has_the_recorders_errors_exactly(self):
+        model = mixtral()
+        found = replay(model, record(model, inputs()))
+        assert found.ok
+        assert all(verdict.run == verdict.recorder for verdict in found.verdicts)
+        assert max(verdict.run.max for verdict in found.verdicts) > 0
+
+    def test_a_more_accurate_run_of_a_coarse_trace_passes(self):
+        trace = record(mixtral(torch.bfloat16), inputs())
+        found = replay(mixtral(torch.bfloat16), trace, dtype=torch.float32)
+        assert found.ok
+        logits = verdict_of(found, "lm_head")
+        assert logits.run.mean < logits.recorder.mean / 100
+
+    def test_a_coarser_run_of_a_fine_trace_fails(self):
+        trace = record(mixtral(), inputs())
+        found = replay(mixtral(), trace, dtype=torch.bfloat16)
+        assert not found.ok
+        assert verdict_of(found, "lm_head") in found.failed
+
+    def test_layers_of_kpt(self):
+        torch.manual_seed(0)
+        config = MoEConfig(hidden_size=16, num_experts=4, intermediate_size=24)
+        model = nn.Sequential(nn.Linear(16, 16), MoELayer(config), nn.LayerNorm(16))
+        trace = record(model, [torch.randn(20, 16)], gradients=True)
+        found = replay(model, trace)
+        assert found.ok
+        assert "moe.experts: reference" in verdict_of(found, "1").kernels
+        assert {gradient.key for gradient in trace.gradients} == set(dict(model.named_parameters()))
+
+
+class TestPlantedFaults:
+    @pytest.mark.parametrize("fault", ["tail", "coarse"])
+    def test_first_failure_is_the_faulty_module(self, faulty, fault):
+        model = marked(mixtral(), layer=1)
+        trace = record(model, inputs(), arm=REFERENCE)
+        assert replay(model, trace, arm=faulty("sound")).ok
+        found = replay(model, trace, arm=faulty(fault))
+        assert not found.ok
+        assert found.failed[0].key == EXPERTS
+        assert f"moe.experts: faulty_kernels:{fault}" in found.failed[0].kernels
+        assert found.failed[0].used > 5
+        assert [culprit.verdict.key for culprit in found.culprits] == [EXPERTS]
+
+    def test_what_is_little_beside_all_errors_is_found_in_the_module_alone(self, faulty):
+        model = marked(mixtral(torch.bfloat16), layer=2)
+        trace = record(model, inputs(), arm=REFERENCE)
+        assert replay(model, trace, arm=faulty("sound")).ok
+        found = replay(model, trace, arm=faulty("float8"))
+        assert [culprit.verdict.key for culprit in found.culprits] == ["model.layers.2.mlp.experts"]
+        assert not found.ok
+
+    def test_a_swallowed_nan_fails_though_every_finite_number_is_right(self, faulty):
+        model = marked(mixtral(), layer=1)
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.down_proj[2, 5, 7] = math.nan
+        trace = record(model, inputs(), arm=REFERENCE)
+        assert trace.layers[-1].outputs[0].isnan().any()
+        assert replay(model, trace, arm=faulty("sound")).ok
+        found = replay(model, trace, arm=faulty("swallow_nan"))
+        assert found.failed[0].key == EXPERTS
+        assert "NaN" in found.failed[0].reason
+
+    def test_a_wrong_gradient_fails_though_every_output_is_right(self, faulty):
+        model = marked(mixtral(), layer=1)
+        trace = record(model, inputs(), arm=REFERENCE, gradients=True)
+        assert replay(model, trace, arm=faulty("sound")).ok
+        found = replay(model, trace, arm=faulty("wrong_gradient"))
+        assert {verdict.type for verdict in found.failed} == {"gradient"}
+        assert f"{EXPERTS}.down_proj" in {verdict.key for verdict in found.failed}
+        assert "lm_head.weight" not in {verdict.key for verdict in found.failed}
+
+    def test_a_kernel_that_is_not_there_is_an_error(self):
+        model = mixtral()
+        trace = record(model, inputs())
+        with pytest.raises(UnknownNameError, match="nvidai"):
+            replay(model, trace, arm=Arm.parse("nvidai"))
+
+    def test_a_call_that_is_missing_fails(self):
+        model = mixtral()
+        trace = record(model, inputs())
+        model.model.layers[2].mlp.forward = lambda hidden_states: torch.zeros_like(hidden_states)
+        found = replay(model, trace)
+        assert "this run did not" in verdict_of(found, "model.layers.2.mlp.experts").reason
+
+
+class TestAnotherModel:
+    def test_changed_weights_are_named(self):
+        trace = record(mixtral(), inputs())
+        with pytest.raises(CliError, match=r"1 of 30 .*model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+            replay(marked(mixtral(), layer=1), trace)
+
+    def test_changed_config_is_named(self):
+        trace = record(mixtral(), inputs())
+        model = mixtral()
+        model.config.rms_norm_eps = 0.5
+        with pytest.raises(CliError, match=r"rms_norm_eps \(now 0\.5, recorded 1e-05\)"):
+            replay(model, trace)
+
+    def test_another_class(self):
+        trace = record(mixtral(), inputs())
+        with pytest.raises(CliError, match="a MixtralForCausalLM and this is a Qwen3MoeForCausalLM"):
+            replay(qwen3(), trace)
+
+
+class TestRecording:
+    def test_the_reference_is_float64_everywhere(self):
+        trace = record(mixtral(torch.bfloat16), inputs(), gradients=True)
+        assert {tensor.dtype for layer in trace.layers for tensor in layer.reference} == {torch.float64, torch.int64}
+        # Norms convert to float32 by themselves; a float64 reference with such a norm would err by 1e-8.
+        norm, x = trace.layers[2], trace.layers[2].inputs[0].double()
+        assert norm.key == "model.layers.0.input_layernorm"
+        exact = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        torch.testing.assert_close(norm.reference[0], exact, rtol=1e-14, atol=1e-14)
+
+    def test_the_model_is_as_it_was(self):
+        model = mixtral()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        implementation = model.config._experts_implementation
+        record(model, inputs(), gradients=True)
+        assert model.config._experts_implementation == implementation
+        assert torch.get_default_dtype() is torch.float32
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+    def test_order_of_execution_and_kernels(self):
+        keys = [layer.key for layer in record(mixtral(), inputs()).layers]
+        assert keys.index("model.embed_tokens") < keys.index(EXPERTS) < keys.index("model.layers.1") < keys.index("")
+        layer = record(mixtral(), inputs()).layers[keys.index(EXPERTS)]
+        assert layer.kernels == ("moe.experts: reference",)
+        assert layer.lengths == (32, 48)
+
+    def test_layers_that_match_and_those_that_route(self):
+        model = mixtral()
+        trace = record(model, inputs(), layers="model.layers.1*")
+        keys = {layer.key for layer in trace.layers}
+        assert EXPERTS in keys
+        assert "model.layers.0.mlp.gate" in keys
+        assert not {"model.layers.0.self_attn", "lm_head"} & keys
+        assert replay(model, trace).ok
+
+    def test_a_pattern_that_matches_nothing(self):
+        with pytest.raises(CliError, match="no module has such a path"):
+            record(mixtral(), inputs(), layers="model.layer.*")
+
+    def test_a_model_that_does_not_run(self):
+        with pytest.raises(CliError, match="MixtralForCausalLM does not run on the inputs"):
+            record(mixtral(), {"nonsense": 1})
