@@ -81,6 +81,13 @@ def test_without_kernels_nothing_is_tuned_and_nothing_written(kpt, tables, monke
     assert not (tmp_path / "table.json").exists()
 
 
+def test_what_is_not_even_tried_is_said_to_be_so(kpt_process, plugins, tables):
+    done = kpt_process("tune", "tuned.product", "--training", plugins=plugins)
+    assert "tuned.product: its cases name no argument with a gradient" in done.stdout
+    assert done.stdout.endswith("Nothing was measured, and nothing was written.\n")
+    assert not tables.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -125,6 +125,29 @@ class Outcome:
         return [self, *(self.child.all() if self.child else [])]
 
 
+def _fixed(
+    op: str, call: Call, asked: Asked, kernels: list[Drawn]
+) -> tuple[str | None, str, list[Drawn], dict[str, list[str]]]:
+    """What does not depend on shapes: the choice and its scope, the op's kernels in order, and who is refused why."""
+    mine = sorted((k for k in kernels if k.op == op), key=lambda k: (-k.priority, k.backend.name, k.target))
+    scope, choice = next(((o, c) for o, c in reversed(asked.choices) if o in ("*", op)), ("*", None))
+    if scope == "*" and any(choice == k.target and k.op != op for k in kernels):
+        choice = None  # it is no kernel of this op's
+    refused: dict[str, list[str]] = {}
+    for k in mine:
+        device_lacks = k.requires - k.backend.capabilities(torch.device(call.device))
+        reasons = {
+            "was asked for": choice is not None and choice not in (k.backend.name, k.target),
+            "disabled": bool({k.backend.name, k.target} & asked.disabled),
+            "runs on": k.backend.device_type != call.device,
+            "broken today": not k.backend.ready,
+            "needs " + ", ".join(sorted(device_lacks)): bool(device_lacks),
+            "dtype " + call.dtype: k.dtypes is not None and call.dtype not in k.dtypes,
+        }
+        refused[k.target] = [reason for reason, applies in reasons.items() if applies]
+    return choice, scope, mine, refused
+
+
 def predict(op: str, call: Call, asked: Asked, kernels: list[Drawn], *, breaks: bool, known: set[str]) -> Outcome:
     """The rules.
 
@@ -136,22 +159,8 @@ def predict(op: str, call: Call, asked: Asked, kernels: list[Drawn], *, breaks: 
         breaks: whether kernels that fail do so; `explain` runs none, and so doesn't know.
         known: targets of those that failed on these arguments before.
     """
-    mine = sorted((k for k in kernels if k.op == op), key=lambda k: (-k.priority, k.backend.name, k.target))
-    scope, choice = next(((o, c) for o, c in reversed(asked.choices) if o in ("*", op)), ("*", None))
-    if scope == "*" and any(choice == k.target and k.op != op for k in kernels):
-        choice = None  # it is no kernel of this op's
-    outcome = Outcome()
-    for k in mine:
-        device_lacks = k.requires - k.backend.capabilities(torch.device(call.device))
-        reasons = {
-            "was asked for": choice is not None and choice not in (k.backend.name, k.target),
-            "disabled": bool({k.backend.name, k.target} & asked.disabled),
-            "runs on": k.backend.device_type != call.device,
-            "broken today": not k.backend.ready,
-            "needs " + ", ".join(sorted(device_lacks)): bool(device_lacks),
-            "dtype " + call.dtype: k.dtypes is not None and call.dtype not in k.dtypes,
-        }
-        outcome.refusals[k.target] = [reason for reason, applies in reasons.items() if applies]
+    choice, scope, mine, fixed = _fixed(op, call, asked, kernels)
+    outcome = Outcome(refusals=fixed)
     for k in mine:
         if outcome.refusals[k.target]:
             continue
@@ -173,7 +182,9 @@ def predict(op: str, call: Call, asked: Asked, kernels: list[Drawn], *, breaks: 
         outcome.refusals[k.target] = ["quarantined for this signature"]
     else:
         silent = op == WHOLE and scope == "*" and not any(choice in (k.backend.name, k.target) for k in mine)
-        slow = call.device != "cpu" and choice is None
+        # What a composite calls tells for itself, if a kernel may serve it.
+        inner_may_be_served = op == WHOLE and not all(_fixed(PLAIN, call, asked, kernels)[3].values())
+        slow = call.device != "cpu" and choice is None and not inner_may_be_served
         if (choice in (None, "reference") or silent) and not (slow and asked.strict):
             outcome.ran, outcome.value, outcome.slow = "reference", 0, {op} if slow else set()
             if op == WHOLE:

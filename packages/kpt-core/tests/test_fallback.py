@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +130,60 @@ def test_compiled_code_obeys_strict(gpu: Tensor) -> None:
     compiled = torch.compile(lambda x: scale(x, x), backend="eager")
     with kpt_core.use(strict=True), pytest.raises(NoKernelError, match=r"\(strict\)"):
         compiled(gpu)
+
+
+def test_a_composite_whose_parts_a_kernel_serves_is_not_slow(add: Add, gpu: Tensor) -> None:
+    add(Loopback(kernel("first"), device_type="cuda"))
+    with kpt_core.use(strict=True):
+        assert [child.kernel for child in kpt_core.explain(shifted, gpu).children] == ["loopback:first"]
+        assert shifted(gpu).device.type == "cuda"
+        torch.compile(shifted, fullgraph=True, backend="eager")(gpu)
+
+
+def test_a_composite_leaves_it_to_the_part_that_its_kernel_refuses(add: Add) -> None:
+    add(Loopback(kernel("first", unsupported="at_most_four_rows"), device_type="cuda"))
+    large = torch.empty(5, device="cuda")
+    for call in (shifted, torch.compile(shifted, backend="eager")):
+        kpt_core.refresh()
+        with pytest.warns(FallbackWarning) as warned:
+            call(large)
+        assert [str(w.message).partition(" ")[0] for w in warned] == ["sample.scale"]
+        for strict_call in (shifted.explain, call):
+            with (
+                kpt_core.use(strict=True),
+                pytest.raises(NoKernelError, match=r"no kernel for sample\.scale on"),
+            ):
+                strict_call(large)
+
+
+@pytest.mark.parametrize("needs", [{"requires": {"sm90"}}, {"dtypes": {"bfloat16"}}])
+def test_a_composite_is_slow_where_no_kernel_may_serve_its_parts(add: Add, gpu: Tensor, needs: dict[str, Any]) -> None:
+    add(Loopback(kernel("first", **needs), device_type="cuda"))
+    with pytest.warns(FallbackWarning) as warned:
+        shifted(gpu)
+    assert [str(w.message).partition(" ")[0] for w in warned] == ["sample.shifted", "sample.scale"]
+    with kpt_core.use(strict=True):
+        for call in (shifted, shifted.explain, torch.compile(shifted, backend="eager")):
+            with pytest.raises(NoKernelError, match=r"no kernel for sample\.shifted on cuda:0 \(strict\)"):
+                call(gpu)
+
+
+def test_parts_count_at_every_depth_and_unknown_ones_do_not(add: Add, gpu: Tensor) -> None:
+    @kpt_core.op("sample.deep", composed_of=("sample.gone", "sample.shifted"))
+    def deep(x: Tensor) -> Tensor:
+        return shifted(x)
+
+    with pytest.warns(FallbackWarning) as warned:
+        deep(gpu)
+    assert [str(w.message).partition(" ")[0] for w in warned] == ["sample.deep", "sample.shifted", "sample.scale"]
+    add(Loopback(kernel("first"), device_type="cuda"))
+    with kpt_core.use(strict=True):
+        assert deep(gpu).device.type == "cuda"
+
+
+def test_tables_are_no_matter_on_a_device_that_is_not_here(add: Add, setting: Callable[[str, str], None]) -> None:
+    """Its name, by which tables are found, can't be asked for."""
+    setting("KPT_TUNING", "1")
+    add(Loopback(kernel("first"), device_type="cuda"))
+    absent = torch.empty(4, device="cuda:63")
+    assert scale(absent, absent).device == absent.device

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import kpt_core
+
 #: Prints what the import added, and how long it took.
 SCRIPT = """
 import json, sys, time
@@ -39,6 +41,7 @@ def test_nothing_but_the_core_and_the_standard_library_is_imported(imports: list
     """Above all no triton, transformers, jax, pandas or numpy, no plug-in, and no part of torch that it loads late."""
     added = imports[0]["added"]
     assert "kpt_core._op" in added
+    assert not {"kpt_core._lock", "kpt_core._optimize", "kpt_core._tuning_run"} & set(added), "rarely needed"
     foreign = {name.partition(".")[0] for name in added} - {"kpt_core"} - set(sys.stdlib_module_names)
     assert foreign == set()
 
@@ -48,3 +51,14 @@ def test_it_takes_milliseconds(imports: list[dict[str, float]], capsys: pytest.C
     with capsys.disabled():
         print(f"\nimport kpt_core after torch: {seconds * 1e3:.0f} ms, median of {RUNS} processes")
     assert seconds < LIMIT
+
+
+@pytest.mark.parametrize("name", kpt_core.__all__)
+def test_what_is_offered_is_there(name: str) -> None:
+    assert name in dir(kpt_core)
+    assert getattr(kpt_core, name) is not None
+
+
+def test_what_is_not_offered_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'kpt_core' has no attribute 'tunes'"):
+        kpt_core.tunes  # type: ignore[attr-defined]  # noqa: B018

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,19 @@ from torch import Tensor
 
 import kpt_core
 import tuning_kernels
-from kpt_core import Backend, Case, CaseTable, InputError, TuningWarning, UnknownNameError, _registry
+from kpt_core import (
+    Backend,
+    Case,
+    CaseTable,
+    InputError,
+    TuningWarning,
+    UnknownNameError,
+    _registry,
+    _tuning,
+    _tuning_files,
+)
 from loopback import Loopback
+from test_tuning_files import ENTRY
 from tuning_kernels import SEEN, composed, negated, offer, product, two
 
 Add = Callable[[Backend], Backend]
@@ -388,3 +400,71 @@ def test_shipped_tables_serve_until_the_user_has_measured(
     kpt_core.refresh()
     with pytest.warns(TuningWarning, match=r"backend 'loop' at 'no_such_package:tuning': ignored, because ModuleNot"):
         product(FEW, WEIGHT)
+
+
+def test_a_size_key_may_be_a_list(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(two())
+    monkeypatch.setattr(product, "size_key", lambda x, weight: [x.shape[0]])
+    tune(cases=["few"])
+    assert torch.equal(product(FEW, WEIGHT), FEW @ WEIGHT)
+    assert kernel(product, FEW, WEIGHT) == "quick"
+
+
+def test_a_kernel_gets_the_configuration_of_the_choice_inside_an_autograd_function_too(
+    add: Add, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd is off in there: by itself the kernel would take the configuration of calls without a gradient."""
+    seen = []
+
+    class Tiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
+            seen.append(kpt_core.tuned_config("tuning.product", "tuning_kernels:tiled", x, weight))
+            return x @ weight
+
+    monkeypatch.setattr(tuning_kernels, "tiled", lambda x, weight: Tiled.apply(x, weight))
+    tuning = replace(ENTRY, kernel="tuning_kernels:tiled", default="tuning_kernels:tiled")
+    entries = [
+        replace(tuning, config={"rows": 8}),
+        replace(tuning, key=(*tuning.key, "gradient"), config={"rows": 32}),
+    ]
+    name = kpt_core.device_name("cpu")
+    _tuning_files.merge_into(folder / _tuning.table_name(name), name, entries)
+    add(Loopback(offer("tiled")))
+    product(FEW, WEIGHT)
+    product(FEW.clone().requires_grad_(), WEIGHT)
+    assert seen == [{"rows": 8}, {"rows": 32}]
+
+
+def test_tables_that_are_refreshed_while_they_are_read_do_not_stay(
+    add: Add, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call reads the old table; meanwhile another thread tunes, or refreshes."""
+    add(two())
+    read = _tuning._read_tables
+
+    def slowly(device: str, where: Path) -> list[kpt_core.TuningEntry]:
+        found = read(device, where)
+        monkeypatch.setattr(_tuning, "_read_tables", read)
+        tune(cases=["few"])
+        return found
+
+    monkeypatch.setattr(_tuning, "_read_tables", slowly)
+    product(FEW, WEIGHT)
+    assert kernel(product, FEW, WEIGHT) == "quick"
+
+
+def test_a_kernel_that_was_not_there_and_comes_first_is_not_overruled(add: Add) -> None:
+    """Nobody knows whether the winner is faster than that one."""
+    add(two())
+    tune(cases=["few"])
+    add(Loopback(offer("quick_for_few", priority=-1), name="later"))
+    assert kernel(product, FEW, WEIGHT) == "quick"  # by its priority it would not run anyway
+    kpt_core.remove_backend("later")
+    add(Loopback(offer("quick_for_few", priority=10), name="better"))
+    with pytest.warns(TuningWarning, match="quick_for_few comes first and was not there then; `kpt tune` measures"):
+        product(FEW, WEIGHT)
+    assert kernel(product, FEW, WEIGHT) == "quick_for_few"
+    (entry,) = tune(cases=["few"]).entries
+    assert entry.present == tuple(f"tuning_kernels:{name}" for name in ("quick_for_few", "slow", "quick"))
+    assert kernel(product, FEW, WEIGHT) == "quick_for_few"

@@ -29,6 +29,7 @@ ENTRY = TuningEntry(
     config=None,
     seconds=1e-3,
     default="tuning_kernels:slow",
+    present=("tuning_kernels:tiled", "tuning_kernels:slow", "tuning_kernels:quick"),
     gain=4.0,
     noise=0.01,
     case="few",
@@ -117,6 +118,7 @@ WRONG = {
     "negative": ({"noise": -1.0}, "an entry's noise is -1.0"),
     "key of floats": ({"key": [4.0, 3]}, r"an entry's key is \[4.0, 3\], not a list of ints and texts"),
     "key as text": ({"key": "4, 3"}, "an entry's key is"),
+    "present as text": ({"present": "a:b"}, "an entry's present is 'a:b', not a list of texts"),
     "config as list": ({"config": [1]}, r"an entry's config is \[1\], not an object or null"),
     "no kernel": ({"kernel": ""}, "an entry's kernel is ''"),
     "one field more": ({"call": "os.system"}, "an entry lacks or adds call"),
@@ -200,8 +202,8 @@ from pathlib import Path
 from kpt_core._tuning_files import TuningEntry, merge_into
 
 table, op = Path(sys.argv[1]), sys.argv[2]
-entry = TuningEntry(op=op, dtype="float32", key=(0,), kernel="a:b", config=None, seconds=1.0, default="a:b", gain=1.0,
-    noise=0.0, case="c", distribution=None, version=None, torch="2", date="today")
+entry = TuningEntry(op=op, dtype="float32", key=(0,), kernel="a:b", config=None, seconds=1.0, default="a:b", present=(),
+    gain=1.0, noise=0.0, case="c", distribution=None, version=None, torch="2", date="today")
 print("ready", flush=True)
 sys.stdin.readline()
 for size in range(40):

@@ -1,5 +1,7 @@
 """KPT's core: ops, kernels, backends, and what introduces one to the other."""
 
+from typing import TYPE_CHECKING
+
 from ._autocast import without_autocast
 from ._cases import Arguments, Case, CaseTable, LayerCase, WrongInput
 from ._config import Config
@@ -18,11 +20,7 @@ from ._errors import (
 )
 from ._files import write_whole
 from ._kernel import Backend, Capability, Kernel
-from ._lock import Lock, LockEntry, read_lock, write_lock
-from ._measure import gain_of, interleaved_times
 from ._op import Op, op
-from ._optimize import Optimized, apply_plan, optimize
-from ._plan import Plan, PlanEntry
 from ._registry import (
     Problem,
     add_backend,
@@ -41,9 +39,37 @@ from ._selection import Refusal, Selection
 from ._settings import record
 from ._tuning import device_name, next_power_of_two, tuned_config
 from ._tuning_files import TuningEntry
-from ._tuning_run import Tuning, model_cases, tune
-from ._tuning_trials import TuningResult
 from ._use import explain, use
+
+if TYPE_CHECKING:
+    from ._lock import Lock, LockEntry, read_lock, write_lock
+    from ._measure import gain_of, interleaved_times
+    from ._optimize import Optimized, apply_plan, optimize
+    from ._plan import Plan, PlanEntry
+    from ._tuning_run import Tuning, model_cases, tune
+    from ._tuning_trials import TuningResult
+else:  # only what a call of an op needs is imported with the package
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        modules = {
+            "_lock": ("Lock", "LockEntry", "read_lock", "write_lock"),
+            "_measure": ("gain_of", "interleaved_times"),
+            "_optimize": ("Optimized", "apply_plan", "optimize"),
+            "_plan": ("Plan", "PlanEntry"),
+            "_tuning_run": ("Tuning", "model_cases", "tune"),
+            "_tuning_trials": ("TuningResult",),
+        }
+        module = next((module for module, names in modules.items() if name in names), None)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = getattr(import_module(f".{module}", __name__), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 

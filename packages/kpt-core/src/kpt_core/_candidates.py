@@ -46,7 +46,7 @@ def needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def call_key(size_key: "Callable[..., Key] | None", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Key":
     """What identifies a call for tuning: its sizes, roughly, and whether a gradient is needed."""
     sizes = () if size_key is None else size_key(*args, **kwargs)
-    return (*sizes, GRADIENT) if needs_gradient(args, kwargs) else sizes
+    return (*sizes, GRADIENT) if needs_gradient(args, kwargs) else tuple(sizes)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,7 +1,6 @@
 """Writing files so that nobody ever reads half of one."""
 
 import os
-import secrets
 from pathlib import Path
 
 
@@ -14,7 +13,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """
     path = Path(path)
     # Not `tempfile.mkstemp`: its files are for their owner only, and the mode would stay.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)

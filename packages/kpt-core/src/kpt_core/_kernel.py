@@ -70,6 +70,10 @@ class Backend(Protocol):
         name: short and unique, for instance `nvidia`; what `use("nvidia")` and `KPT_USE=nvidia` name.
         device_type: torch's device type: `cuda`, `xpu`, `xla`, `cpu`.
 
+    Two more attributes are optional: `tuning`, the folder of the tables that the package ships, as in
+    `"kpt_backend_x:tuning"` (read like those that `kpt tune` writes); and `chips: tuple[str, ...]`, the chips that
+    `python -m kpt_conformance.aot` compiles its kernels for.
+
     None of the methods may import a compiler or a framework other than torch at package import.
     """
 

@@ -19,7 +19,7 @@ from ._kernel import Kernel, signature_of
 from ._selection import REFERENCE, Refusal, Selection
 from ._settings import Scope, current, effective, scoped
 from ._tracing import dispatch_traced, traced_candidates
-from ._tuning import tuned_choices
+from ._tuning import configured, tuned_choices
 from ._tuning_files import Key, TuningEntry
 
 P = ParamSpec("P")
@@ -148,7 +148,8 @@ class Op(Generic[P, R]):
                 self.name, self.reference, bool(self.composed_of), device, dtype, scope, self._loaded
             )
             if found.accepted:
-                found = replace(found, tuned=tuned_choices(self.name, device, dtype))
+                targets = [candidate.kernel.target for candidate in found.accepted]
+                found = replace(found, tuned=tuned_choices(self.name, device, dtype, targets))
             known[device, dtype, scope] = found
         return found
 
@@ -170,7 +171,7 @@ class Op(Generic[P, R]):
             found = self.candidates(first.device, first.dtype)
             candidate, refusals, tuned = self._choose(found, args, kwargs)
             if candidate is None and tuned is None:
-                self._require_reference(found, refusals, first.device)
+                self._require_reference(found, refusals, first)
             children = self._explain_children(args, kwargs) if candidate is None and self.composed_of else ()
             return self._selection(candidate, refusals, tuned, children, args, kwargs)
 
@@ -207,7 +208,7 @@ class Op(Generic[P, R]):
             return dispatch_traced(self, first, args, kwargs)  # type: ignore[no-any-return]
         scope = effective()
         found, direct = self.candidates(first.device, first.dtype), self._direct
-        result = self._run(found, scope, first.device, args, kwargs)
+        result = self._run(found, scope, first, args, kwargs)
         # Unless the kernels changed while it ran, in this thread or in another.
         # What is tuned depends on each call's sizes, for which the short path has no eye.
         steady = current.scope is None and found.tuned is None
@@ -244,7 +245,7 @@ class Op(Generic[P, R]):
         self,
         found: Candidates,
         scope: Scope,
-        device: torch.device,
+        first: torch.Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         failed: list[tuple[Candidate, Exception]] | None = None,
@@ -254,9 +255,9 @@ class Op(Generic[P, R]):
         while True:
             candidate, refusals, tuned = self._choose(found, args, kwargs)
             if candidate is None and tuned is None:
-                self._require_reference(found, refusals, device)
+                self._require_reference(found, refusals, first)
                 if not scope.dry:
-                    warn_of_fallback(self.name, self.said, found, refusals, device)
+                    warn_of_fallback(self, found, refusals, first.device, first.dtype)
             try:
                 result = self._call(candidate, refusals, tuned, scope, args, kwargs)
             except Exception as error:
@@ -285,11 +286,13 @@ class Op(Generic[P, R]):
         kwargs: dict[str, Any],
     ) -> R:
         call = self.reference if candidate is None or scope.dry else candidate.call
-        if scope.log is None:
-            return call(*args, **kwargs)
-        children: list[Selection] = []
-        with scoped(replace(scope, log=children)):
-            result = call(*args, **kwargs)
+        # Said here: inside an autograd function a kernel can't tell the calls that need a gradient from the others.
+        with nullcontext() if tuned is None else configured(self.name, tuned.kernel, tuned.config):
+            if scope.log is None:
+                return call(*args, **kwargs)
+            children: list[Selection] = []
+            with scoped(replace(scope, log=children)):
+                result = call(*args, **kwargs)
         if scope.dry and candidate is not None:
             children = []
         scope.log.append(self._selection(candidate, refusals, tuned, tuple(children), args, kwargs))
@@ -305,8 +308,7 @@ class Op(Generic[P, R]):
             error.add_note(f"raised by kernel {candidate.kernel.target} of op {self.name}")
             raise error
         self._quarantine(candidate, error, args, kwargs)
-        device = self.first_tensor(args, kwargs).device
-        return self._run(found, scope, device, args, kwargs, [(candidate, error)])
+        return self._run(found, scope, self.first_tensor(args, kwargs), args, kwargs, [(candidate, error)])
 
     def _selection(
         self,
@@ -331,9 +333,9 @@ class Op(Generic[P, R]):
             key=call_key(self.size_key, args, kwargs),
         )
 
-    def _require_reference(self, found: Candidates, refusals: list[Refusal], device: torch.device) -> None:
+    def _require_reference(self, found: Candidates, refusals: list[Refusal], first: torch.Tensor) -> None:
         """Raise if the reference may not serve the call."""
-        refusal = refusal_of_reference(self.name, found, refusals, device)
+        refusal = refusal_of_reference(self, found, refusals, first.device, first.dtype)
         if refusal is not None:
             raise NoKernelError(refusal)
 

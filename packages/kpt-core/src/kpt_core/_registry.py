@@ -347,7 +347,7 @@ def _kernels_of(backend: Backend) -> Iterable[Kernel]:
 def forget_selections() -> None:
     """Choose anew at the next call, with tuning tables that are read again; quarantine ends."""
     with _lock:
-        _state.tuning.clear()
+        _state.tuning = {}  # as in `Op.forget`
         for op in _ops.values():
             op.forget()
 

@@ -67,14 +67,14 @@ def _find(name: str, device: str, dtype: torch.dtype, scope_key: str) -> bool:
 @_constant
 def _fall_back(name: str, device: str, dtype: torch.dtype) -> str | None:
     """Why the reference may not serve a traced call; if it may and is slow, that is said."""
-    op = _registry.get_op(name)
-    found = op.candidates(torch.device(device), dtype)
+    op, where = _registry.get_op(name), torch.device(device)
+    found = op.candidates(where, dtype)
     refused = [
         Refusal(candidate.backend, candidate.kernel.target, "refuses these arguments (`explain` says why)")
         for candidate in found.accepted
     ]
     refusals = [*found.refusals, *refused]
-    refusal = refusal_of_reference(name, found, refusals, torch.device(device))
+    refusal = refusal_of_reference(op, found, refusals, where, dtype)
     if refusal is None:
-        warn_of_fallback(name, op.said, found, refusals, torch.device(device))
+        warn_of_fallback(op, found, refusals, where, dtype)
     return refusal

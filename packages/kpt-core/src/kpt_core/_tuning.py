@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -37,17 +37,35 @@ class Tuned:
     common: dict[bool, TuningEntry]
 
 
-def tuned_choices(op: str, device: torch.device, dtype: torch.dtype) -> Tuned | None:
-    """What the tables of a device's name say of an op and a dtype, None if nothing."""
+def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Sequence[str]) -> Tuned | None:
+    """What the tables of a device's name say of an op and a dtype, None if nothing.
+
+    Args:
+        op: name of the op.
+        device: of the calls.
+        dtype: of the calls' first tensors.
+        kernels: that may serve the calls, best first.
+    """
     folder = _folder()
     if folder is None or device.type == "meta":
         return None
-    name = device_name(device)
-    entries = _registry._state.tuning.get(name)
+    try:
+        name = device_name(device)
+    except Exception:  # fake tensors may be on a device that is not here
+        return None
+    known = _registry._state.tuning  # `refresh` puts another in its place while tables are read
+    entries = known.get(name)
     if entries is None:
-        entries = _registry._state.tuning[name] = _read_tables(name, folder)
+        entries = known[name] = _read_tables(name, folder)
     wanted = str(dtype).removeprefix("torch.")
-    found = {entry.key: entry for entry in entries if entry.op == op and entry.dtype == wanted}
+    found = {}
+    for entry in entries:
+        if entry.op == op and entry.dtype == wanted:
+            newcomer = _newcomer(entry, kernels)
+            if newcomer is None:
+                found[entry.key] = entry
+            else:
+                _ignore(f"what was measured for {op} in {wanted}", f"{newcomer} comes first and was not there then")
     if not found:
         return None
     common = {}
@@ -65,8 +83,8 @@ def tuned_config(op: str, kernel: str, /, *args: Any, **kwargs: Any) -> Mapping[
     dictionaries or frozen dataclasses that JSON gives back as they are, or a function with the op's parameters that
     gives one. What is tuned comes back as a mapping: `Tile(**found)`.
 
-    While `kpt tune` tries a configuration, it is that one, in the thread that tries it: a kernel reads its
-    configuration in its forward and hands it on to its backward, which may run in another thread.
+    It is that of the choice which dispatch made, or which `kpt tune` tries, in the thread that does so: a kernel reads
+    it in its forward and hands it on to its backward, which may run in another thread.
 
     Args:
         op: name of the op.
@@ -85,8 +103,8 @@ def tuned_config(op: str, kernel: str, /, *args: Any, **kwargs: Any) -> Mapping[
         gradient = needs_gradient(args, kwargs)
         entry = tuned.common.get(gradient) or tuned.common.get(not gradient)
         return entry.config if entry is not None and entry.kernel == kernel else None
-    if _trial.of == (op, kernel):
-        return _trial.config
+    if _chosen.of == (op, kernel):
+        return _chosen.config
     first = declared.first_tensor(args, kwargs)
     tuned = declared.candidates(first.device, first.dtype).tuned
     if tuned is None:
@@ -103,24 +121,24 @@ def next_power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-class _Trial(threading.local):
+class _Chosen(threading.local):
     def __init__(self) -> None:
         self.of: tuple[str, str] | None = None
         self.config: Mapping[str, Any] | None = None
 
 
-_trial = _Trial()
+_chosen = _Chosen()
 
 
 @contextmanager
-def trying(op: str, kernel: str, config: Mapping[str, Any] | None) -> Iterator[None]:
-    """Force what `tuned_config` gives a kernel of this thread."""
-    before = _trial.of, _trial.config
-    _trial.of, _trial.config = (op, kernel), config
+def configured(op: str, kernel: str, config: Mapping[str, Any] | None) -> Iterator[None]:
+    """Decide what `tuned_config` gives a kernel in this thread."""
+    before = _chosen.of, _chosen.config
+    _chosen.of, _chosen.config = (op, kernel), config
     try:
         yield
     finally:
-        _trial.of, _trial.config = before
+        _chosen.of, _chosen.config = before
 
 
 def device_name(device: torch.device | str) -> str:
@@ -241,6 +259,12 @@ def _outdated(entry: TuningEntry) -> str | None:
         )
         return f"kernel {entry.kernel} of {entry.op} was measured as of {measured}, and comes from {installed} now"
     return None
+
+
+def _newcomer(entry: TuningEntry, kernels: Sequence[str]) -> str | None:
+    """A kernel that goes before an entry's default and was not there when it was measured, or None."""
+    before = kernels[: kernels.index(entry.default)] if entry.default in kernels else kernels
+    return next((kernel for kernel in before if kernel != entry.kernel and kernel not in entry.present), None)
 
 
 def _ignore(what: str, reason: str) -> None:

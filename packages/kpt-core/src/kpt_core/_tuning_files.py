@@ -31,6 +31,8 @@ class TuningEntry:
         config: the winner's configuration, None for its own default.
         seconds: median time of a call.
         default: what runs without tuning.
+        present: the kernels of the op that were there, best first; one that was not, and would run without tuning, may
+            be faster than the winner.
         gain: how many times faster than that, 1 if the default stays.
         noise: standard error of the gain.
         case: name of the case that was timed.
@@ -47,6 +49,7 @@ class TuningEntry:
     config: dict[str, Any] | None
     seconds: float
     default: str
+    present: tuple[str, ...]
     gain: float
     noise: float
     case: str
@@ -87,6 +90,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("seconds", "gain", "noise"), (_is_number, "a finite number, not negative")),
     **dict.fromkeys(("distribution", "version"), (lambda value: value is None or _is_text(value), "a text or null")),
     "key": (is_key, "a list of ints and texts"),
+    "present": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
     "config": (lambda value: value is None or is_config(value), "an object or null"),
 }
 
@@ -99,7 +103,7 @@ def _entry(raw: Any) -> TuningEntry:
     for name, (holds, expected) in _FIELDS.items():
         if not holds(raw[name]):
             raise ValueError(f"an entry's {name} is {raw[name]!r:.60}, not {expected}")
-    return TuningEntry(**{**raw, "key": tuple(raw["key"])})
+    return TuningEntry(**{**raw, "key": tuple(raw["key"]), "present": tuple(raw["present"])})
 
 
 def _no_constant(name: str) -> None:

@@ -18,7 +18,7 @@ from ._op import Op
 from ._registry import packages_of
 from ._selection import REFERENCE, Refusal
 from ._settings import effective, scoped
-from ._tuning import trying
+from ._tuning import configured
 from ._tuning_files import Key, TuningEntry, is_config, is_key, today
 
 Config = dict[str, Any] | None
@@ -120,6 +120,7 @@ def try_case(
                 config=winner.config,
                 seconds=taken,
                 default=right[0].kernel,
+                present=tuple(candidate.kernel.target for candidate in found.accepted),
                 gain=gain,
                 noise=noise,
                 case=case.name,
@@ -197,7 +198,7 @@ def _call(
     wanted = [arguments[name] for name in gradients if arguments[name] is not None]
 
     def run() -> object:
-        with trying(op, kernel, config):
+        with configured(op, kernel, config):
             result = function(**arguments)
             if not wanted:
                 return result

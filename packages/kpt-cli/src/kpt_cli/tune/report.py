@@ -35,7 +35,9 @@ def show(found: "Tuning", *, own_file: bool) -> None:
     _show_sentences("Left out", [text for result in found.results for text in _left_out(result)])
     _show_sentences("Nothing to tune", _untuned(found))
     out().print()
-    if not found.entries and any(refused.of_call for result in found.results for refused in result.left_out):
+    if not found.results:
+        say("Nothing was measured, and nothing was written.")
+    elif not found.entries and any(refused.of_call for result in found.results for refused in result.left_out):
         say("Nothing is to be tuned: no kernel but the reference computes the cases rightly. Nothing was written.")
     elif not found.entries:
         say("Nothing is to be tuned: no kernel but the reference takes the cases. Nothing was written.")
