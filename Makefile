@@ -5,10 +5,10 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs wheels bench check clean
+.PHONY: help demo test lint fix types imports docs wheels conformance aot bench check clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(NOX) ## run the main job on this machine and show its report
 	$(NOX) -s demo $(PASS)
@@ -33,6 +33,12 @@ docs: $(NOX) ## run README code and examples, check links and changelogs
 
 wheels: $(NOX) ## build the packages and try them where only they are installed
 	$(NOX) -s wheels
+
+conformance: $(NOX) ## hold every kernel that can run here to the suite
+	$(NOX) -s conformance $(PASS)
+
+aot: $(NOX) ## compile every kernel for every chip that its backend claims
+	$(NOX) -s aot
 
 bench: $(NOX) ## measure this machine
 	$(NOX) -s bench $(PASS)

@@ -1,7 +1,7 @@
 """The checks of the repository, one session each; `nox -l` lists them, CONTRIBUTING.md explains them.
 
-Environments stay in .nox/ and are used again. Five of them hold torch: one per package under test, `workspace`, where
-every package is installed and which demo, bench, docs and types share, and `wheels`, which is made anew each time.
+Environments stay in .nox/ and are used again. Those with torch are: one per package under test, `workspace`, where every
+package is installed and which most others share, `aot` with the compilers, and `wheels`, which is made anew each time.
 Everything is installed under constraints/cpu.txt, so a check gives the same answer today and in a year.
 """
 
@@ -72,6 +72,8 @@ def install(session: nox.Session, *packages: str, also: tuple[str, ...] = (), co
 def run_tests(session: nox.Session, package: str, *options: str) -> None:
     """Run the tests of one package, where nothing may be fetched from a model hub."""
     env = {"HF_HUB_OFFLINE": "1"}
+    if package == "kpt-conformance":
+        env["OMP_NUM_THREADS"] = "1"  # its cases are so small that more threads only wait for each other
     session.run("pytest", f"packages/{package}/tests", f"--ignore={OUT_OF_TREE}", *options, *session.posargs, env=env)
 
 

@@ -50,7 +50,7 @@ def grouped_mm_of(
         forward: computes the result.
         for_x: computes the gradient of `x` from the cotangent, the weight and the offsets.
         for_weight: computes the gradient of `weight` from `x`, the cotangent and the offsets.
-        **fake: `fake=function` in place of the right fake.
+        **fake: `fake=function` in place of the right fake, `fake_back=function` of that of backward.
     """
     number = grouped_mm_of.made = getattr(grouped_mm_of, "made", 0) + 1  # type: ignore[attr-defined]
 
@@ -68,7 +68,7 @@ def grouped_mm_of(
 
     @back.register_fake
     def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        return x.new_empty(x.shape), weight.new_empty(weight.shape)
+        return fake.get("fake_back", _fake_back)(grad, x, weight, offsets)
 
     def setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
@@ -86,6 +86,18 @@ def grouped_mm_of(
 
 def _fake(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _fake_back(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def columns_first() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A kernel of `moe.grouped_mm` whose result is contiguous in its columns."""
+    return grouped_mm_of(
+        lambda x, weight, offsets: product(x, weight, offsets).t().contiguous().t(),
+        fake=lambda x, weight, offsets: x.new_empty(weight.shape[2], x.shape[0]).t(),
+    )
 
 
 ACTIVATIONS = {

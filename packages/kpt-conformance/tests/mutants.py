@@ -156,6 +156,11 @@ def _(x, weight, offsets):
     return honest.product(x, _as_if_contiguous(weight), offsets)
 
 
+@forward_fault("the weight is taken for contiguous where x is", "layouts")
+def _(x, weight, offsets):
+    return honest.product(x, _as_if_contiguous(weight) if x.is_contiguous() else weight, offsets)
+
+
 @forward_fault("the storage offset is ignored", "layouts")
 def _(x, weight, offsets):
     return honest.product(x.as_strided(x.shape, x.stride(), 0), weight, offsets)
@@ -333,12 +338,25 @@ def _():
     return honest.grouped_mm_of(fake=lambda x, w, o: x.new_empty(w.shape[2], x.shape[0]).t())
 
 
+@grouped_mm("the fake of backward has another dtype", "custom_ops")
+def _():
+    return honest.grouped_mm_of(
+        fake_back=lambda g, x, w, o: (x.new_empty(x.shape), w.new_empty(w.shape, dtype=torch.float64))
+    )
+
+
+def _host_loop(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return honest.product(x, weight, offsets)
+
+
+@grouped_mm("it reads values while it is traced", "exported")
+def _():
+    return _host_loop
+
+
 @grouped_mm("it breaks the graph", "compiled")
 def _():
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return honest.product(x, weight, offsets)
-
-    return grouped_mm
+    return _host_loop
 
 
 @grouped_mm("sizes are taken for plain integers", "compiled_dynamic")
@@ -385,6 +403,15 @@ def _():
     return honest.grouped_mm_of()
 
 
+@grouped_mm(
+    "it refuses every call that wants a gradient and is not declared forward only",
+    "declaration",
+    unsupported=lambda x, weight, offsets: "it gives no gradients" if x.requires_grad else None,
+)
+def _():
+    return honest.grouped_mm_of()
+
+
 @grouped_mm("it refuses without a sentence", "declaration", unsupported=lambda x, weight, offsets: "no")
 def _():
     return honest.grouped_mm_of()
@@ -408,6 +435,105 @@ def _():
         return run(x, weight, offsets)
 
     return grouped_mm
+
+
+def _unless_training(fault: honest.Forward) -> honest.Forward:
+    """A kernel with a path of its own for calls that want no gradient."""
+    run = honest.grouped_mm_of()
+
+    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        return (run if training else fault)(x, weight, offsets)
+
+    return grouped_mm
+
+
+@grouped_mm("rows of nobody are never zeroed where no gradient is wanted", "without_gradients")
+def _():
+    def forward(x, weight, offsets):
+        out = torch.ones(x.shape[0], weight.shape[2], dtype=x.dtype)
+        for expert, start, end in honest.ends_of(offsets):
+            out[start:end] = x[start:end] @ weight[expert]
+        return out
+
+    return _unless_training(forward)
+
+
+@grouped_mm("results share one buffer where no gradient is wanted", "without_gradients")
+def _():
+    buffers: dict[Any, Tensor] = {}
+
+    def forward(x, weight, offsets):
+        out = honest.product(x, weight, offsets)
+        return buffers.setdefault((out.shape, out.dtype), out).copy_(out)
+
+    return _unless_training(forward)
+
+
+@grouped_mm("rows of nobody are zeroed in the argument where no gradient is wanted", "without_gradients")
+def _():
+    def forward(x, weight, offsets):
+        out = honest.product(x, weight, offsets)
+        x[int(offsets[-1]) if len(offsets) else 0 :].zero_()
+        return out
+
+    return _unless_training(forward)
+
+
+@grouped_mm("a workspace of inference mode is used in training", "without_gradients")
+def _():
+    spaces: dict[Any, Tensor] = {}
+    run = honest.grouped_mm_of()
+
+    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        key = tuple(x.shape) if torch.is_inference_mode_enabled() or tuple(x.shape) in spaces else None
+        if key is not None:
+            spaces.setdefault(key, torch.ones(x.shape)).mul_(1)
+        return run(x, weight, offsets)
+
+    return grouped_mm
+
+
+class _OneGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else torch.zeros_like(x), weight, offsets)
+        return honest.product(x, weight, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, offsets = ctx.saved_tensors
+        for_x = honest.product_for_x(grad, weight, offsets) if ctx.needs_input_grad[1] else None
+        return for_x, honest.product_for_weight(x, grad, offsets), None
+
+
+@grouped_mm("x gets its gradient only where the weight does", "single_gradients")
+def _():
+    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return _OneGradient.apply(x, weight, offsets)
+
+    return grouped_mm
+
+
+@forward_fault("it seeds the random numbers", "settings")
+def _(x, weight, offsets):
+    torch.manual_seed(0)
+    return honest.product(x, weight, offsets)
+
+
+@forward_fault("sums are taken in the default dtype", "settings")
+def _(x, weight, offsets):
+    default = torch.get_default_dtype()
+    return honest.product(x.to(default), weight.to(default), offsets).to(x.dtype)
+
+
+@grouped_mm("backward leaves deterministic algorithms switched on", "settings")
+def _():
+    def for_x(grad, weight, offsets):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return honest.product_for_x(grad, weight, offsets)
+
+    return honest.grouped_mm_of(for_x=for_x)
 
 
 def experts(name: str, found_by: str = "values") -> Callable[[type[honest.Experts]], type[honest.Experts]]:

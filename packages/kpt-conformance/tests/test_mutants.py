@@ -1,9 +1,12 @@
 """The suite finds every planted fault, and nothing in kernels that are right."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import honest
 import kpt_core
@@ -22,6 +25,7 @@ CHECK = {check.__name__: check for check in CHECKS}
 def loopback() -> Iterator[Loopback]:
     with Loopback("planted", capabilities={"bf16"}) as backend:
         yield backend
+    torch.use_deterministic_algorithms(False)  # as one of the faults leaves it
 
 
 def table_of(op: str) -> kpt_core.CaseTable:
@@ -64,21 +68,45 @@ def test_fault_is_found(loopback: Loopback, mutant: Mutant) -> None:
 def test_there_are_faults_for_every_check() -> None:
     known = {mutant.found_by for mutant in MUTANTS}
     assert len(MUTANTS) >= 25
-    # The rest need no kernel of their own: see test_checks.
-    assert set(CHECK) - known <= {"derivatives", "meta_result", "custom_ops", "exported", "autocast"}
+    # The rest are faults of ops, not of kernels: see test_checks.
+    assert set(CHECK) - known == {"derivatives", "meta_result", "autocast"}
+
+
+def _picky(x: Tensor, weight: Tensor, offsets: Tensor) -> str | None:
+    """A kernel may refuse by sizes and by strides."""
+    if x.shape[0] % 2:
+        return f"needs an even number of rows, not {x.shape[0]}"
+    return None if weight.is_contiguous() and weight.stride(0) < 2**31 // 8 else "needs a contiguous weight"
+
+
+@dataclass(frozen=True)
+class Honest:
+    """A right kernel, and how it is offered."""
+
+    op: str
+    make: Callable[[], Callable[..., Any]]
+    offer: dict[str, Any] = field(default_factory=dict)
 
 
 HONEST = {
-    "moe.grouped_mm": honest.grouped_mm_of,
-    "moe.experts": honest.Experts,
-    "sample.scaled_mm": lambda: honest.scaled_mm,
+    "grouped_mm": Honest("moe.grouped_mm", honest.grouped_mm_of),
+    "columns first": Honest("moe.grouped_mm", honest.columns_first),
+    "picky": Honest("moe.grouped_mm", honest.grouped_mm_of, {"unsupported": _picky, "dtypes": {"bfloat16"}}),
+    "forward only": Honest("moe.grouped_mm", honest.grouped_mm_of, {"forward_only": True}),
+    "experts": Honest("moe.experts", honest.Experts),
+    "scaled_mm": Honest("sample.scaled_mm", lambda: honest.scaled_mm),
 }
 
 
-@pytest.mark.parametrize("check", CHECK)
-@pytest.mark.parametrize("op", HONEST)
-def test_nothing_is_found_in_a_right_kernel(loopback: Loopback, op: str, check: str) -> None:
-    if op == "moe.experts" and check in ("compiled", "compiled_dynamic", "exported", "fake_result", "custom_ops"):
+@pytest.mark.parametrize("check", [*CHECK, "declaration"])
+@pytest.mark.parametrize("name", HONEST)
+def test_nothing_is_found_in_a_right_kernel(loopback: Loopback, name: str, check: str) -> None:
+    if name == "experts" and check in ("compiled", "compiled_dynamic", "exported", "fake_result", "custom_ops"):
         pytest.skip("this kernel reads ids on the host; the other one shows these checks")
-    kernel = loopback.offer(op, HONEST[op]())
-    assert "\n".join(faults_in(subject_of(loopback, kernel), table_of(op), check)) == ""
+    right = HONEST[name]
+    kernel = loopback.offer(right.op, right.make(), **right.offer)
+    subject, table = subject_of(loopback, kernel), table_of(right.op)
+    if check == "declaration":
+        declarations.declaration(subject, table)
+    else:
+        assert "\n".join(faults_in(subject, table, check)) == ""

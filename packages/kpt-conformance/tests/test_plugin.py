@@ -154,3 +154,13 @@ def test_evidence_of_a_reference(pytester: pytest.Pytester) -> None:
 def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import sys\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
     run(pytester).assert_outcomes(passed=1)
+
+
+def test_a_device_must_exist_and_the_backend_run_on_its_own(acme: pytest.Pytester) -> None:
+    unknown = run(acme, "--kpt-backend=acme", "--kpt-device=gpu")
+    assert unknown.ret != 0
+    unknown.stdout.fnmatch_lines(["*'gpu' is no device*"])
+    acme.makeconftest(CONFTEST + "\nbackend.broken = 'no such chip is in this machine'\n")
+    broken = run(acme, "--kpt-backend=acme", "--kpt-device=cpu")
+    assert broken.ret != 0
+    broken.stdout.fnmatch_lines(["*backend acme can't run here: no such chip is in this machine*"])

@@ -61,6 +61,18 @@ def test_two_faults_in_order_of_execution(faulty):
     ]
 
 
+def test_a_block_that_hands_on_what_is_wrong_to_several_is_named_once():
+    model = mixtral()
+    trace = record(model, inputs(), arm=REFERENCE)
+    patch_forward(model.model.layers[1].self_attn, lambda out: out)
+    cls = type(model.model.layers[1].self_attn)
+    forward = cls.forward
+    cls.forward = lambda self, hidden_states, *args, **kwargs: forward(self, hidden_states * 1.0001, *args, **kwargs)
+    (culprit,) = bisect(model, trace, arm=REFERENCE).culprits
+    assert culprit.verdict.key == "model.layers.1.self_attn"
+    assert "what it hands to model.layers.1.self_attn.q_proj" in culprit.verdict.reason
+
+
 def test_a_wrong_choice_of_experts():
     model = mixtral()
     trace = record(model, inputs(), arm=REFERENCE)

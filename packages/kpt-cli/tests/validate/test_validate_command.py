@@ -22,6 +22,25 @@ def model():
 
 def number():
     return 3
+
+def mixed():
+    model, x = both()
+    model[0], model[2] = Cast(8, 8).bfloat16(), Cast(8, 4)
+    return model, x
+
+def wide():
+    model, x = both()
+    return model.double(), x.double()
+
+def narrow():
+    return both()[0], torch.ones(3, 7)
+
+def fails():
+    return 1 / 0
+
+class Cast(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
 """
 
 
@@ -66,6 +85,8 @@ def test_replay_that_is_worse(kpt, trace):
     assert result.exit_code == 1
     assert "Worse than the recorder at 28 of 28 places of the whole run" in result.stdout
     assert "look at model.embed_tokens first" in result.stdout
+    assert any("model.layers.1.post_attention_layernorm   mean" in line for line in result.stdout.splitlines())
+    assert max(map(len, result.stdout.split("\nmodel.embed_tokens: ")[0].splitlines())) <= 100
     document = kpt("validate", "replay", trace, "--dtype", "bfloat16", "--json")
     assert document.exit_code == 1
     found = json.loads(document.stdout)
@@ -120,6 +141,13 @@ def test_bisect_names_the_culprit(kpt, mixtral, tmp_path, faulty):
     name = next(name for name in weights if name.startswith("model.layers.1.") and ".experts.0.w1" in name)
     weights[name][0, 0] = MARK
     save_file(weights, model / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "trace.safetensors"
+    assert kpt("validate", "record", model, "-o", path, "--tokens", 8, "--use", "reference").exit_code == 0
+    replayed = kpt("validate", "replay", path, "--use", "moe.experts=faulty_kernels:coarse")
+    assert replayed.exit_code == 1, replayed.output
+    further = f"kpt bisect {model} --trace {path} --use moe.experts=faulty_kernels:coarse"
+    assert f"`{further}` tells more of it." in replayed.stdout
+    assert kpt(*further.split()[1:]).exit_code == 1
     arguments = ("bisect", model, "--use", "moe.experts=faulty_kernels:coarse", "--tokens", 8)
     result = kpt(*arguments)
     assert result.exit_code == 1, result.output
@@ -147,11 +175,25 @@ def test_a_model_that_a_function_makes(kpt, functions, tmp_path):
     assert kpt("bisect", "made_models:both", "--use", "kpt").exit_code == 0
 
 
+@pytest.mark.parametrize(("source", "dtype"), [("mixed", "auto"), ("wide", "auto"), ("mixed", "bfloat16")])
+def test_a_model_is_loaded_again_as_it_was_recorded(kpt, functions, tmp_path, source, dtype):
+    path, model = tmp_path / "trace.safetensors", f"made_models:{source}"
+    for command in (
+        ("validate", "record", model, "-o", path, "--dtype", dtype),
+        ("validate", "replay", path, "--model", model),
+        ("bisect", model, "--trace", path),
+    ):
+        result = kpt(*command)
+        assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
         ("made_models:model", "returned a model and no inputs"),
         ("made_models:number", "returned a int; expected a torch.nn.Module"),
+        ("made_models:narrow", "Sequential does not run on the inputs (recording): RuntimeError: mat1 and mat2"),
+        ("made_models:fails", "made_models:fails fails: ZeroDivisionError: division by zero; `kpt --debug` shows"),
         ("made_models:nix", "module made_models has no function nix"),
         ("made_modles:both", "there is no module made_modles here"),
         ("made models:both", "neither a folder nor of the form package.module:function"),

@@ -1,5 +1,6 @@
 """Replays judge rightly: no false alarm between sound ways to run a model, and every planted fault is found."""
 
+import copy
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from kpt_cli.errors import CliError
 from kpt_cli.validate.arms import Arm
+from kpt_cli.validate.float64 import widened
 from kpt_cli.validate.recording import record
 from kpt_cli.validate.replaying import replay
 from kpt_core import UnknownNameError
@@ -174,6 +176,66 @@ class TestRecording:
         assert "model.layers.0.mlp.gate" in keys
         assert not {"model.layers.0.self_attn", "lm_head"} & keys
         assert replay(model, trace).ok
+
+    def test_a_module_whose_error_is_caught_does_not_shift_the_others(self):
+        class Refusing(nn.Module):
+            def forward(self, x):
+                raise NotImplementedError
+
+        class Trying(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = Refusing(), nn.Linear(8, 8)
+
+            def forward(self, x):
+                try:
+                    return self.first(x)
+                except NotImplementedError:
+                    return self.second(x)
+
+        trace = record(Trying(), [torch.randn(4, 8)])
+        assert [(layer.key, layer.type) for layer in trace.layers] == [("second", "Linear"), ("", "Trying")]
+
+    def test_the_float64_model_is_made_without_a_narrow_copy(self):
+        class Uncopied(nn.Parameter):
+            def __deepcopy__(self, memo):
+                raise AssertionError("copied as it is")
+
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False)).bfloat16()
+        model[0].weight = model[2].weight = Uncopied(model[0].weight.detach())
+        wide = widened(model)
+        assert wide[0].weight is wide[2].weight
+        assert torch.equal(wide[0].weight, model[0].weight.double())
+        assert (wide[1].running_var.dtype, wide[1].num_batches_tracked.dtype) == (torch.float64, torch.int64)
+        assert wide[1].running_var is not model[1].running_var
+
+    def test_a_model_that_writes_into_its_inputs_and_buffers(self):
+        class Writing(nn.Linear):
+            def __init__(self):
+                super().__init__(8, 8)
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x, seen):
+                self.calls += 1
+                seen.append(x)
+                return super().forward(x.mul_(2)) * len(seen)
+
+        torch.manual_seed(0)
+        model, x = Writing(), torch.randn(4, 8)
+        fresh_model, before = copy.deepcopy(model), x.clone()
+        trace = record(model, [x, []], gradients=True)
+        assert torch.equal(x, before)
+        assert torch.equal(trace.args[0], before)
+        assert trace.args[1] == []
+        assert trace.layers[0].reference[0].sub(trace.layers[0].outputs[0]).abs().max() < 1e-5
+        assert replay(fresh_model, trace).ok
+        assert torch.equal(trace.args[0], before)
+
+    def test_hooks_are_gone_after_an_error(self):
+        model = nn.Sequential(nn.Linear(8, 8))
+        with pytest.raises(CliError, match=r"does not run on the inputs \(recording\): RuntimeError: mat1"):
+            record(model, [torch.randn(4, 7)])
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
     def test_a_pattern_that_matches_nothing(self):
         with pytest.raises(CliError, match="no module has such a path"):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +127,26 @@ def say_nothing_in_words(tensors, metadata, about):
     about["about"]["model"] = 3
 
 
+def load_in_another_way(tensors, metadata, about):
+    about["about"]["load_dtype"] = "trust me"
+
+
+def record_nothing(tensors, metadata, about):
+    about["layers"] = []
+
+
+def record_no_output(tensors, metadata, about):
+    about["layers"][0]["outputs"] = []
+
+
+def sum_backwards(tensors, metadata, about):
+    about["layers"][0]["upto"] = [-1, 1]
+
+
+def sum_for_ever(tensors, metadata, about):
+    about["layers"][0]["lengths"] = [float("inf")]
+
+
 def keep_the_digest(tensors, metadata, about):
     about["layers"][0]["key"] = "other"
     metadata["old digest"] = "yes"
@@ -142,14 +163,19 @@ def drop_the_mark(tensors, metadata, about):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (break_inputs, "the inputs in .* are not those that were recorded"),
-        (break_output, "the tensors in .* are not those that were recorded"),
+        (break_inputs, "1 of .* tensors in .* are not those that were recorded"),
+        (break_output, "1 of .* tensors in .* are not those that were recorded"),
         (break_format, "is a trace of format 99, and this version reads format 1"),
         (break_description, "its description is not JSON"),
         (drop_a_key, "its description is not one .KeyError: 'upto'"),
         (name_a_missing_tensor, "its description is not one .KeyError: 'nix'"),
         (name_no_dtype, "its description is not one .ValueError: dtype 'load'"),
         (say_nothing_in_words, "its description is not one .TypeError"),
+        (load_in_another_way, "its description is not one .ValueError: dtype 'trust me'"),
+        (record_nothing, "its description is not one .ValueError: nothing was recorded"),
+        (record_no_output, "its description is not one .ValueError: nothing was recorded"),
+        (sum_backwards, "its description is not one .ValueError: a length"),
+        (sum_for_ever, "its description is not one .OverflowError"),
         (keep_the_digest, "the description in .* is not what was recorded"),
         (drop_the_mark, "is a safetensors file and no trace"),
     ],
@@ -158,6 +184,30 @@ def test_changed_files(file, change, said):
     rewrite(file, change)
     with pytest.raises(CliError, match=said):
         Trace.load(file)
+
+
+def test_a_description_that_is_nested_too_deeply(file):
+    tensors, metadata = content(file)
+    metadata["kpt.about"] = "[" * 100_000 + "]" * 100_000
+    metadata["kpt.about_sha256"] = hashlib.sha256(metadata["kpt.about"].encode()).hexdigest()
+    save_file(tensors, file, metadata)
+    with pytest.raises(CliError, match="its description is not JSON"):
+        Trace.load(file)
+
+
+def test_inputs_are_named_by_their_hash(file):
+    tensors, metadata = content(file)
+    name = dict(json.loads(metadata["kpt.about"])["inputs"][1]["items"])["input_ids"]["tensor"]
+    ids = tensors[name]
+    assert name == hashlib.sha256(b"torch.int64 [1, 24];" + ids.numpy().tobytes()).hexdigest()
+
+
+def test_inputs_that_share_memory(trace, tmp_path):
+    both = torch.arange(6.0)
+    replace(trace, args=(both[:4], both[2:])).save(tmp_path / "trace.safetensors")
+    first, second = Trace.load(tmp_path / "trace.safetensors").args
+    assert torch.equal(first, both[:4])
+    assert torch.equal(second, both[2:])
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, 20_000, -1])
@@ -178,16 +228,12 @@ def test_files_of_another_kind(tmp_path):
 
 
 def test_inputs_that_no_file_can_hold(trace, tmp_path):
-    from dataclasses import replace
-
     with pytest.raises(CliError, match="an input of the model is a object"):
         replace(trace, kwargs={"x": object()}).save(tmp_path / "trace.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nested_inputs(trace, tmp_path):
-    from dataclasses import replace
-
     tensor = torch.arange(3.0)
     given = {"pair": (tensor, {"tensor": 2, "items": None}), "flag": True}
     replace(trace, args=(tensor,), kwargs=given).save(tmp_path / "trace.safetensors")

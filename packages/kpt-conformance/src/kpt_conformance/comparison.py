@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .tolerances import RATIO, Tolerance, reference_bound
+from .tolerances import RATIO, Tolerance, reference_bound, rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,12 @@ class Outcome:
     Attributes:
         outputs: the tensors of the result, by place.
         gradients: of each differentiable argument, by name; None where autograd gave none.
+        reduction: the longest sum that was taken, as far as it is known.
     """
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor | None]
+    reduction: int = 1
 
     def named(self) -> dict[str, Tensor]:
         """Every tensor, by what a message calls it."""
@@ -34,26 +36,38 @@ def outputs_of(result: object) -> dict[str, Tensor]:
     return {"result": leaves[0]} if len(leaves) == 1 else {f"result {i}": leaf for i, leaf in enumerate(leaves)}
 
 
-def assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, tolerance: Tolerance = RATIO) -> None:
+def assert_right(
+    got: Outcome, baseline: Outcome, oracle: Outcome, what: str = "", tolerance: Tolerance = RATIO
+) -> None:
     """Raise `AssertionError` unless `got` is about as near to `oracle` as `baseline` is.
 
     Args:
         got: of the kernel under test.
         baseline: of the reference in the kernel's dtype.
         oracle: of the reference in float64.
+        what: what was special about the call, for the message.
         tolerance: the row of the table that applies.
     """
+    try:
+        _assert_right(got, baseline, oracle, tolerance)
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}" if what else str(error)) from None
+
+
+def _assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, tolerance: Tolerance) -> None:
     wrong = [name for name, grad in oracle.gradients.items() if (got.gradients.get(name) is None) != (grad is None)]
     assert not wrong, (
         f"gradients of {', '.join(wrong)} are {'missing' if got.gradients.get(wrong[0]) is None else 'not expected'}"
     )
     have, base, want = got.named(), baseline.named(), oracle.named()
     assert have.keys() == want.keys(), f"gives {', '.join(have)}; expected {', '.join(want)}"
-    faults = {name: _fault(have[name], base[name], want[name], tolerance) for name in want}
-    assert not any(faults.values()), "\n".join(f"{name}: {fault}" for name, fault in faults.items() if fault)
+    faults = {name: _fault(have[name], base[name], want[name], oracle.reduction, tolerance) for name in want}
+    text = "\n".join(f"{name}: {fault}" for name, fault in faults.items() if fault)
+    if text:
+        raise AssertionError(text)  # no `assert`: pytest would repeat it all
 
 
-def _fault(got: Tensor, baseline: Tensor, oracle: Tensor, tolerance: Tolerance) -> str | None:
+def _fault(got: Tensor, baseline: Tensor, oracle: Tensor, reduction: int, tolerance: Tolerance) -> str | None:
     if got.shape != oracle.shape:
         return f"shape {list(got.shape)}; expected {list(oracle.shape)}"
     if not oracle.is_floating_point():
@@ -67,7 +81,8 @@ def _fault(got: Tensor, baseline: Tensor, oracle: Tensor, tolerance: Tolerance) 
     else:
         # Where the reference overflows in its dtype, nothing is promised.
         compared = base.isfinite() | ~want.isfinite()
-        mismatched = compared & ((have.isnan() != want.isnan()) | (have.isinf() != want.isinf()))
+        infinite = have.isinf() | want.isinf()
+        mismatched = compared & ((have.isnan() != want.isnan()) | (infinite & (have != want)))
         if mismatched.any():
             place = mismatched.nonzero()[0].tolist()
             return (
@@ -79,25 +94,25 @@ def _fault(got: Tensor, baseline: Tensor, oracle: Tensor, tolerance: Tolerance) 
             return None
         error, allowed, want = (have - want)[finite].abs(), (base - want)[finite].abs(), want[finite]
     slack = tolerance.slack(error.numel())
-    rounding = float(torch.finfo(got.dtype).eps) / 2
+    explained = rounding(got.dtype, reduction)
     bounds = {
         "mean": (
             error.mean().item(),
             allowed.mean().item(),
             tolerance.mean,
-            rounding * torch.linalg.vector_norm(want).item() * want.numel() ** -0.5,
+            explained * torch.linalg.vector_norm(want).item() * want.numel() ** -0.5,
         ),
         "largest": (
             error.max().item(),
             allowed.max().item(),
             tolerance.maximum,
-            rounding * torch.linalg.vector_norm(want, float("inf")).item(),
+            explained * torch.linalg.vector_norm(want, float("inf")).item(),
         ),
     }
     for kind, (is_, reference, factor, rounded) in bounds.items():
         bound = factor * reference + slack * (reference + rounded)
         if is_ > bound:
-            worst = (got.to(oracle) - oracle).abs().nan_to_num().argmax()
+            worst = (got.to(oracle) - oracle).abs().nan_to_num(0, 0, 0).argmax()
             place = [int(index) for index in torch.unravel_index(worst, oracle.shape)]
             return (
                 f"{kind} error {is_:.3g} exceeds {bound:.3g} (the reference's own is {reference:.3g}); "

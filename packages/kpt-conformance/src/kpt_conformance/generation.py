@@ -10,7 +10,7 @@ from kpt_core import InputError, UnknownNameError
 
 from .extent import extent_of
 from .layers import LAYER_CHECKS
-from .suite import CHECKS, DECLARATIONS, subjects, trials
+from .suite import CHECKS, DECLARATIONS, device_of, subjects, trials
 from .trial import REFERENCE, Subject, Trial
 
 Made = Iterable[tuple[str, tuple[Any, ...]]]
@@ -25,12 +25,12 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is None or metafunc.function.__name__ not in MAKERS:
         return
     names, make = MAKERS[metafunc.function.__name__]
-    backend, reason = _backend(metafunc)
-    if reason is not None:
-        skipped = pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason))
-        metafunc.parametrize(names, [skipped], ids=[backend])
-        return
     try:
+        backend, reason = _backend(metafunc)
+        if reason is not None:
+            skipped = pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason))
+            metafunc.parametrize(names, [skipped], ids=[backend])
+            return
         made = dict(make(backend, _device(metafunc)))
     except (UnknownNameError, InputError) as error:
         raise pytest.UsageError(str(error)) from None
@@ -49,7 +49,10 @@ def _backend(metafunc: pytest.Metafunc) -> tuple[str, str | None]:
     if asked not in (None, name):
         return name, f"--kpt-backend={asked}"
     found = kpt_core.backends().get(name)
-    unavailable = found.unavailable() if found is not None and _device(metafunc) is None else None
+    device = _device(metafunc)
+    # Past dispatch, on a device of another type, the backend's own need not be there.
+    own = found is not None and (device is None or device_of(device).type == found.device_type)
+    unavailable = found.unavailable() if found is not None and own else None
     if unavailable and asked:
         raise pytest.UsageError(f"backend {name} can't run here: {unavailable}")
     return name, unavailable

@@ -22,12 +22,15 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     values.far_strides,
     values.padding,
     values.nans,
+    values.without_gradients,
+    values.single_gradients,
     purity.inputs_unchanged,
     purity.no_aliasing,
     purity.poisoned_outputs,
     purity.repeatable,
     purity.double_use,
     purity.threads,
+    purity.settings,
     results.result_type,
     results.fake_result,
     results.meta_result,
@@ -94,17 +97,17 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
 
     Raises:
         UnknownNameError: no such backend is installed.
-        InputError: a kernel's op has no case table.
+        InputError: a kernel's op has no case table, or torch knows no such device.
     """
     tables = kpt_core.case_tables()
     if backend == REFERENCE:
-        place = torch.device(device or "cpu")
+        place = device_of(device or "cpu")
         return [(Subject(kpt_core.get_op(op), REFERENCE, REFERENCE, place), table) for op, table in tables.items()]
     known = kpt_core.backends()
     if backend not in known:
         raise UnknownNameError("backend", backend, [*known, REFERENCE])
     found = known[backend]
-    place = torch.device(device) if device else default_device(found.device_type)
+    place = device_of(device or found.device_type)
     offered = []
     served = set()
     for kernel in found.kernels():
@@ -126,17 +129,24 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
     return offered
 
 
-def default_device(device_type: str) -> torch.device:
-    """The first device of a type, as the tensors on it name it."""
-    return torch.device(device_type) if device_type == "cpu" else torch.device(device_type, 0)
+def device_of(name: str) -> torch.device:
+    """A device as the tensors on it name it: the first one of its type if none is said, and none of the CPU.
+
+    Raises:
+        InputError: torch knows no such device.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"{name!r} is no device: {error}") from None
+    return torch.device("cpu") if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 def trials(subject: Subject, table: CaseTable, extent: Extent) -> Iterator[Trial]:
     """The trials of a subject that a check asks for."""
     if subject.target != REFERENCE and not extent.kernels:
         return
-    accepted = subject.kernel.dtypes if subject.kernel and subject.kernel.dtypes is not None else None
-    dtypes = [d for d in table.dtypes if accepted is None or str(d).removeprefix("torch.") in accepted]
+    dtypes = subject.dtypes(table)
     for case in table.cases:
         if case.large and subject.device.type == "cpu":
             continue

@@ -80,11 +80,17 @@ class Subject:
             positional.append(named.pop(name))
         return tuple(positional), named
 
+    def dtypes(self, table: CaseTable) -> tuple[torch.dtype, ...]:
+        """Those of a table that the kernel takes."""
+        accepted = self.kernel.dtypes if self.kernel else None
+        return tuple(d for d in table.dtypes if accepted is None or str(d).removeprefix("torch.") in accepted)
+
     def refusal(self, arguments: Arguments) -> str | None:
         """Why it does not take a call, or None."""
-        if self.direct:
-            return None
         args, kwargs = self.split(arguments)
+        if self.direct:
+            unsupported = self.kernel.load_unsupported() if self.kernel else None
+            return unsupported(*args, **kwargs) if unsupported else None
         try:
             with self.chosen():
                 selection = self.op.explain(*args, **kwargs)
@@ -120,11 +126,21 @@ class Trial:
     def arguments(self, seed: int = 0) -> Arguments:
         """Arguments on the subject's device; skips the test if the subject refuses them."""
         made = self.table.arguments(self.case, dtype=self.dtype, device=self.subject.device, seed=seed)
-        probe = self.leaves(made) if self.differentiable else made
-        refusal = self.subject.refusal(probe)
+        refusal = self.refusal(made)
         if refusal is not None:
             pytest.skip(f"refused: {refusal}")
         return made
+
+    def refusal(self, arguments: Arguments) -> str | None:
+        """Why the subject does not take the arguments, with gradients where those are promised; or None."""
+        refusal = self.subject.refusal(self.leaves(arguments) if self.differentiable else arguments)
+        if refusal is None and self.subject.children and self.differentiable:
+            # What backward asks of the parts is seen only where it runs.
+            try:
+                self.run(arguments)
+            except NoKernelError as error:
+                return str(error)
+        return refusal
 
     def leaves(self, arguments: Arguments) -> Arguments:
         """The same memory, the differentiable arguments as leaves that want gradients."""
@@ -195,7 +211,8 @@ class Trial:
             reference.run({name: plain(value, wide) for name, value in arguments.items()}, cotangent=cotangent)
             for wide in (False, True)
         )
-        return baseline, oracle
+        reduction = self.table.reduction(arguments) if self.table.reduction else 1
+        return baseline, replace(oracle, reduction=reduction)
 
     def forward_truth(self, arguments: Arguments, dtype: torch.dtype | None = None) -> tuple[Outcome, Outcome]:
         """`truth` without gradients, for arguments in another dtype than the trial's if `dtype` is given."""
@@ -206,10 +223,9 @@ class Trial:
         """An outcome of outputs that still hang on their graph."""
         return Outcome({name: out.detach() for name, out in outputs.items()}, gradients)
 
-    def assert_right(self, arguments: Arguments, got: Outcome) -> None:
-        """Raise `AssertionError` unless `got` is right for these arguments."""
-        baseline, oracle = self.truth(arguments)
-        assert_right(got, baseline, oracle)
+    def assert_right(self, arguments: Arguments, got: Outcome, what: str = "") -> None:
+        """Raise `AssertionError` unless `got` is right for these arguments; the message begins with `what`."""
+        assert_right(got, *self.truth(arguments), what)
 
 
 def cotangent_like(out: Tensor, index: int = 0) -> Tensor:

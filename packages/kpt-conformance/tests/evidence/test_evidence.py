@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from evidence_package import RECORD, replaced
 
+from kpt_conformance.aot.row import Row, Status
 from kpt_conformance.evidence import (
     EvidenceError,
     Level,
@@ -227,27 +227,37 @@ def test_the_commit_is_that_of_the_kernel(prove, folder, package):
     assert commit() is None, "installed in a folder that git ignores"
 
 
-def row(chip: str = "sm90", status: str = "ok", **values) -> SimpleNamespace:
-    known = {"kernel": "evidence_pkg.fast:fast", "op": "evidence.double", "backend": "evident"}
-    measured = {
-        "contract": "wgmma",
-        "registers": 100,
-        "spills": 0,
-        "shared_memory": 1024,
-        "versions": {"ptxas": "13.0"},
-    }
-    return SimpleNamespace(chip=chip, status=status, **known | measured | values)
+def row(chip: str = "sm90", status: Status = "ok", registers: int = 100) -> Row:
+    return Row(
+        backend="evident",
+        op="evidence.double",
+        kernel="evidence_pkg.fast:fast",
+        chip=chip,
+        status=status,
+        contract="wgmma",
+        registers=registers,
+        spills=0,
+        shared_memory=1024,
+        versions={"ptxas": "13.0"},
+    )
 
 
-def test_compiled_only_if_every_configuration_is_ok(backend, folder):
-    rows = [row(), row("sm80"), row(registers=168), row("sm80", status="spills 8 bytes; the contract has none")]
+def test_compiled_only_if_no_configuration_is_broken(backend, folder):
+    rows = [row(), row("sm80"), row(registers=168), row("sm80", "broken")]
     (file,) = record_compiled(folder, rows)
     ((record,), _) = load(folder)
     assert folder / record.place == file
     assert (record.chip, record.level, record.checks) == ("sm90", Level.COMPILED, 2)
     assert record.details == {"registers": 168, "spills": 0, "shared_memory": 1024, "contract": "wgmma"}
     assert record.versions["ptxas"] == "13.0"
-    assert record_compiled(folder, [row(), row("", "its declaration can't be read")]) == []
+    assert record_compiled(folder, [row(), row("", "error")]) == []
+
+
+def test_what_a_chip_does_not_offer_takes_nothing_from_what_it_does(backend, folder):
+    rows = [row(), row(status="unsupported", registers=255), row("sm80", "not offered")]
+    record_compiled(folder, rows)
+    ((record,), _) = load(folder)
+    assert (record.chip, record.checks, record.details["registers"]) == ("sm90", 1, 100)
 
 
 def test_what_ran_elsewhere_says_nothing_of_another_chip(prove, backend, folder):

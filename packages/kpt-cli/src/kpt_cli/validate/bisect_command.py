@@ -11,21 +11,14 @@ from kpt_cli.console import print_json, progress
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import DTYPES, check_choice, check_device, check_environment
 
-from .arms import IMPLEMENTATIONS, Arm
-from .command import DIFFERS
+from .arms import Arm
+from .command import DIFFERS, USE_HELP, Device, Json, Model, Seed, Tokens
 from .model_source import DEFAULT_TOKENS, check_source, load
-
-_ARM = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME, with commas"
 
 
 def bisect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A Hugging Face folder, or package.module:function that returns a model and inputs."
-        ),
-    ],
-    use: Annotated[str | None, typer.Option(help=f"What is suspected: {_ARM}.")] = None,
+    model: Model,
+    use: Annotated[str | None, typer.Option(help=f"What is suspected: {USE_HELP}")] = None,
     against: Annotated[str | None, typer.Option(help="What is trusted, likewise; reference if left out.")] = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", help="Compare with this trace instead of with another arm.")
@@ -33,14 +26,10 @@ def bisect(
     dtype: Annotated[
         str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. That of the trace if there is one.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run; the first accelerator or the CPU if left out.")
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")
-    ] = DEFAULT_TOKENS,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    device: Device = None,
+    tokens: Tokens = DEFAULT_TOKENS,
+    seed: Seed = 0,
+    as_json: Json = False,
 ) -> None:
     """Find the first module that differs beyond its bound when each is fed the same inputs.
 
@@ -62,7 +51,7 @@ def bisect(
         tell(0, None, "loading the model")
         loaded = load(
             model,
-            dtype or ("auto" if trace is None else trace.about.dtype),
+            dtype or ("auto" if trace is None else trace.about.load_dtype),
             place,
             tokens=tokens,
             seed=seed,

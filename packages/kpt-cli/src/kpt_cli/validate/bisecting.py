@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from .arms import Arm
 from .bounds import Rounding
 from .judging import Verdict, judge
-from .observing import Call
-from .recording import Tell, call_of, forcing, observe, silent
-from .trace import Layer, Trace
+from .recording import Tell, call_of, observe, silent
+from .steering import forcing
+from .trace import Call, Layer, Trace
 from .weights import check_same_model
 
 
@@ -90,8 +90,9 @@ def culprits_of(
         tell: told how far it is.
         dtype: what the model was converted to, if it was.
     """
-    args, kwargs = call_of(trace, model, dtype)
-    run = observe(model, args, kwargs, arm, forcing(trace.layers), tell, "each alone", len(trace.layers))
+    run = observe(
+        model, call_of(trace, model, dtype), arm, forcing(trace.layers), tell, "each alone", len(trace.layers)
+    )
     calls = {call.key: call for call in run.calls}
     recorded_dtype: torch.dtype = getattr(torch, trace.about.dtype)
     layers = {layer.key: layer for layer in trace.layers}
@@ -111,7 +112,10 @@ def culprits_of(
         verdict = _judge(layer, None if call is None else call.outputs, layer.alone, recorded_dtype, call)
         if not verdict.ok or any(not flip.explained for flip in verdict.flips):
             found.append((position, _culprit(verdict, layer)))
-    return tuple(culprit for _, culprit in sorted(found, key=lambda item: item[0]))
+    first: dict[str, Culprit] = {}
+    for _, culprit in sorted(found, key=lambda item: item[0]):
+        first.setdefault(culprit.verdict.key, culprit)  # a block may go wrong at each of its children, and by itself
+    return tuple(first.values())
 
 
 def _judge(

@@ -1,5 +1,6 @@
 """The commands `kpt validate record` and `kpt validate replay`."""
 
+import shlex
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -16,9 +17,16 @@ from .arms import IMPLEMENTATIONS, Arm
 from .model_source import DEFAULT_TOKENS, check_source, load
 
 DIFFERS = 1
-_MODEL = "A Hugging Face folder, or package.module:function that returns a model and its inputs."
-_DEVICE = "Where to run; the first accelerator or the CPU if left out."
-_USE = f"What serves: {', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME, with commas."
+MODEL_HELP = "A Hugging Face folder, or package.module:function that returns a model and its inputs."
+USE_HELP = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME; several with commas."
+
+#: Options that several commands have.
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Device = Annotated[str | None, typer.Option(help="Where to run; the first accelerator or the CPU if left out.")]
+Use = Annotated[str | None, typer.Option(help=f"What serves the model's experts and ops: {USE_HELP}")]
+Tokens = Annotated[int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")]
+Seed = Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 app = typer.Typer(
     help="Record a model's numbers, and judge another machine, backend or version by them.",
@@ -35,21 +43,19 @@ def validate() -> None:
 
 @app.command()
 def record(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
+    model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace, a safetensors file.", show_default=False)],
     dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "auto",
-    device: Annotated[str | None, typer.Option(help=_DEVICE)] = None,
-    use: Annotated[str | None, typer.Option(help=_USE)] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")
-    ] = DEFAULT_TOKENS,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")] = 0,
+    device: Device = None,
+    use: Use = None,
+    tokens: Tokens = DEFAULT_TOKENS,
+    seed: Seed = 0,
     layers: Annotated[
         str | None, typer.Option(help="Keep only modules whose path matches, for instance 'model.layers.1*'.")
     ] = None,
     backward: Annotated[bool, typer.Option("--backward", help="Keep gradients too.")] = False,
     force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace an existing trace.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a model, and the same weights in float64, and keep what every module gave in one file."""
     check_choice("dtype", dtype, DTYPES)
@@ -73,6 +79,7 @@ def record(
             gradients=backward,
             name=loaded.name,
             said=loaded.said,
+            load_dtype=dtype,
             tell=tell,
         )
         tell(0, None, f"writing {output}")
@@ -97,8 +104,8 @@ def record(
 
     show_about(trace.about)
     say(
-        f"Wrote {output} ({decimal(size)}): {len(trace.layers)} calls of modules and {len(trace.gradients)} gradients, "
-        f"on {trace.about.said}."
+        f"Wrote {output} ({decimal(size)}) from {trace.about.said}. Calls of modules: {len(trace.layers)}; "
+        f"gradients: {len(trace.gradients)}."
     )
     say(f"`kpt validate replay {output}` judges another machine, backend or version by it.")
 
@@ -106,14 +113,14 @@ def record(
 @app.command()
 def replay(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="What `kpt validate record` wrote.")],
-    model: Annotated[str | None, typer.Option(help=f"The recorded one if left out. {_MODEL}")] = None,
-    device: Annotated[str | None, typer.Option(help=_DEVICE)] = None,
-    use: Annotated[str | None, typer.Option(help=_USE)] = None,
+    model: Annotated[str | None, typer.Option(help=f"The recorded one if left out. {MODEL_HELP}")] = None,
+    device: Device = None,
+    use: Use = None,
     dtype: Annotated[str | None, typer.Option(help="Convert the weights to it; the recorded one if left out.")] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every module, not only those that are worse.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a trace's inputs through its model, and say where it is worse against float64 than the recorder was.
 
@@ -135,7 +142,7 @@ def replay(
         place = check_device(device)
         check_environment(str(place))
         tell(0, None, "loading the model")
-        loaded = load(source, trace.about.dtype, place, inputs=False)
+        loaded = load(source, trace.about.load_dtype, place, inputs=False)
         wanted = None if dtype is None else getattr(torch, dtype)
         found = replay_trace(loaded.model, trace, arm=arm, dtype=wanted, tell=tell)
     if as_json:
@@ -146,6 +153,10 @@ def replay(
         from .tables import show_replay
 
         show_replay(found, everything=everything)
+        if found.culprits and wanted is None:
+            how = "" if use is None else f" --use {shlex.quote(use)}"
+            names = f"{shlex.quote(source)} --trace {shlex.quote(str(trace_file))}"
+            say(f"`kpt bisect {names}{how}` tells more of it.")
     if not found.ok:
         raise typer.Exit(DIFFERS)
 

@@ -18,11 +18,18 @@ _PLAIN_ATTENTION = ("eager", "sdpa")
 
 def widened(model: nn.Module) -> nn.Module:
     """A copy of the model on the CPU with its weights and buffers in float64, each exactly what it was."""
-    wide: Any = copy.deepcopy(model).cpu().double()
+    # Copied one by one: a narrow copy of all beside the wide one, and on the model's device, might not fit.
+    widen: dict[int, Any] = {id(p): nn.Parameter(_wide(p), p.requires_grad) for p in model.parameters()}
+    widen |= {id(b): _wide(b) for b in model.buffers()}
+    wide: Any = copy.deepcopy(model, widen)
     config = getattr(wide, "config", None)
     if getattr(config, "_attn_implementation", None) not in (None, *_PLAIN_ATTENTION):
         wide.set_attn_implementation("eager")
     return wide  # type: ignore[no-any-return]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 class _Widen(TorchFunctionMode):

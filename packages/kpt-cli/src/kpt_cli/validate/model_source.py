@@ -3,13 +3,13 @@
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kpt_cli.errors import CliError
-from kpt_cli.optimize.choices import DTYPES, check_choice
+from kpt_cli.errors import CliError, sentence
 from kpt_cli.optimize.model_directory import read_model_directory
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def load(
     from kpt_cli.optimize.model_loading import load_model
 
     directory = read_model_directory(Path(text))
-    check_choice("dtype", dtype, DTYPES)
     model = load_model(directory, dtype, device)
     name = str(directory.path.absolute())
     if not inputs:
@@ -82,6 +81,22 @@ def load(
     made = example_inputs(directory, model.config, tokens or DEFAULT_TOKENS, device, seed)
     # A cache grows while it runs, so that a module could not be fed twice.
     return Loaded(model=model, inputs={**made.kwargs, "use_cache": False}, said=made.said, name=name)
+
+
+@contextmanager
+def users_code(failure: str) -> Iterator[None]:
+    """Make a sentence of what a user's model raises: as a traceback it would end with the exit code of a difference.
+
+    Raises:
+        CliError: the sentence begins with `failure`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if sentence(error) is not None:  # it is one already
+            raise
+        first = str(error).partition("\n")[0]
+        raise CliError(f"{failure}: {type(error).__name__}: {first}; `kpt --debug` shows where") from error
 
 
 def _is_function(text: str) -> bool:
@@ -94,7 +109,9 @@ def _load_function(text: str, dtype: str, device: "torch.device", *, inputs: boo
 
     from .float64 import cast
 
-    made = _function(text)()
+    function = _function(text)
+    with users_code(f"{text} fails"):
+        made = function()
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise CliError(f"{text} returned a {type(model).__name__}; expected a torch.nn.Module, or one and its inputs")

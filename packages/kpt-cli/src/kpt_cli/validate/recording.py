@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import distributions, version
@@ -17,13 +18,17 @@ from .arms import ORACLE, Arm
 from .bounds import Rounding
 from .float64 import in_float64, widened
 from .gradients import run_backward
-from .observing import Call, Follow, Force, Observer, Steer
-from .routing import differing_rows, find_routing
-from .trace import About, Layer, Trace
+from .model_source import users_code
+from .observing import Observer
+from .routing import find_routing
+from .steering import Steer, following, forcing
+from .trace import About, Call, Layer, Trace
 from .weights import config_of, weights_of
 
 #: Told what goes on, and how much of how much is done; the whole is None where nobody knows.
 Tell = Callable[[int, int | None, str], None]
+#: Positional and keyword arguments.
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def silent(done: int, total: int | None, what: str) -> None:
@@ -39,6 +44,7 @@ def record(
     gradients: bool = False,
     name: str = "",
     said: str = "",
+    load_dtype: str | None = None,
     tell: Tell = silent,
 ) -> Trace:
     """Run a model and its float64 reference, and keep what every module gave.
@@ -55,6 +61,7 @@ def record(
         gradients: keep gradients of the embeddings and all parameters too, see `run_backward`.
         name: how the user names the model, for a replay that is to load it again.
         said: a sentence on the inputs.
+        load_dtype: what a replay is to load it in; `auto` for as it is, and the dtype of most weights if None.
         tell: told how far it is.
 
     Raises:
@@ -62,65 +69,65 @@ def record(
         KptError: the arm names what is not installed or can't run.
     """
     arm = arm or Arm()
-    args, kwargs = as_call(inputs)
-    dtype, device = dtype_of(model), device_of(model)
+    call = as_call(inputs)
+    dtype, device = str(dtype_of(model)).removeprefix("torch."), device_of(model)
     model.eval()
-    calls = observe(model, args, kwargs, arm, None, tell, "recording").calls
+    weights, wide = weights_of(model), widened(model)  # as they are before a run, which may change buffers
+    calls = observe(model, fresh(call), arm, None, tell, "recording").calls
     kept = [call for call in calls if layers is None or _wanted(call, layers)]
     if layers is not None and not any(fnmatchcase(call.key, layers) for call in calls):
         raise CliError(f"--layers {layers}: no module has such a path; for instance {calls[0].key!r} is one")
-    wide = widened(model)
     steer = following(calls)
     with in_float64():
-        wide_args, wide_kwargs = _wide(args), _wide(kwargs)
         total = len(calls)
-        oracle = observe(wide, wide_args, wide_kwargs, ORACLE, steer, tell, "float64", total).calls
-        each = observe(wide, wide_args, wide_kwargs, ORACLE, forcing(calls), tell, "float64, each alone", total).calls
+        oracle = observe(wide, _wide(call), ORACLE, steer, tell, "float64", total).calls
+        each = observe(wide, _wide(call), ORACLE, forcing(calls), tell, "float64, each alone", total).calls
     reference, alone = ({call.key: call for call in found} for found in (oracle, each))
     upto, rounding = {}, Rounding()
-    for call in calls:
-        upto[call.key] = rounding = rounding.then(call.lengths)
+    for made in calls:
+        upto[made.key] = rounding = rounding.then(made.lengths)
     traced = tuple(
         Layer(
-            key=call.key,
-            type=call.type,
-            inputs=call.inputs,
-            outputs=call.outputs,
-            reference=reference[call.key].outputs,
-            alone=alone[call.key].outputs,
-            handed=alone[call.key].inputs,
-            kernels=call.kernels,
-            lengths=call.lengths,
-            upto=upto[call.key],
+            key=made.key,
+            type=made.type,
+            inputs=made.inputs,
+            outputs=made.outputs,
+            reference=reference[made.key].outputs,
+            alone=alone[made.key].outputs,
+            handed=alone[made.key].inputs,
+            kernels=made.kernels,
+            lengths=made.lengths,
+            upto=upto[made.key],
         )
-        for call in kept
-        if call.key in reference and call.key in alone
+        for made in kept
+        if made.key in reference and made.key in alone
     )
+    args, kwargs = fresh(call, torch.device("cpu"))
     return Trace(
         about=About(
             model=name,
             model_class=type(model).__name__,
             config=config_of(model),
-            weights=weights_of(model),
-            dtype=str(dtype).removeprefix("torch."),
+            weights=weights,
+            dtype=dtype,
+            load_dtype=load_dtype or dtype,
             device=_device_name(device),
             arm=arm.name,
             versions=_versions(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             said=said,
         ),
-        args=tree_map_only(Tensor, lambda t: t.detach().cpu(), args),
-        kwargs=tree_map_only(Tensor, lambda t: t.detach().cpu(), kwargs),
+        args=args,
+        kwargs=kwargs,
         layers=traced,
-        gradients=_record_gradients(model, wide, args, kwargs, arm, traced, rounding, tell) if gradients else (),
+        gradients=_record_gradients(model, wide, call, arm, traced, rounding, tell) if gradients else (),
     )
 
 
 def _record_gradients(
     model: nn.Module,
     wide: nn.Module,
-    args: Any,
-    kwargs: Any,
+    call: _Arguments,
     arm: Arm,
     layers: Sequence[Layer],
     forward: Rounding,
@@ -129,23 +136,12 @@ def _record_gradients(
     """Both runs follow the recorded routing where they differ, so that no gradient flows through a choice there."""
     steer = following(layers)
     tell(0, None, "gradients")
-    with arm.running(model), Observer(model, steer):
-        narrow = run_backward(model, args, kwargs)
-    with ORACLE.running(wide), in_float64(), Observer(wide, steer):
-        exact = dict(run_backward(wide, _wide(args), _wide(kwargs)))
+    with arm.running(model), Observer(model, steer), must_run(model, "gradients"):
+        narrow = run_backward(model, *fresh(call))
+    with ORACLE.running(wide), in_float64(), Observer(wide, steer), must_run(wide, "gradients in float64"):
+        exact = dict(run_backward(wide, *_wide(call)))
     return tuple(
-        Layer(
-            key=name,
-            type="gradient",
-            inputs=(),
-            outputs=(gradient,),
-            reference=(exact[name],),
-            alone=(),
-            handed=(),
-            kernels=(),
-            lengths=(),
-            upto=forward.backward(),
-        )
+        Layer(key=name, type="gradient", outputs=(gradient,), reference=(exact[name],), upto=forward.backward())
         for name, gradient in narrow
         if name in exact
     )
@@ -153,8 +149,7 @@ def _record_gradients(
 
 def observe(
     model: nn.Module,
-    args: Any,
-    kwargs: Any,
+    call: _Arguments,
     arm: Arm,
     steer: Steer | None,
     tell: Tell,
@@ -173,51 +168,38 @@ def observe(
         done += 1
         tell(done, total, f"{what}: {key or type(model).__name__}")
 
-    with arm.running(model), torch.no_grad(), Observer(model, steer, on_call) as observer:
-        try:
-            model(*args, **kwargs)
-        except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-            raise CliError(
-                f"{type(model).__name__} does not run on the inputs ({what}): {type(error).__name__}: {error}"
-            ) from error
+    with arm.running(model), torch.no_grad(), Observer(model, steer, on_call) as observer, must_run(model, what):
+        args, kwargs = call
+        model(*args, **kwargs)
     if not observer.calls:
         raise CliError(f"{type(model).__name__} gives no floating tensor, nor does any module in it")
     return observer
 
 
-def following(layers: Sequence[Call | Layer]) -> Follow:
-    """Make a run follow the routing of these calls, at least where they differ from their own reference."""
-    also = {}
-    for layer in layers:
-        if isinstance(layer, Layer):
-            routing = find_routing(layer.outputs)
-            if routing is not None:
-                rows = differing_rows(layer.outputs[routing.index], layer.reference[routing.index])
-                also[layer.key, "outputs"] = rows
-    inputs = {layer.key: layer.inputs for layer in layers}
-    outputs = {layer.key: layer.outputs for layer in layers}
-    return Follow(inputs, outputs, also)
+def must_run(model: nn.Module, what: str) -> AbstractContextManager[None]:
+    """Say so in a sentence if the model does not."""
+    return users_code(f"{type(model).__name__} does not run on the inputs ({what})")
 
 
-def forcing(layers: Sequence[Call | Layer]) -> Force:
-    """Feed a run's modules what these calls were fed."""
-    return Force({layer.key: layer.inputs for layer in layers}, {layer.key: layer.outputs for layer in layers})
-
-
-def as_call(inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Sequence[Any] | Mapping[str, Any]) -> _Arguments:
     """Positional and keyword arguments."""
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
-def call_of(trace: Trace, model: nn.Module, dtype: torch.dtype | None) -> tuple[list[Any], dict[str, Any]]:
+def fresh(call: _Arguments, device: torch.device | None = None, dtype: torch.dtype | None = None) -> _Arguments:
+    """Copies for one run, since a model may write into its arguments; on another device or in another dtype."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(device or tensor.device, wanted, copy=True)
+
+    made: _Arguments = tree_map_only(Tensor, copied, call)
+    return made
+
+
+def call_of(trace: Trace, model: nn.Module, dtype: torch.dtype | None) -> _Arguments:
     """The recorded arguments on the model's device; floating ones in `dtype`, if that is another one."""
-    device = device_of(model)
-
-    def place(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
-
-    args, kwargs = tree_map_only(Tensor, place, (list(trace.args), trace.kwargs))
-    return args, kwargs
+    return fresh((trace.args, trace.kwargs), device_of(model), dtype)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -234,8 +216,8 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _wide(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t.detach().cpu().double() if t.is_floating_point() else t.cpu(), tree)
+def _wide(call: _Arguments) -> _Arguments:
+    return fresh(call, torch.device("cpu"), torch.float64)
 
 
 def _wanted(call: Call, pattern: str) -> bool:

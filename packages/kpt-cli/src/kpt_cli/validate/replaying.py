@@ -13,7 +13,8 @@ from .float64 import cast
 from .gradients import run_backward
 from .judging import Verdict, judge
 from .observing import Observer
-from .recording import Tell, call_of, following, observe, silent
+from .recording import Tell, call_of, must_run, observe, silent
+from .steering import following
 from .trace import About, Trace
 from .weights import check_same_model
 
@@ -102,9 +103,10 @@ def replay(
     if dtype is not None and dtype is not recorded_dtype:
         cast(model, dtype, only=recorded_dtype)
     model.eval()
-    args, kwargs = call_of(trace, model, dtype)
     steer = following(trace.layers)
-    calls = {call.key: call for call in observe(model, args, kwargs, arm, steer, tell, "replaying").calls}
+    calls = {
+        call.key: call for call in observe(model, call_of(trace, model, dtype), arm, steer, tell, "replaying").calls
+    }
     verdicts = []
     for layer in trace.layers:
         call = calls.get(layer.key)
@@ -117,8 +119,8 @@ def replay(
         reason = f"{found.flipped} tokens were routed otherwise, which changes gradients for better or worse"
         return replace(found, gradients_left_out=reason)
     tell(0, None, "gradients")
-    with arm.running(model), Observer(model, steer):
-        gradients: Mapping[str, Tensor] = dict(run_backward(model, args, kwargs))
+    with arm.running(model), Observer(model, steer), must_run(model, "gradients"):
+        gradients: Mapping[str, Tensor] = dict(run_backward(model, *call_of(trace, model, dtype)))
     for layer in trace.gradients:
         given = (gradients[layer.key],) if layer.key in gradients else None
         verdicts.append(judge(layer, given, layer.reference, layer.upto.relative(recorded_dtype)))

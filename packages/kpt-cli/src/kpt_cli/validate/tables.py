@@ -26,7 +26,7 @@ def show_about(about: "About") -> None:
 def show_replay(replay: "Replay", *, everything: bool) -> None:
     """Print offending modules, or all, then flips, then the conclusion."""
     show_about(replay.about)
-    heading_of_all = "Mean and largest error against float64, of the whole run"
+    heading_of_all = "Errors against float64, of the whole run"
     _show_verdicts(heading_of_all, replay.verdicts if everything else replay.failed, everything=everything)
     alone = [culprit.verdict for culprit in replay.culprits]
     _show_verdicts("Worse by themselves, fed the recorder's inputs", alone, everything=everything)
@@ -58,11 +58,14 @@ def _show_verdicts(title: str, verdicts: "Sequence[Verdict]", *, everything: boo
     if not verdicts:
         return
     heading(title)
-    made = table("module", "recorder", "this run", "bound", "verdict", wide="module")
+    # Whole names in 100 columns: of the mean and the largest error, the one that is nearer to its bound.
+    made = table("module", "error", "recorder", "this run", "bound", "verdict")
     shown = verdicts if everything else verdicts[:_ROWS]
     for verdict in shown:
+        largest = verdict.run.max * verdict.bound.mean > verdict.run.mean * verdict.bound.max
         errors = (verdict.recorder, verdict.run, verdict.bound)
-        made.add_row(_name(verdict), *map(_pair, errors), _short(verdict))
+        shown_errors = (f"{error.max if largest else error.mean:.1e}" for error in errors)
+        made.add_row(_name(verdict), "largest" if largest else "mean", *shown_errors, _short(verdict))
     out().print(made)
     if len(verdicts) > len(shown):
         say(f"... and {len(verdicts) - len(shown)} more; --all shows every module.")

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +19,47 @@ FORMAT = 1
 _FORMAT_KEY, _ABOUT_KEY, _DIGEST_KEY = "kpt.trace", "kpt.about", "kpt.about_sha256"
 #: Dtypes that a recorder may have had.
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
+#: The tensors that are kept of a call.
+_SIDES = ("inputs", "outputs", "reference", "alone", "handed")
 #: What stands in an argument's place in the metadata, with the name of the tensor.
 _TENSOR = "tensor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One call of a module as the recorder saw it.
+class Call:
+    """One call of one module.
 
     Attributes:
-        key: path of the module, with `#2` and so on for further calls; of a gradient, what it belongs to.
-        type: its class, or `gradient`.
-        inputs: the tensors among its arguments.
-        outputs: what it gave.
-        reference: what it gave in float64, where everything before it ran in float64 too.
-        alone: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too.
-        handed: what the code around it hands to it in float64, where all results of modules are the recorder's.
+        key: the module's path, with `#2` and so on for further calls of it; of a gradient, what it belongs to.
+        type: name of its class, or `gradient`.
+        inputs: the tensors among its arguments, in order, on the CPU.
+        outputs: the tensors that it gave, before any steering.
         kernels: what served KPT's ops in it, as `op: kernel`.
-        lengths: over how many terms its own sums go.
-        upto: what was summed and rounded up to its end, itself included.
+        lengths: over how many terms its own sums go, see `own_lengths`.
     """
 
     key: str
     type: str
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...]
+    kernels: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer(Call):
+    """A call as the recorder saw it, and float64 beside it.
+
+    Attributes:
+        reference: what it gave in float64, where everything before it ran in float64 too.
+        alone: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too.
+        handed: what the code around it hands to it in float64, where all results of modules are the recorder's.
+        upto: what was summed and rounded up to its end, itself included.
+    """
+
     reference: tuple[Tensor, ...]
-    alone: tuple[Tensor, ...]
-    handed: tuple[Tensor, ...]
-    kernels: tuple[str, ...]
-    lengths: tuple[int, ...]
+    alone: tuple[Tensor, ...] = ()
+    handed: tuple[Tensor, ...] = ()
     upto: Rounding
 
 
@@ -62,7 +72,8 @@ class About:
         model_class: its class.
         config: its configuration as JSON, empty if it has none.
         weights: digest of each saved tensor by name.
-        dtype: of its weights.
+        dtype: of most of its weights.
+        load_dtype: what it is loaded in, `auto` if nothing is to be converted.
         device: the device's name.
         arm: what served experts and ops, see `Arm`.
         versions: of Python, torch, transformers and KPT's packages.
@@ -75,6 +86,7 @@ class About:
     config: dict[str, Any]
     weights: dict[str, str]
     dtype: str
+    load_dtype: str
     device: str
     arm: str
     versions: dict[str, str]
@@ -88,6 +100,8 @@ class About:
             raise TypeError("a text or a table is something else")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype {self.dtype!r}; expected one of {', '.join(_DTYPES)}")
+        if self.load_dtype not in ("auto", *_DTYPES):
+            raise ValueError(f"dtype {self.load_dtype!r} to load; expected auto or one of {', '.join(_DTYPES)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +120,7 @@ class Trace:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     layers: tuple[Layer, ...]
-    gradients: tuple[Layer, ...] = field(default=())
+    gradients: tuple[Layer, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
@@ -116,21 +130,18 @@ class Trace:
         """
         from safetensors.torch import save_file
 
-        table = _Table()
-        inputs = _encode([list(self.args), self.kwargs], table)
+        table: dict[str, Tensor] = {}
         about = {
             "about": asdict(self.about),
-            "inputs": inputs,
-            "inputs_sha256": digest(table.tensors.values()),
+            "inputs": _encode([list(self.args), self.kwargs], table),
             "layers": [_describe(layer, table) for layer in self.layers],
             "gradients": [_describe(layer, table) for layer in self.gradients],
         }
-        about["tensors_sha256"] = digest(table.tensors.values())
         text = json.dumps(about)
         metadata = {_FORMAT_KEY: str(FORMAT), _ABOUT_KEY: text, _DIGEST_KEY: hashlib.sha256(text.encode()).hexdigest()}
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            save_file(table.tensors, temporary, metadata)
+            save_file(table, temporary, metadata)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -164,80 +175,63 @@ class Trace:
                 layers=tuple(_layer(entry, tensors) for entry in about["layers"]),
                 gradients=tuple(_layer(entry, tensors) for entry in about["gradients"]),
             )
-            inputs_digest, all_digest = about["inputs_sha256"], about["tensors_sha256"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if not trace.layers or not all(layer.outputs for layer in (*trace.layers, *trace.gradients)):
+                raise ValueError("nothing was recorded")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise CliError(
                 f"{path} says that it is a trace, and its description is not one ({type(error).__name__}: {error}); "
                 "record it again"
             ) from None
-        if digest(tensors[name] for name in _names(about["inputs"])) != inputs_digest:
+        changed = sum(digest(tensor) != name for name, tensor in tensors.items())
+        if changed:
             raise CliError(
-                f"the inputs in {path} are not those that were recorded (their SHA-256 differs); fetch it again"
+                f"{changed} of {len(tensors)} tensors in {path} are not those that were recorded (SHA-256 differs); "
+                "fetch it again"
             )
-        if digest(tensors.values()) != all_digest:
-            raise CliError(f"the tensors in {path} are not those that were recorded (SHA-256 differs); fetch it again")
         return trace
 
 
-class _Table:
-    """Names for tensors; equal ones, as one module gives and the next takes them, are written once."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[str, str] = {}
-
-    def name(self, tensor: Tensor) -> str:
-        known = digest([tensor])
-        if known not in self._names:
-            self._names[known] = f"{len(self.tensors):06}"
-            # A copy, since two that share memory can't be written.
-            self.tensors[self._names[known]] = tensor.detach().to("cpu", copy=True).contiguous()
-        return self._names[known]
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 over dtypes, shapes and bytes."""
-    sha = hashlib.sha256()
-    for tensor in tensors:
-        sha.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
-        plain = tensor.detach().cpu().contiguous()
-        if plain.numel():  # a view as bytes needs some
-            data: Any = plain.flatten().view(torch.uint8).numpy()
-            sha.update(data)
+def digest(tensor: Tensor) -> str:
+    """SHA-256 over dtype, shape and bytes."""
+    sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)};".encode())
+    plain = tensor.detach().cpu().contiguous()
+    if plain.numel():  # a view as bytes needs some
+        data: Any = plain.flatten().view(torch.uint8).numpy()
+        sha.update(data)
     return sha.hexdigest()
 
 
-def _describe(layer: Layer, table: _Table) -> dict[str, Any]:
+def _name(tensor: Tensor, table: dict[str, Tensor]) -> str:
+    """A tensor is named by its digest: equal ones, as one module gives and the next takes them, are written once."""
+    name = digest(tensor)
+    table.setdefault(name, tensor)
+    return name
+
+
+def _describe(layer: Layer, table: dict[str, Tensor]) -> dict[str, Any]:
     return {
         "key": layer.key,
         "type": layer.type,
-        "inputs": [table.name(tensor) for tensor in layer.inputs],
-        "outputs": [table.name(tensor) for tensor in layer.outputs],
-        "reference": [table.name(tensor) for tensor in layer.reference],
-        "alone": [table.name(tensor) for tensor in layer.alone],
-        "handed": [table.name(tensor) for tensor in layer.handed],
-        "kernels": list(layer.kernels),
-        "lengths": list(layer.lengths),
+        "kernels": layer.kernels,
+        "lengths": layer.lengths,
         "upto": [layer.upto.terms, layer.upto.roundings],
+        **{side: [_name(tensor, table) for tensor in getattr(layer, side)] for side in _SIDES},
     }
 
 
 def _layer(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
-    def those(names: list[str]) -> tuple[Tensor, ...]:
-        return tuple(tensors[name] for name in names)
-
     terms, roundings = map(int, entry["upto"])
+    lengths = tuple(map(int, entry["lengths"]))
+    if not all(0 <= number < 2**63 for number in (terms, roundings, *lengths)):
+        raise ValueError("a length of a sum is no length")
+    sides: dict[str, Any] = {side: tuple(tensors[name] for name in entry[side]) for side in _SIDES}
     return Layer(
         key=str(entry["key"]),
         type=str(entry["type"]),
-        inputs=those(entry["inputs"]),
-        outputs=those(entry["outputs"]),
-        reference=those(entry["reference"]),
-        alone=those(entry["alone"]),
-        handed=those(entry["handed"]),
         kernels=tuple(map(str, entry["kernels"])),
-        lengths=tuple(map(int, entry["lengths"])),
+        lengths=lengths,
         upto=Rounding(terms, roundings),
+        **sides,
     )
 
 
@@ -251,16 +245,17 @@ def _about(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         raise CliError(f"the description in {path} is not what was recorded (its SHA-256 differs); fetch it again")
     try:
         about = json.loads(metadata[_ABOUT_KEY])
-    except ValueError:
+    except (ValueError, RecursionError):
         about = None
     if not isinstance(about, dict):
         raise CliError(f"{path} says that it is a trace, and its description is not JSON; record it again")
     return about
 
 
-def _encode(value: Any, table: _Table) -> Any:
+def _encode(value: Any, table: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return {_TENSOR: table.name(value)}
+        # A copy, since tensors that share memory can't be written.
+        return {_TENSOR: _name(value.detach().cpu().clone(memory_format=torch.contiguous_format), table)}
     if isinstance(value, list | tuple):
         return [_encode(item, table) for item in value]
     if isinstance(value, dict):
@@ -281,23 +276,3 @@ def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
             return tensors[value[_TENSOR]]
         return {key: _decode(item, tensors) for key, item in value["items"]}
     return value
-
-
-def _names(value: Any) -> Iterator[str]:
-    """Names of the tensors in encoded arguments, each once, in the order of their first mention."""
-    seen: set[str] = set()
-
-    def walk(value: Any) -> Iterator[str]:
-        if isinstance(value, list):
-            for item in value:
-                yield from walk(item)
-        elif isinstance(value, dict):
-            if _TENSOR in value:
-                if value[_TENSOR] not in seen:
-                    seen.add(value[_TENSOR])
-                    yield value[_TENSOR]
-            else:
-                for _, item in value["items"]:
-                    yield from walk(item)
-
-    yield from walk(value)

@@ -17,7 +17,7 @@ _INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", 
 def weights_of(model: nn.Module) -> dict[str, str]:
     """The first 16 digits of the SHA-256 of each saved tensor, by name."""
     return {
-        name: digest([tensor])[:16] for name, tensor in sorted(model.state_dict().items()) if isinstance(tensor, Tensor)
+        name: digest(tensor)[:16] for name, tensor in sorted(model.state_dict().items()) if isinstance(tensor, Tensor)
     }
 
 

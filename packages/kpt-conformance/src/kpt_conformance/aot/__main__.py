@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import kpt_core
+from kpt_conformance.evidence import record_compiled
 from kpt_core import KptError, PluginWarning, write_whole
 
 from .declared import without_aot
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", action="append", metavar="NAME", help="this backend only; may be repeated")
     parser.add_argument("--chip", action="append", metavar="CHIP", help="this chip only; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
+    parser.add_argument(
+        "--evidence", type=Path, metavar="DIR", help="record there what was compiled as its contract asks"
+    )
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep readings there (default: ~/.cache/kpt/aot)")
     parser.add_argument("--jobs", type=int, metavar="N", help="compile so many at the same time (default: CPUs)")
     options = parser.parse_args(arguments)
@@ -45,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.json is not None:
         write_whole(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    for path in record_compiled(options.evidence, rows) if options.evidence else ():
+        print(f"recorded {path}")
     print(table(rows) if rows else _nothing(options.backend, options.chip))
     for problem in problems:
         print(f"broken: {problem}")

@@ -1,9 +1,10 @@
-"""What a call leaves behind: nothing in its arguments, nothing in earlier results, the same bits when repeated."""
+"""What a call leaves behind: nothing in its arguments, earlier results and torch's settings; the same bits again."""
 
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def repeatable(trial: Trial) -> None:
 
 @over(dtypes=True)
 def double_use(trial: Trial) -> None:
-    """A second call leaves the first one's result and graph alone; backward can be run twice; gradients add up."""
+    """A second call leaves the first one's result and graph alone; backward can be run twice."""
     arguments, others = trial.arguments(), trial.arguments(seed=1)
     baseline, oracle = trial.truth(arguments)
     with trial.subject.chosen():
@@ -114,8 +115,8 @@ def double_use(trial: Trial) -> None:
         kept_once = {name: grad.clone() for name, grad in once.items() if grad is not None}
         twice = trial.gradients(leaves, first)
     got = trial.outcome(first, {**once, **kept_once})
-    _right(got, baseline, oracle, "backward after another call")
-    _right(trial.outcome(first, twice), baseline, oracle, "the second backward")
+    assert_right(got, baseline, oracle, "backward after another call")
+    assert_right(trial.outcome(first, twice), baseline, oracle, "the second backward")
     assert_same_bits(kept_once, {n: g for n, g in once.items() if g is not None}, "the second backward changed it")
 
 
@@ -144,8 +145,37 @@ def threads(trial: Trial) -> None:
     assert not faults, "\n".join(faults)
 
 
-def _right(got: object, baseline: object, oracle: object, what: str) -> None:
+def _settings(device: torch.device) -> dict[str, Any]:
+    """What torch keeps for the whole thread or process."""
+    module: Any = getattr(torch, device.type, None)
+    generator = getattr(module, "get_rng_state", None)
+    return {
+        "the CPU's random numbers": torch.get_rng_state().tolist(),
+        "the device's random numbers": generator(device).tolist() if generator else None,
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "the current device": module.current_device() if hasattr(module, "current_device") else None,
+        "grad mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled(device.type),
+        "deterministic algorithms": torch.get_deterministic_debug_mode(),
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "the number of threads": torch.get_num_threads(),
+    }
+
+
+@over()
+def settings(trial: Trial) -> None:
+    """Forward and backward leave torch's settings and random numbers alone, and need no default dtype of float32."""
+    arguments = trial.arguments()
+    before = _settings(trial.subject.device)
+    trial.run(arguments)
+    after = _settings(trial.subject.device)
+    changed = [name for name in before if before[name] != after[name]]
+    assert not changed, f"the call changed {' and '.join(changed)}"
+    # As in layers that are built in their model's dtype.
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        assert_right(got, baseline, oracle)  # type: ignore[arg-type]
-    except AssertionError as error:
-        raise AssertionError(f"{what}: {error}") from None
+        got = trial.run(arguments)
+    finally:
+        torch.set_default_dtype(before["the default dtype"])
+    trial.assert_right(arguments, got, "with bfloat16 as the default dtype")

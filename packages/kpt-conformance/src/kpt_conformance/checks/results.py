@@ -59,12 +59,14 @@ def fake_result(trial: Trial) -> None:
     assert _described(faked) == _described(real), "on fake tensors it gives something else"
     for name, out in faked.items():
         assert out.device == real[name].device, f"{name} is on {out.device} as a fake, on {real[name].device} in truth"
-        assert out.stride() == real[name].stride() or real[name].numel() == 0, (
+        # The stride of a dimension of one means nothing.
+        strides = [[s for s, n in zip(o.stride(), o.shape, strict=True) if n != 1] for o in (out, real[name])]
+        assert strides[0] == strides[1] or real[name].numel() == 0, (
             f"{name} has strides {list(out.stride())} as a fake, {list(real[name].stride())} in truth"
         )
 
 
-@over(dtypes=True)
+@over(dtypes=True, kernels=False)
 def meta_result(trial: Trial) -> None:
     """The op gives shapes and dtypes on the meta device, where no kernel runs."""
     arguments = trial.arguments()

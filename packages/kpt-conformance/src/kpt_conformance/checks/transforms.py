@@ -111,9 +111,8 @@ def exported(trial: Trial) -> None:
     arguments = trial.arguments()
     tensors = tensors_of(arguments)
     others = {name: value for name, value in arguments.items() if name not in tensors}
-    ordered = {name: arguments[name] for name in arguments}
     with torch.no_grad(), trial.subject.chosen():
-        program = torch.export.export(_Module(trial, {**ordered, **others}), (), kwargs=tensors, strict=False)
+        program = torch.export.export(_Module(trial, others), (), kwargs=tensors, strict=False)
         got = outputs_of(program.module()(**tensors))
         want = outputs_of(trial.subject.call(arguments))
     for name, out in want.items():

@@ -1,19 +1,16 @@
 """Values and gradients, whatever the layout of the arguments, the padding, and the NaNs among them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kpt_conformance.comparison import assert_reference_sound, assert_right
+from kpt_conformance.comparison import assert_reference_sound, assert_right, assert_same_bits, outputs_of
 from kpt_conformance.extent import over
 from kpt_conformance.trial import REFERENCE, Trial, tensors_of
-from kpt_core import Arguments
-
-#: Elements between rows, so that the last of four rows lies beyond what an int32 offset reaches.
-_FAR = 2**31 // 3 + 1
 
 
 @over(models="all", dtypes=True)
@@ -53,8 +50,11 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 def _strided(tensor: Tensor) -> Tensor:
     """The same values, every second place of a larger tensor; elsewhere NaN."""
+    if tensor.dim() == 0:
+        return tensor
     shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]]
-    filler = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    filler = torch.iinfo(tensor.dtype).max if numbers else float("nan")
     large = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
     large[..., ::2] = tensor
     return large[..., ::2]
@@ -84,11 +84,17 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @over(dtypes=True)
 def layouts(trial: Trial) -> None:
-    """Results don't depend on strides: transposed, strided, misaligned and expanded arguments."""
+    """Results don't depend on strides: transposed, strided, misaligned and expanded arguments, all and every second."""
     arguments = trial.arguments()
-    for name, layout in LAYOUTS.items():
-        changed = {n: layout(v) if isinstance(v, Tensor) else v for n, v in arguments.items()}
-        _assert_right(trial, changed, f"with {name} arguments")
+    names = list(tensors_of(arguments))
+    tried = [(f"with {layout} arguments", layout, names) for layout in LAYOUTS]
+    # A kernel may ask for the layout of one argument and believe it of all.
+    tried += [(f"with transposed {', '.join(some)}", "transposed", some) for some in (names[::2], names[1::2])]
+    truth = trial.truth(arguments)
+    for what, layout, some in tried:
+        changed = {n: LAYOUTS[layout](v) if n in some else v for n, v in arguments.items()}
+        if trial.refusal(changed) is None:
+            assert_right(trial.run(changed), *(trial.truth(changed) if layout == "expanded" else truth), what)
 
 
 @over(dtypes=True)
@@ -104,10 +110,7 @@ def cotangents(trial: Trial) -> None:
     }
     for name, layout in layouts.items():
         got = trial.run(arguments, cotangent=layout)
-        try:
-            assert_right(got, *trial.truth(arguments, cotangent=layout))
-        except AssertionError as error:
-            raise AssertionError(f"with a {name} cotangent: {error}") from None
+        assert_right(got, *trial.truth(arguments, cotangent=layout), f"with a {name} cotangent")
 
 
 @over()
@@ -118,23 +121,22 @@ def far_strides(trial: Trial) -> None:
     for name, tensor in tensors_of(arguments).items():
         if tensor.dim() < 2 or tensor.shape[0] < 4 or tensor[0].numel() == 0 or not tensor.is_floating_point():
             continue
-        # The memory is asked for, but only the rows are touched.
-        stride = max(_FAR, -(-(2**31) // (tensor.shape[0] - 1)))
-        rows = 4
+        # The last row begins beyond what an int32 reaches. The memory is asked for, but only the rows are touched.
+        rows = tensor.shape[0]
+        stride = -(-(2**31) // (rows - 1))
         size = (rows - 1) * stride + tensor[0].numel()
-        if tensor.shape[0] > rows:
-            stride = -(-(2**31 + tensor[0].numel()) // (tensor.shape[0] - 1))
-            size = (tensor.shape[0] - 1) * stride + tensor[0].numel()
         try:
             memory = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
         except (RuntimeError, MemoryError) as error:
             pytest.skip(f"no room for {size * tensor.element_size() / 2**30:.1f} GiB of addresses: {error}")
         far = memory.as_strided(tensor.shape, (stride, *tensor[0].contiguous().stride()))
         far.copy_(tensor)
-        _assert_right(trial, {**arguments, name: far}, f"with rows of {name} {stride} elements apart")
-        tried = True
+        changed = {**arguments, name: far}
+        if trial.refusal(changed) is None:
+            trial.assert_right(changed, trial.run(changed), f"with rows of {name} {stride} elements apart")
+            tried = True
     if not tried:
-        pytest.skip("no argument has four rows")
+        pytest.skip("no argument has four rows, or such strides are refused")
 
 
 @over(dtypes=True)
@@ -154,13 +156,11 @@ def padding(trial: Trial) -> None:
     for filler in (float("nan"), float("inf")):
         filled = {name: arguments[name].masked_fill(mask, filler) for name, mask in masks.items()}
         got = trial.run({**arguments, **filled})
-        try:
-            assert_right(got, baseline, oracle)
-            for name, mask in masks.items():
-                gradient = got.gradients.get(name)
-                assert gradient is None or not gradient[mask].any(), f"gradient of {name} is not zero there"
-        except AssertionError as error:
-            raise AssertionError(f"with {filler} in the padding of {', '.join(masks)}: {error}") from None
+        what = f"with {filler} in the padding of {', '.join(masks)}"
+        assert_right(got, baseline, oracle, what)
+        for name, mask in masks.items():
+            gradient = got.gradients.get(name)
+            assert gradient is None or not gradient[mask].any(), f"{what}: gradient of {name} is not zero there"
 
 
 @over(dtypes=True)
@@ -182,8 +182,35 @@ def nans(trial: Trial) -> None:
                 assert not made, f"{key}: a NaN in element {place} of {name} spreads to {made} places too many"
 
 
-def _assert_right(trial: Trial, arguments: Arguments, what: str) -> None:
-    try:
-        trial.assert_right(arguments, trial.run(arguments))
-    except AssertionError as error:
-        raise AssertionError(f"{what}: {error}") from None
+@over(dtypes=True)
+def without_gradients(trial: Trial) -> None:
+    """Where no gradient is wanted, perhaps by a path of its own, it does the same; and training goes on afterwards."""
+    made = trial.arguments(), trial.arguments(seed=1)
+    refusal = trial.subject.refusal(made[0])
+    if refusal is not None:
+        pytest.skip(f"refused: {refusal}")
+    truths = [trial.forward_truth(arguments) for arguments in made]
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with trial.subject.chosen(), mode():
+            copies = [{n: v.clone() if isinstance(v, Tensor) else v for n, v in a.items()} for a in made]
+            if not torch.is_grad_enabled():
+                copies = [trial.leaves(copy) for copy in copies]
+            results = [outputs_of(trial.subject.call(copy)) for copy in copies]
+        what = f"under {mode.__name__}, no gradient being wanted"
+        for arguments, copy, outputs, truth in zip(made, copies, results, truths, strict=True):
+            assert_right(trial.outcome(outputs, {}), *truth, what)
+            assert_same_bits(tensors_of(arguments), tensors_of(copy), f"{what}, the call changed this argument")
+    trial.assert_right(made[0], trial.run(made[0]), "with gradients, after calls without")
+
+
+@over()
+def single_gradients(trial: Trial) -> None:
+    """Each gradient is right where it is the only one that is wanted."""
+    arguments = trial.arguments()
+    names = [name for name in tensors_of(arguments) if name in trial.table.gradients]
+    if not trial.differentiable or len(names) < 2:
+        pytest.skip("no two gradients are promised")
+    for name in names:
+        alone = replace(trial, table=replace(trial.table, gradients=(name,)))
+        if alone.refusal(arguments) is None:
+            alone.assert_right(arguments, alone.run(arguments), f"with the gradient of {name} alone")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,52 +14,11 @@ from .provenance import chip_name, commit_of, versions
 from .record import Level, Record
 from .store import save
 
+if TYPE_CHECKING:
+    from kpt_conformance.aot import Row
+
 #: What stands for the chip where Triton's interpreter took its place.
 INTERPRETER = "Triton's interpreter"
-
-
-class CompiledRow(Protocol):
-    """One configuration of a kernel, compiled for one chip; see `kpt_conformance.aot`."""
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's full name."""
-
-    @property
-    def op(self) -> str:
-        """Name of the op."""
-
-    @property
-    def backend(self) -> str:
-        """The kernel's backend."""
-
-    @property
-    def chip(self) -> str:
-        """The target: `sm90`, `gfx942`; empty if the kernel's declaration itself is at fault."""
-
-    @property
-    def status(self) -> str:
-        """`ok`, or what went wrong."""
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Of the compilers."""
-
-    @property
-    def contract(self) -> str | None:
-        """What the machine code was held to."""
-
-    @property
-    def registers(self) -> int | None:
-        """Registers of a thread."""
-
-    @property
-    def spills(self) -> int | None:
-        """Bytes spilled by a thread."""
-
-    @property
-    def shared_memory(self) -> int | None:
-        """Bytes of shared memory of a block."""
 
 
 def record_success(
@@ -105,44 +64,45 @@ def record_success(
     )
 
 
-def record_compiled(folder: Path, rows: Iterable[CompiledRow]) -> list[Path]:
-    """Record the kernels that were compiled for a chip in every configuration, as their contracts ask.
+def record_compiled(folder: Path, rows: "Iterable[Row]") -> list[Path]:
+    """Record the kernels that were compiled for a chip in every configuration that their contracts offer there.
 
     Args:
         folder: of the records; made if it is not there.
         rows: of `kpt_conformance.aot.run`: all configurations of a kernel and chip, or none.
 
     Returns:
-        The records' files; none for a kernel and chip of which some configuration is not `ok`.
+        The records' files; none for a kernel and chip of which some configuration is broken, or none was compiled.
     """
 
-    def kernel_of(row: CompiledRow) -> tuple[str, str, str]:
+    def kernel_of(row: "Row") -> tuple[str, str, str]:
         return (row.backend, row.op, row.kernel)
 
-    def chip_of(row: CompiledRow) -> str:
+    def chip_of(row: "Row") -> str:
         return row.chip
 
     files = []
     for (backend, op, kernel), of_kernel in groupby(sorted(rows, key=kernel_of), kernel_of):
         by_chip = {chip: list(group) for chip, group in groupby(sorted(of_kernel, key=chip_of), chip_of)}
         for chip, configurations in by_chip.items() if "" not in by_chip else ():
-            if all(row.status == "ok" for row in configurations):
-                compilers = {name: version for row in configurations for name, version in row.versions.items()}
+            compiled = [row for row in configurations if row.status == "ok"]
+            if compiled and all(row.good for row in configurations):
+                compilers = {name: version for row in compiled for name, version in row.versions.items()}
                 files.append(
                     _save(
                         folder,
                         claim_of(op, kernel, backend),
                         chip=chip,
                         level=Level.COMPILED,
-                        checks=len(configurations),
-                        details=_details(configurations),
+                        checks=len(compiled),
+                        details=_details(compiled),
                         compilers=compilers,
                     )
                 )
     return files
 
 
-def _details(rows: list[CompiledRow]) -> dict[str, Any]:
+def _details(rows: "list[Row]") -> dict[str, Any]:
     """The worst of all configurations."""
     details: dict[str, Any] = {}
     for name in ("registers", "spills", "shared_memory"):
