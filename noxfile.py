@@ -1,7 +1,7 @@
 """The checks of the repository, one session each; `nox -l` lists them, CONTRIBUTING.md explains them.
 
-Environments stay in .nox/ and are used again. Those with torch are: one per package under test, `workspace`, where every
-package is installed and which most others share, `aot` with the compilers, and `wheels`, which is made anew each time.
+Environments stay in .nox/ and are used again. Those with torch are: one per package under test, `workspace`, where
+every package is installed and which most others share, `aot` with the compilers, and `wheels`, made anew each time.
 Everything is installed under constraints/cpu.txt, so a check gives the same answer today and in a year.
 """
 

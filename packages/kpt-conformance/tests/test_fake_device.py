@@ -293,36 +293,6 @@ def test_an_error_of_a_hook_is_told(fake: torch.device, capsys: pytest.CaptureFi
     assert "aten.mul.Tensor: expected every tensor on one device" in capsys.readouterr().err
 
 
-def _every_case() -> list:
-    return [
-        pytest.param(table, case, id=f"{name}-{case.name}")
-        for name, table in sorted(kpt_core.case_tables().items())
-        for case in table.cases
-        if not case.model
-    ]
-
-
-@pytest.mark.parametrize(("table", "case"), _every_case())
-def test_every_op_gives_what_the_cpu_gives(table, case, fake: torch.device) -> None:
-    op = kpt_core.get_op(table.op)
-
-    def run(device: torch.device | str) -> dict[str, Tensor]:
-        arguments = table.arguments(case, dtype=torch.float64, device=device)
-        names = [name for name in table.gradients if arguments[name] is not None]
-        for name in names:
-            arguments[name].requires_grad_()
-        result = op(**arguments)
-        result.backward(torch.ones_like(result))
-        return {"result": result.detach(), **{name: arguments[name].grad for name in names}}
-
-    got, want = run("kptfake"), run("cpu")
-    for name, value in want.items():
-        assert got[name].device == fake, name
-        torch.testing.assert_close(
-            got[name].cpu(), value, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
 def test_explain_works_and_shows_the_tree(fake: torch.device) -> None:
     table = kpt_core.case_tables()["moe.experts"]
     selection = kpt_core.explain("moe.experts", **table.arguments(table.cases[0], device=fake))

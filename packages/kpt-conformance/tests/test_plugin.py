@@ -73,8 +73,13 @@ def test_the_option_runs_the_suite_without_a_file(acme: pytest.Pytester) -> None
 
 def test_another_backend_is_left_out(acme: pytest.Pytester) -> None:
     result = run(acme, "--kpt-backend=reference", "test_conformance.py", "-rs")
-    result.assert_outcomes(skipped=4)
+    result.assert_outcomes(skipped=5)
     result.stdout.fnmatch_lines(["*--kpt-backend=reference*"])
+
+
+def test_kernels_that_no_name_tells_apart_are_refused(acme: pytest.Pytester) -> None:
+    acme.makeconftest(CONFTEST + "\nbackend._kernels *= 2\n")
+    run(acme, *QUICK).stdout.fnmatch_lines(["*two tests are called values-moe.grouped_mm-*"])
 
 
 def test_an_unknown_backend_is_refused(acme: pytest.Pytester) -> None:
@@ -86,7 +91,7 @@ def test_an_unknown_backend_is_refused(acme: pytest.Pytester) -> None:
 def test_a_backend_that_cannot_run_is_said(acme: pytest.Pytester) -> None:
     acme.makeconftest(CONFTEST + "\nbackend.broken = 'no such chip is in this machine'\n")
     skipped = run(acme, "-rs")
-    skipped.assert_outcomes(skipped=4)
+    skipped.assert_outcomes(skipped=5)
     skipped.stdout.fnmatch_lines(["*no such chip is in this machine*"])
     asked = run(acme, "--kpt-backend=acme")
     assert asked.ret != 0

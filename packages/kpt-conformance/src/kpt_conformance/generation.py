@@ -10,7 +10,7 @@ from kpt_core import InputError, UnknownNameError
 
 from .extent import extent_of
 from .layers import LAYER_CHECKS
-from .suite import CHECKS, DECLARATIONS, device_of, subjects, trials
+from .suite import CHECKS, DECLARATIONS, DEVICE_CHECKS, device_of, subjects, trials
 from .trial import REFERENCE, Subject, Trial
 
 Made = Iterable[tuple[str, tuple[Any, ...]]]
@@ -31,7 +31,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
             skipped = pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason))
             metafunc.parametrize(names, [skipped], ids=[backend])
             return
-        made = dict(make(backend, _device(metafunc)))
+        made = _unique(make(backend, _device(metafunc)))
     except (UnknownNameError, InputError) as error:
         raise pytest.UsageError(str(error)) from None
     metafunc.parametrize(names, list(made.values()), ids=list(made))
@@ -68,8 +68,27 @@ def _subject(values: tuple[Any, ...]) -> Subject | None:
     return next((value for value in tried if isinstance(value, Subject)), None)
 
 
+def _unique(made: Made) -> dict[str, tuple[Any, ...]]:
+    unique: dict[str, tuple[Any, ...]] = {}
+    for name, values in made:
+        if name in unique:
+            raise InputError(
+                f"two tests are called {name}: give each kernel of an op a target, each case a name of its own"
+            )
+        unique[name] = values
+    return unique
+
+
 def _trials(backend: str, device: str | None) -> Made:
-    for check in CHECKS:
+    return _crossed(CHECKS, backend, device)
+
+
+def _devices(backend: str, device: str | None) -> Made:
+    return _crossed(DEVICE_CHECKS, backend, device)
+
+
+def _crossed(checks: Iterable[Callable[[Trial], None]], backend: str, device: str | None) -> Made:
+    for check in checks:
         for subject, table in subjects(backend, device):
             for trial in trials(subject, table, extent_of(check)):
                 yield f"{check.__name__}-{trial}", (check, trial)
@@ -99,5 +118,6 @@ MAKERS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], Made]]] = {
     "test_kernel": (("check", "trial"), _trials),
     "test_declaration": (("declared", "subject", "table"), _declarations),
     "test_wrong_input": (("subject", "table", "wrong"), _wrong),
+    "test_device": (("device_check", "trial"), _devices),
     "test_layer": (("layer_check", "layer"), _layers),
 }

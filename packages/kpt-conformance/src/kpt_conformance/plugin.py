@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--kpt-backend") and not chosen_paths:
         config.args = [str(STANDALONE)]
     if config.getoption("--kpt-evidence"):
+        if config.getoption("numprocesses", default=None):
+            raise pytest.UsageError("--kpt-evidence needs every test in one process: leave out -n")
         from .ledger import Ledger
 
         config.pluginmanager.register(Ledger(config.getoption("--kpt-evidence")), "kpt-evidence")

@@ -9,7 +9,7 @@ import torch
 import kpt_core
 from kpt_core import CaseTable, InputError, LayerCase, UnknownNameError, WrongInput
 
-from .checks import declarations, purity, results, transforms, values
+from .checks import declarations, devices, purity, results, transforms, values
 from .extent import Extent
 from .trial import REFERENCE, Subject, Trial
 
@@ -41,6 +41,9 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     transforms.vmapped,
     transforms.autocast,
 )
+
+#: Likewise, and last: the fake device stays in the process.
+DEVICE_CHECKS: tuple[Callable[[Trial], None], ...] = (devices.fake_device_result,)
 
 #: Each is run once for a kernel.
 DECLARATIONS: tuple[Callable[[Subject, CaseTable], None], ...] = (declarations.declaration, declarations.device_index)
@@ -86,6 +89,10 @@ class Suite:
     def test_wrong_input(self, subject: Subject, table: CaseTable, wrong: WrongInput) -> None:
         """An op refuses what its table calls wrong."""
         declarations.wrong_input(subject, table, wrong)
+
+    def test_device(self, device_check: Callable[[Trial], None], trial: Trial) -> None:
+        """An op's reference runs on a device that is not the CPU."""
+        device_check(trial)
 
     def test_layer(self, layer_check: Callable[[LayerCase], None], layer: LayerCase) -> None:
         """A layer is at home on every device; part of `reference`."""
