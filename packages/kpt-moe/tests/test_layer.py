@@ -7,7 +7,7 @@ import torch
 import kpt_core
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import MoEConfig, MoELayer, Routing
-from kpt_moe.routing import SCORES
+from kpt_moe.routers import SCORES
 from oracle import ACTIVATIONS, GATED, Inputs, naive_experts
 
 SMALL = {"hidden_size": 16, "num_experts": 4, "top_k": 2, "intermediate_size": 12}
@@ -16,7 +16,7 @@ SMALL = {"hidden_size": 16, "num_experts": 4, "top_k": 2, "intermediate_size": 1
 def make(dtype: torch.dtype | None = None, **choices) -> MoELayer:
     torch.manual_seed(0)
     layer = MoELayer(MoEConfig(**{**SMALL, **choices}), dtype=dtype)
-    for bias in (layer.gate_up_proj_bias, layer.down_proj_bias):
+    for bias in (layer.experts.gate_up_proj_bias, layer.experts.down_proj_bias):
         if bias is not None:
             torch.nn.init.normal_(bias)
     return layer
@@ -24,7 +24,12 @@ def make(dtype: torch.dtype | None = None, **choices) -> MoELayer:
 
 def naive(layer: MoELayer, x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The layer by the oracle, in x's dtype, with a routing that was decided already."""
-    parts = (layer.gate_up_proj, layer.down_proj, layer.gate_up_proj_bias, layer.down_proj_bias)
+    parts = (
+        layer.experts.gate_up_proj,
+        layer.experts.down_proj,
+        layer.experts.gate_up_proj_bias,
+        layer.experts.down_proj_bias,
+    )
     parameters = (None if part is None else part.to(x.dtype) for part in parts)
     inputs = Inputs(x.reshape(-1, x.shape[-1]), routing.index, routing.weights.to(x.dtype), *parameters)
     return naive_experts(inputs, activation=layer.config.activation).view(x.shape)
@@ -50,7 +55,7 @@ def test_value_and_gradients(activation, bias):
 @pytest.mark.parametrize("score", SCORES)
 def test_router_is_configured(score, renormalize):
     layer = make(score=score, renormalize=renormalize)
-    assert (layer.router.score, layer.router.renormalize, layer.router.top_k) == (score, renormalize, 2)
+    assert (layer.router.score_function, layer.router.renormalize, layer.router.top_k) == (score, renormalize, 2)
     x = torch.randn(5, 16)
     torch.testing.assert_close(layer(x), naive(layer, x, layer.route(x)))
 
@@ -126,28 +131,28 @@ def test_survives_copy_pickle_and_state_dict():
 def test_parameters_are_named_and_shaped_as_in_transformers():
     shapes = {name: tuple(p.shape) for name, p in make(bias=True).named_parameters()}
     assert shapes == {
-        "gate_up_proj": (4, 24, 16),
-        "down_proj": (4, 16, 12),
-        "gate_up_proj_bias": (4, 24),
-        "down_proj_bias": (4, 16),
         "router.weight": (4, 16),
+        "experts.gate_up_proj": (4, 24, 16),
+        "experts.down_proj": (4, 16, 12),
+        "experts.gate_up_proj_bias": (4, 24),
+        "experts.down_proj_bias": (4, 16),
     }
-    assert make(activation="relu2").gate_up_proj.shape == (4, 12, 16)
+    assert make(activation="relu2").experts.gate_up_proj.shape == (4, 12, 16)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_width_defaults_to_four_times_hidden(activation):
     config = MoEConfig(hidden_size=8, num_experts=2, activation=activation)
     layer = MoELayer(config)
-    assert config.expert_width == layer.down_proj.shape[2] == 32
-    assert layer.gate_up_proj.shape[1] == (64 if activation in GATED else 32)
+    assert config.expert_width == layer.experts.down_proj.shape[2] == 32
+    assert layer.experts.gate_up_proj.shape[1] == (64 if activation in GATED else 32)
 
 
 def test_initial_output_keeps_the_scale_of_its_input():
     torch.manual_seed(0)
     layer = MoELayer(MoEConfig(hidden_size=128, num_experts=4, intermediate_size=128), dtype=torch.float32)
-    assert layer.gate_up_proj.std().item() == pytest.approx(128**-0.5, rel=0.05)
-    assert layer.down_proj.std().item() == pytest.approx(128**-0.5, rel=0.05)
+    assert layer.experts.gate_up_proj.std().item() == pytest.approx(128**-0.5, rel=0.05)
+    assert layer.experts.down_proj.std().item() == pytest.approx(128**-0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -204,4 +209,6 @@ def test_wrong_hidden_size_is_named():
 
 
 def test_prints_its_sizes():
-    assert "16, num_experts=4, top_k=2, intermediate_size=12, activation='swiglu', bias=False" in repr(make())
+    shown = repr(make())
+    assert "TopKRouter(16, num_experts=4, top_k=2, score='softmax', renormalize=True)" in shown
+    assert "FeedForwardExpert(4, 16, intermediate_size=12, activation='swiglu', bias=False)" in shown

@@ -5,7 +5,7 @@ from torch.utils._pytree import tree_map_only
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import Routing, TopKRouter
-from kpt_moe.routing import SCORES
+from kpt_moe.routers import SCORES
 
 HIDDEN, EXPERTS, TOP_K = 16, 6, 3
 
@@ -26,13 +26,13 @@ def expected(router: TopKRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
         logits = logits + router.bias.detach().double()
     indices, weights = [], []
     for row in logits.tolist():
-        if router.score == "sigmoid":
+        if router.score_function == "sigmoid":
             scores = [1 / (1 + 2.718281828459045**-value) for value in row]
         else:
             scores = torch.tensor(row, dtype=torch.float64).softmax(0).tolist()
         best = sorted(range(EXPERTS), key=lambda expert: -scores[expert])[:TOP_K]
         chosen = [scores[expert] for expert in best]
-        if router.renormalize or router.score == "softmax_after":
+        if router.renormalize or router.score_function == "softmax_after":
             chosen = [value / sum(chosen) for value in chosen]
         indices.append(best)
         weights.append(chosen)
@@ -161,12 +161,14 @@ def test_is_a_tree_of_tensors():
 
 def test_prints_its_choices():
     shown = repr(make(score="sigmoid", renormalize=False))
-    assert shown == "TopKRouter(16, num_experts=6, top_k=3, score='sigmoid', renormalize=False, bias=False)"
+    assert shown == "TopKRouter(16, num_experts=6, top_k=3, score='sigmoid', renormalize=False)"
 
 
 @pytest.mark.parametrize("top_k", [0, -1, EXPERTS + 1])
 def test_top_k_must_fit(top_k):
-    with pytest.raises(InputError, match=rf"top_k must be between 1 and num_experts \(6\); got {top_k}"):
+    with pytest.raises(
+        InputError, match=rf"top_k (must be a positive integer; got {top_k}|\(7\) must not exceed num_experts \(6\))"
+    ):
         TopKRouter(HIDDEN, EXPERTS, top_k)
 
 

@@ -1,4 +1,4 @@
-"""What the ops and layers of this package are tried on, for the entry-point group `kpt.cases`."""
+"""The case table of `moe.experts`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,18 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import Arguments, Case, CaseTable, LayerCase, UnknownNameError, WrongInput
+from kpt_core import Arguments, Case, CaseTable, UnknownNameError, WrongInput
+from kpt_moe.activations import Activation
 
-from .activations import Activation
-from .layer import MoEConfig, MoELayer
-from .routing import TopKRouter
+from .common import normal
 
 #: What gpt-oss computes, with a limit that random numbers cross.
 _GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 0.7, "interleaved": True, "transposed": True, "bias": True}
-
-
-def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
 
 def _routing(generator: torch.Generator, tokens: int, num_experts: int, top_k: int, load: str) -> Tensor:
@@ -68,9 +63,9 @@ def _build_experts(
 
     def matrices(inputs: int, outputs: int) -> Tensor:
         shape = (inputs, outputs) if transposed else (outputs, inputs)
-        return _normal(generator, num_experts, *shape, scale=max(inputs, 1) ** -0.5)
+        return normal(generator, num_experts, *shape, scale=max(inputs, 1) ** -0.5)
 
-    x = _normal(generator, tokens, hidden)
+    x = normal(generator, tokens, hidden)
     up = matrices(hidden, width)
     if activation in _KINKED or parameters.get("limit") is not None:
         x, up = _away_from_kinks(x, up, inputs=hidden)
@@ -80,8 +75,8 @@ def _build_experts(
         "top_k_weights": torch.rand(tokens, top_k, generator=generator, dtype=torch.float64),
         "gate_up_proj": up,
         "down_proj": matrices(inner, hidden),
-        "gate_up_proj_bias": _normal(generator, num_experts, width).round() / 4 if bias else None,
-        "down_proj_bias": _normal(generator, num_experts, hidden, scale=0.3) if bias else None,
+        "gate_up_proj_bias": normal(generator, num_experts, width).round() / 4 if bias else None,
+        "down_proj_bias": normal(generator, num_experts, hidden, scale=0.3) if bias else None,
         "activation": activation,
         "transposed": transposed,
         **parameters,
@@ -206,158 +201,3 @@ EXPERTS = CaseTable(
     padding=_padding_of_experts,
     reduction=_reduction_of_experts,
 )
-
-
-def _offsets(generator: torch.Generator, rows: int, groups: int, taken: int | None) -> Tensor:
-    """`[groups]` int32 end rows, some groups empty; rows past `taken` belong to nobody."""
-    taken = rows if taken is None else taken
-    cuts = torch.randint(0, taken + 1, (max(groups - 1, 0),), generator=generator).sort().values
-    return torch.cat((cuts, torch.tensor([taken])))[:groups].int()
-
-
-def _build_grouped_mm(
-    generator: torch.Generator,
-    rows: int = 24,
-    inner: int = 8,
-    columns: int = 6,
-    groups: int = 4,
-    taken: int | None = None,
-) -> Arguments:
-    return {
-        "x": _normal(generator, rows, inner),
-        "weight": _normal(generator, groups, inner, columns, scale=max(inner, 1) ** -0.5),
-        "offsets": _offsets(generator, rows, groups, taken),
-    }
-
-
-def _build_wgrad(
-    generator: torch.Generator,
-    rows: int = 24,
-    inner: int = 8,
-    columns: int = 6,
-    groups: int = 4,
-    taken: int | None = None,
-) -> Arguments:
-    return {
-        "x": _normal(generator, rows, inner),
-        "grad": _normal(generator, rows, columns),
-        "offsets": _offsets(generator, rows, groups, taken),
-    }
-
-
-def _rows_of_nobody(arguments: Arguments, *names: str) -> Mapping[str, Tensor]:
-    rows = arguments["x"].shape[0]
-    end = arguments["offsets"][-1] if arguments["offsets"].shape[0] else 0
-    past = (torch.arange(rows, device=arguments["x"].device) >= end).unsqueeze(1)
-    return dict.fromkeys(names, past)
-
-
-_GROUPED_CASES = (
-    Case(name="small"),
-    Case(name="no rows", sizes={"rows": 0}),
-    Case(name="one row", sizes={"rows": 1}),
-    Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "groups": 5}),
-    Case(name="one group", sizes={"groups": 1}),
-    Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
-    Case(name="rows of nobody", sizes={"rows": 40, "taken": 27}),
-    Case(name="every row of nobody", sizes={"taken": 0}),
-    Case(name="one column", sizes={"columns": 1}),
-    Case(name="inner size one", sizes={"inner": 1}),
-    Case(
-        name="granite-3.1-1b-a400m",
-        sizes={"rows": 504, "inner": 512, "columns": 1024, "groups": 32},
-        model=True,
-    ),
-    Case(
-        name="mixtral-8x7b",
-        sizes={"rows": 2048, "inner": 4096, "columns": 28672, "groups": 8},
-        model=True,
-        large=True,
-    ),
-    Case(
-        name="qwen3-30b-a3b",
-        sizes={"rows": 8192, "inner": 2048, "columns": 1536, "groups": 128},
-        model=True,
-        large=True,
-    ),
-)
-
-
-def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:
-    prefix = op.replace(".", r"\.")
-    return (
-        WrongInput(
-            name="offsets of int64",
-            change=lambda a: {**a, "offsets": a["offsets"].long()},
-            message=rf"{prefix}: offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
-        ),
-        WrongInput(
-            name="two dtypes",
-            change=lambda a: {**a, other: a[other].double()},
-            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.float32 and torch\.float64",
-        ),
-        WrongInput(
-            name="integers",
-            change=lambda a: {**a, "x": a["x"].int(), other: a[other].int()},
-            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.int32",
-        ),
-        WrongInput(
-            name="two devices",
-            change=lambda a: {**a, other: a[other].to("meta")},
-            message=rf"{prefix}: x, {other} and offsets must be on one device; got cpu, meta and cpu",
-        ),
-        WrongInput(
-            name="one dimension too many",
-            change=lambda a: {**a, "x": a["x"][None]},
-            message=rf"{prefix}: x must be \[rows, K\].*got \[1, 24, 8\]",
-        ),
-    )
-
-
-GROUPED_MM = CaseTable(
-    op="moe.grouped_mm",
-    build=_build_grouped_mm,
-    cases=_GROUPED_CASES,
-    wrong=(
-        *_wrong_groups("moe.grouped_mm", "weight"),
-        WrongInput(
-            name="offsets of another number of experts",
-            change=lambda a: {**a, "offsets": a["offsets"][1:]},
-            message=r"moe\.grouped_mm: offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]",
-        ),
-    ),
-    gradients=("x", "weight"),
-    padding=lambda arguments: _rows_of_nobody(arguments, "x"),
-    reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
-)
-
-GROUPED_MM_WGRAD = CaseTable(
-    op="moe.grouped_mm_wgrad",
-    build=_build_wgrad,
-    cases=_GROUPED_CASES,
-    wrong=_wrong_groups("moe.grouped_mm_wgrad", "grad"),
-    gradients=("x", "grad"),
-    padding=lambda arguments: _rows_of_nobody(arguments, "x", "grad"),
-    reduction=lambda arguments: max(*arguments["x"].shape, arguments["grad"].shape[1]),
-)
-
-
-def _layer_config() -> MoEConfig:
-    return MoEConfig(hidden_size=16, num_experts=4, top_k=2, intermediate_size=24, bias=True)
-
-
-LAYERS = (
-    LayerCase(
-        name="moe.MoELayer",
-        make=lambda device, dtype: MoELayer(_layer_config(), device=device, dtype=dtype),
-        inputs=lambda generator: (torch.randn(2, 5, 16, generator=generator),),
-        config=_layer_config,
-    ),
-    LayerCase(
-        name="moe.TopKRouter",
-        make=lambda device, dtype: TopKRouter(16, 4, 2, score="sigmoid", bias=True, device=device, dtype=dtype),
-        inputs=lambda generator: (torch.randn(7, 16, generator=generator),),
-    ),
-)
-
-TABLES = (EXPERTS, GROUPED_MM, GROUPED_MM_WGRAD, *LAYERS)

@@ -1,0 +1,9 @@
+"""What the case tables share."""
+
+import torch
+from torch import Tensor
+
+
+def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    """Random numbers in float64, of deviation `scale`."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale

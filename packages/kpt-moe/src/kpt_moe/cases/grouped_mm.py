@@ -1,0 +1,144 @@
+"""The case tables of `moe.grouped_mm` and `moe.grouped_mm_wgrad`."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kpt_core import Arguments, Case, CaseTable, WrongInput
+
+from .common import normal
+
+
+def _offsets(generator: torch.Generator, rows: int, groups: int, taken: int | None) -> Tensor:
+    """`[groups]` int32 end rows, some groups empty; rows past `taken` belong to nobody."""
+    taken = rows if taken is None else taken
+    cuts = torch.randint(0, taken + 1, (max(groups - 1, 0),), generator=generator).sort().values
+    return torch.cat((cuts, torch.tensor([taken])))[:groups].int()
+
+
+def _build_grouped_mm(
+    generator: torch.Generator,
+    rows: int = 24,
+    inner: int = 8,
+    columns: int = 6,
+    groups: int = 4,
+    taken: int | None = None,
+) -> Arguments:
+    return {
+        "x": normal(generator, rows, inner),
+        "weight": normal(generator, groups, inner, columns, scale=max(inner, 1) ** -0.5),
+        "offsets": _offsets(generator, rows, groups, taken),
+    }
+
+
+def _build_wgrad(
+    generator: torch.Generator,
+    rows: int = 24,
+    inner: int = 8,
+    columns: int = 6,
+    groups: int = 4,
+    taken: int | None = None,
+) -> Arguments:
+    return {
+        "x": normal(generator, rows, inner),
+        "grad": normal(generator, rows, columns),
+        "offsets": _offsets(generator, rows, groups, taken),
+    }
+
+
+def _rows_of_nobody(arguments: Arguments, *names: str) -> Mapping[str, Tensor]:
+    rows = arguments["x"].shape[0]
+    end = arguments["offsets"][-1] if arguments["offsets"].shape[0] else 0
+    past = (torch.arange(rows, device=arguments["x"].device) >= end).unsqueeze(1)
+    return dict.fromkeys(names, past)
+
+
+_GROUPED_CASES = (
+    Case(name="small"),
+    Case(name="no rows", sizes={"rows": 0}),
+    Case(name="one row", sizes={"rows": 1}),
+    Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "groups": 5}),
+    Case(name="one group", sizes={"groups": 1}),
+    Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
+    Case(name="rows of nobody", sizes={"rows": 40, "taken": 27}),
+    Case(name="every row of nobody", sizes={"taken": 0}),
+    Case(name="one column", sizes={"columns": 1}),
+    Case(name="inner size one", sizes={"inner": 1}),
+    Case(
+        name="granite-3.1-1b-a400m",
+        sizes={"rows": 504, "inner": 512, "columns": 1024, "groups": 32},
+        model=True,
+    ),
+    Case(
+        name="mixtral-8x7b",
+        sizes={"rows": 2048, "inner": 4096, "columns": 28672, "groups": 8},
+        model=True,
+        large=True,
+    ),
+    Case(
+        name="qwen3-30b-a3b",
+        sizes={"rows": 8192, "inner": 2048, "columns": 1536, "groups": 128},
+        model=True,
+        large=True,
+    ),
+)
+
+
+def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:
+    prefix = op.replace(".", r"\.")
+    return (
+        WrongInput(
+            name="offsets of int64",
+            change=lambda a: {**a, "offsets": a["offsets"].long()},
+            message=rf"{prefix}: offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
+        ),
+        WrongInput(
+            name="two dtypes",
+            change=lambda a: {**a, other: a[other].double()},
+            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.float32 and torch\.float64",
+        ),
+        WrongInput(
+            name="integers",
+            change=lambda a: {**a, "x": a["x"].int(), other: a[other].int()},
+            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.int32",
+        ),
+        WrongInput(
+            name="two devices",
+            change=lambda a: {**a, other: a[other].to("meta")},
+            message=rf"{prefix}: x, {other} and offsets must be on one device; got cpu, meta and cpu",
+        ),
+        WrongInput(
+            name="one dimension too many",
+            change=lambda a: {**a, "x": a["x"][None]},
+            message=rf"{prefix}: x must be \[rows, K\].*got \[1, 24, 8\]",
+        ),
+    )
+
+
+GROUPED_MM = CaseTable(
+    op="moe.grouped_mm",
+    build=_build_grouped_mm,
+    cases=_GROUPED_CASES,
+    wrong=(
+        *_wrong_groups("moe.grouped_mm", "weight"),
+        WrongInput(
+            name="offsets of another number of experts",
+            change=lambda a: {**a, "offsets": a["offsets"][1:]},
+            message=r"moe\.grouped_mm: offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]",
+        ),
+    ),
+    gradients=("x", "weight"),
+    padding=lambda arguments: _rows_of_nobody(arguments, "x"),
+    reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
+)
+
+GROUPED_MM_WGRAD = CaseTable(
+    op="moe.grouped_mm_wgrad",
+    build=_build_wgrad,
+    cases=_GROUPED_CASES,
+    wrong=_wrong_groups("moe.grouped_mm_wgrad", "grad"),
+    gradients=("x", "grad"),
+    padding=lambda arguments: _rows_of_nobody(arguments, "x", "grad"),
+    reduction=lambda arguments: max(*arguments["x"].shape, arguments["grad"].shape[1]),
+)

@@ -1,0 +1,6 @@
+"""Layers."""
+
+from .config import MoEConfig
+from .layer import MoELayer
+
+__all__ = ["MoEConfig", "MoELayer"]

@@ -1,0 +1,247 @@
+"""The contract of every router."""
+
+from abc import ABC, abstractmethod
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kpt_core import InputError, UnknownNameError, without_autocast
+from kpt_moe._checks import require_size
+from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
+from kpt_moe.routing import Routing
+
+
+class RouterOptions(TypedDict, total=False):
+    """Arguments that every router takes."""
+
+    jitter: float
+    capacity_factor: float | None
+    eval_capacity_factor: float | None
+    priority: Priority
+
+
+class Router(nn.Module, ABC):
+    """Decide which experts tokens go to, in float32 (float64 for float64 tokens) whatever the model is.
+
+    A routing decided in bfloat16 differs between devices, so autocast does not reach inside either.
+
+    A subclass says what the logits are (`gate`), which experts they choose (`choose`) and what those weigh (`weigh`).
+    The rest is the same for all: padding, jitter, capacity, replay.
+
+    Args:
+        hidden_size: size of a token.
+        num_experts: number of experts.
+        top_k: experts per token.
+        jitter: in training, tokens are multiplied by uniform random numbers of `[1 - jitter, 1 + jitter]` before the
+            gate (Switch Transformer, arXiv:2101.03961).
+        capacity_factor: an expert takes at most this many times the average number of tokens; None is no limit.
+        eval_capacity_factor: the same outside of training; None is `capacity_factor`.
+        priority: which choices a full expert refuses, see `kpt_moe.capacity`.
+
+    Raises:
+        InputError: a size is not positive, `top_k` exceeds `num_experts`, a factor or jitter is out of range.
+        UnknownNameError: no such `priority`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        jitter: float = 0.0,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        priority: Priority = "position",
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        require_size(name, "hidden_size", hidden_size)
+        require_size(name, "num_experts", num_experts)
+        require_size(name, "top_k", top_k, num_experts, "num_experts")
+        if not 0 <= jitter < 1:
+            raise InputError(f"{name}: jitter must be at least 0 and below 1; got {jitter}")
+        for what, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
+            if factor is not None and not 0 < factor < float("inf"):
+                raise InputError(f"{name}: {what} must be a positive number or None; got {factor}")
+        if priority not in PRIORITIES:
+            raise UnknownNameError("priority", priority, PRIORITIES)
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.jitter = jitter
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.priority: Priority = priority
+
+    @abstractmethod
+    def gate(self, x: Tensor) -> Tensor:
+        """The logits `[tokens, num_experts]` of tokens `[tokens, hidden_size]` that are float32 or float64."""
+
+    def score(self, logits: Tensor) -> Tensor:
+        """What experts are chosen and weighed by, `[tokens, num_experts]`; a softmax unless a router says otherwise."""
+        return logits.softmax(-1)
+
+    @abstractmethod
+    def choose(
+        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The experts that are chosen, from logits and scores without gradients.
+
+        Returns:
+            Ids `[rows, K]` as in `Routing.index`, and the token of each row, None if row `t` is token `t`.
+        """
+
+    def weigh(self, scores: Tensor, index: Tensor) -> Tensor:
+        """How much choices `[rows, K]` count, differentiable in the scores `[rows, num_experts]` of their tokens.
+
+        All ids are from 0 to `num_experts - 1`.
+        """
+        return scores.gather(1, index)
+
+    @property
+    def limited(self) -> bool:
+        """Whether experts have a capacity in the module's present mode."""
+        return self._factor is not None
+
+    @property
+    def _factor(self) -> float | None:
+        other = not self.training and self.eval_capacity_factor is not None
+        return self.eval_capacity_factor if other else self.capacity_factor
+
+    def capacity(self, scores: Tensor, mask: Tensor | None) -> int | Tensor:
+        """Tokens that each expert takes at most, if `limited`; a number, or a tensor on the device of the scores."""
+        assert self._factor is not None
+        if mask is None:
+            return expert_capacity(scores.shape[0], self.top_k, self.num_experts, self._factor)
+        return torch.ceil(mask.sum() * (self.top_k * self._factor / self.num_experts)).long()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        replay: Routing | None = None,
+    ) -> Routing:
+        """Route tokens.
+
+        Args:
+            x: `[tokens, hidden_size]`.
+            mask: `[tokens]` bool, False for padding, which takes no expert's place and no weight.
+            token_ids: `[tokens]` integers, the vocabulary's ids, for routers that go by them.
+            replay: take the choices of this routing instead of making any; their weights are this router's own and
+                carry gradients (Rollout Routing Replay, arXiv:2510.11370).
+
+        Raises:
+            InputError: a shape or dtype does not fit.
+        """
+        self._check(x, mask, token_ids, replay)
+        with without_autocast(x.device.type):
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            if self.training and self.jitter:
+                wide = wide * torch.empty_like(wide).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits = self.gate(wide)
+            scores = self.score(logits)
+            if replay is None:
+                index, token = self.choose(logits.detach(), scores.detach(), mask, token_ids)
+            else:
+                index, token = replay.index, replay.token
+            plain = token is None and replay is None
+            weights = self.weigh(
+                scores if token is None else scores[token], index if plain else _known(index, self.num_experts)
+            )
+            if plain:
+                index = self._refused(index, weights, scores.detach(), mask)
+            if not plain or mask is not None or self.limited:
+                weights = torch.where((index >= 0) & (index < self.num_experts), weights, 0)
+        return Routing(index, weights, logits, mask, token)
+
+    def _refused(self, index: Tensor, weights: Tensor, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """The choices of tokens, those of padding and those beyond the capacity refused."""
+        if mask is not None:
+            chosen = (index >= 0) & (index < self.num_experts)
+            index = torch.where(mask.unsqueeze(1) | ~chosen, index, ~index)
+        if not self.limited:
+            return index
+        return limit_capacity(index, weights, self.num_experts, self.capacity(scores, mask), self.priority)
+
+    def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, replay: Routing | None) -> None:
+        name = type(self).__name__
+        if x.dim() != 2 or x.shape[1] != self.hidden_size:
+            raise InputError(f"{name}: x must be [tokens, {self.hidden_size}]; got {list(x.shape)}")
+        if mask is not None and (mask.dtype is not torch.bool or mask.shape != x.shape[:1]):
+            raise InputError(f"{name}: mask must be bool [{x.shape[0]}]; got {mask.dtype} {list(mask.shape)}")
+        if token_ids is not None and (token_ids.is_floating_point() or token_ids.shape != x.shape[:1]):
+            raise InputError(
+                f"{name}: token_ids must be integers [{x.shape[0]}]; got {token_ids.dtype} {list(token_ids.shape)}"
+            )
+        if replay is not None and replay.token is None and replay.index.shape[0] != x.shape[0]:
+            raise InputError(
+                f"{name}: the replayed routing is of {replay.index.shape[0]} tokens, x of {x.shape[0]}: replay a call "
+                "with the batch that it was recorded with"
+            )
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        shown = [str(self.hidden_size), f"num_experts={self.num_experts}", f"top_k={self.top_k}"]
+        plain = (("jitter", 0.0), ("capacity_factor", None), ("eval_capacity_factor", None), ("priority", "position"))
+        return ", ".join(
+            shown + [f"{name}={getattr(self, name)!r}" for name, default in plain if getattr(self, name) != default]
+        )
+
+
+class LinearRouter(Router):
+    """A router whose logits are a linear function of the token.
+
+    Args:
+        hidden_size: size of a token.
+        num_experts: number of experts.
+        top_k: experts per token.
+        bias: give the gate a bias.
+        device: of the parameters.
+        dtype: of the parameters; they are raised to the tokens' float32 or float64 where they are used.
+        shared: as in `Router`: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`.
+
+    Raises:
+        InputError: as in `Router`.
+        UnknownNameError: as in `Router`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **shared: Unpack[RouterOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **shared)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with deviation `hidden_size ** -0.5`, so that logits of normalised tokens have unit variance."""
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """`[tokens, num_experts]` of x's dtype."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        return f"{super().extra_repr()}{', bias=True' if self.bias is not None else ''}"
+
+
+def _known(index: Tensor, num_experts: int) -> Tensor:
+    """Ids that exist: of refused choices what they asked for, of none expert 0."""
+    asked = torch.where(index < 0, ~index, index)
+    return torch.where(asked < num_experts, asked, 0)
