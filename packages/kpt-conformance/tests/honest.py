@@ -122,6 +122,17 @@ def activate(h: Tensor, activation: str, interleaved: bool, alpha: float, beta: 
     return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 
+def stored(weight: Tensor, scale: Tensor | None, transposed: bool, wide: torch.dtype) -> Tensor:
+    """Matrices as input by output; quantised ones times their scales, of output channels or of blocks of 128 by 128."""
+    values = weight.to(wide)
+    if scale is not None and scale.dim() == 2:
+        values = values * scale.unsqueeze(1 if transposed else 2)
+    elif scale is not None:
+        blocks = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        values = values * blocks[:, : weight.shape[1], : weight.shape[2]]
+    return values if transposed else values.mT
+
+
 class Experts:
     """A kernel of `moe.experts` as one dense sum over experts: slow, right, and differentiable by autograd."""
 
@@ -168,9 +179,12 @@ class Experts:
         alpha: float = 1.0,
         beta: float = 0.0,
         limit: float | None = None,
+        gate_up_scale: Tensor | None = None,
+        down_scale: Tensor | None = None,
     ) -> Tensor:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
+        up = stored(gate_up_proj, gate_up_scale, transposed, wide)
+        down = stored(down_proj, down_scale, transposed, wide)
         rows, weights = x.to(wide), top_k_weights.to(wide)
         parts = [torch.zeros(x.shape, dtype=wide, device=x.device)]
         for expert in range(up.shape[0]):

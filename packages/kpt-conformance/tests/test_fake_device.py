@@ -293,6 +293,11 @@ def test_an_error_of_a_hook_is_told(fake: torch.device, capsys: pytest.CaptureFi
     assert "aten.mul.Tensor: expected every tensor on one device" in capsys.readouterr().err
 
 
+def test_numbers_that_torch_makes_tensors_of(fake: torch.device) -> None:
+    x = torch.arange(-3, 7, device=fake)
+    assert torch.equal(x.remainder(4).cpu(), torch.arange(-3, 7).remainder(4))
+
+
 def test_explain_works_and_shows_the_tree(fake: torch.device) -> None:
     table = kpt_core.case_tables()["moe.experts"]
     selection = kpt_core.explain("moe.experts", **table.arguments(table.cases[0], device=fake))

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-FOREIGN = {"transformers", "triton", "jax", "pandas", "matplotlib", "flash_attn", "torch_xla"}
+FOREIGN = {"transformers", "triton", "jax", "pandas", "matplotlib", "flash_attn", "torch_xla", "safetensors"}
 
 #: A fresh interpreter says after each step which top-level modules it has.
 PROGRAM = """

@@ -195,7 +195,12 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("device") is not None:
         kwargs["device"] = _CPU
     before = [(twin.shape, twin.stride()) for _, twin in twins.values()]
-    result = op(*args, **kwargs)
+    # A number that torch made a tensor of arrives as a number again: its own overload takes it.
+    numbers = any(
+        isinstance(given, int | float | complex) and isinstance(argument.type, torch.TensorType)
+        for given, argument in zip(args, op._schema.arguments, strict=False)
+    )
+    result = (op.overloadpacket if numbers else op)(*args, **kwargs)
     for (tensor, changed), known in zip(twins.values(), before, strict=True):
         if (changed.shape, changed.stride()) != known:
             tensor.data = _labelled(changed, device)

@@ -40,7 +40,10 @@ def changed(layer: nn.Module, by: float) -> nn.Module:
     """Add as much to every parameter, so that none has the value that it is made with."""
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(by)
+            if parameter.is_floating_point() and parameter.dtype.itemsize == 1:  # torch adds none in place
+                parameter.copy_(parameter.float() + by)
+            else:
+                parameter.add_(by)
     return layer
 
 

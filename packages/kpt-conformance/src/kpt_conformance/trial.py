@@ -142,10 +142,14 @@ class Trial:
                 return str(error)
         return refusal
 
+    def wants_gradient(self, name: str, value: Any) -> bool:
+        """Whether a gradient of an argument is promised: 8-bit numbers are frozen."""
+        return name in self.table.gradients and isinstance(value, Tensor) and value.dtype.itemsize > 1
+
     def leaves(self, arguments: Arguments) -> Arguments:
         """The same memory, the differentiable arguments as leaves that want gradients."""
         return {
-            name: value.requires_grad_() if name in self.table.gradients and isinstance(value, Tensor) else value
+            name: value.requires_grad_() if self.wants_gradient(name, value) else value
             for name, value in ((n, v.detach() if isinstance(v, Tensor) else v) for n, v in arguments.items())
         }
 
@@ -181,7 +185,7 @@ class Trial:
         retain_graph: bool = False,
     ) -> dict[str, Tensor | None]:
         """Gradients of the differentiable arguments for random cotangents of the outputs."""
-        wanted = {n: v for n, v in leaves.items() if n in self.table.gradients and isinstance(v, Tensor)}
+        wanted = {n: v for n, v in leaves.items() if self.wants_gradient(n, v)}
         pulled = {name: out for name, out in outputs.items() if out.is_floating_point() and out.requires_grad}
         if not pulled:
             return dict.fromkeys(wanted)
@@ -203,7 +207,7 @@ class Trial:
 
         def plain(value: Any, wide: bool) -> Any:
             if not isinstance(value, Tensor):
-                return value
+                return torch.float64 if wide and value is self.dtype else value
             value = value.detach().clone(memory_format=torch.contiguous_format)
             return value.double() if wide and value.dtype is self.dtype else value
 

@@ -57,6 +57,7 @@ class CaseTable:
         op: name of the op.
         build: makes the arguments of a case on the CPU, from a generator and the case's sizes. Tensors that take the
             dtype of a run are made in float64; tensors of any other dtype (ids, offsets, float32 scales) stay as made.
+            A dtype among the arguments that is float64 becomes that of the run, too.
         cases: the rows; among them sizes 0, 1 and 63, and a real model's.
         wrong: calls that the op must refuse.
         gradients: names of the arguments that the op is differentiable in.
@@ -96,7 +97,7 @@ class CaseTable:
 
         def place(value: Any) -> Any:
             if not isinstance(value, Tensor):
-                return value
+                return dtype if value is torch.float64 else value
             return value.to(device=device, dtype=dtype if value.dtype is torch.float64 else value.dtype)
 
         return {name: place(value) for name, value in made.items()}

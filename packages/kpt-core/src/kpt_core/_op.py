@@ -120,8 +120,10 @@ class Op(Generic[P, R]):
             dtype = torch.get_autocast_dtype(device_type)
 
             def convert(name: str, value: Any) -> Any:
-                eligible = name in self.autocast and isinstance(value, torch.Tensor) and value.is_floating_point()
-                return value.to(dtype) if eligible and value.dtype is not torch.float64 else value
+                if name not in self.autocast or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                    return value
+                # 8-bit numbers mean nothing without their scales.
+                return value if value.dtype is torch.float64 or value.dtype.itemsize == 1 else value.to(dtype)
 
             args = tuple(convert(name, value) for name, value in zip(self.parameters, args, strict=False))
             kwargs = {name: convert(name, value) for name, value in kwargs.items()}

@@ -7,6 +7,7 @@ from ._experts_loop import Gradients, sum_dtype
 from .activations import Activation
 from .grouped_mm import grouped_mm, wgrad_like
 from .permutation import expert_of_rows, inside, inverse
+from .scaled_grouped_mm import scaled_grouped_mm
 
 
 def _tokens(order: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -16,6 +17,10 @@ def _tokens(order: Tensor, top_k_weights: Tensor) -> Tensor:
 def _sorted_weights(top_k_weights: Tensor, order: Tensor, offsets: Tensor, wide: torch.dtype) -> Tensor:
     """Routing weights of the sorted rows `[rows, 1]`, zero for rows of no expert here."""
     return _inside_only(top_k_weights.reshape(-1, 1)[order].to(wide), offsets)
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, offsets: Tensor) -> Tensor:
+    return grouped_mm(x, weight, offsets) if scale is None else scaled_grouped_mm(x, weight, scale, offsets)
 
 
 def _plus(rows: Tensor, bias: Tensor | None, expert: Tensor | None) -> Tensor:
@@ -39,11 +44,13 @@ def forward(
     offsets: Tensor,
     act: Activation,
     training: bool,
+    up_scale: Tensor | None,
+    down_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[tokens, hidden_size]` and the pre-activation without its bias `[rows, width]`."""
     expert = expert_of_rows(offsets, order.shape[0]) if up_bias is not None or down_bias is not None else None
-    h = grouped_mm(x[_tokens(order, top_k_weights)], up, offsets)
-    y = grouped_mm(act(_plus(h, up_bias, expert)).to(x.dtype), down, offsets)
+    h = _product(x[_tokens(order, top_k_weights)], up, up_scale, offsets)
+    y = _product(act(_plus(h, up_bias, expert)).to(x.dtype), down, down_scale, offsets)
     weighted = _plus(y, down_bias, expert) * _sorted_weights(top_k_weights, order, offsets, sum_dtype(x))
     return _sum_choices(weighted, order, *top_k_weights.shape).to(x.dtype), h
 
@@ -61,6 +68,8 @@ def backward(
     h: Tensor,
     act: Activation,
     needed: tuple[bool, ...],
+    up_scale: Tensor | None,
+    down_scale: Tensor | None,
 ) -> Gradients:
     """Gradients of x, top_k_weights, up, down, up_bias and down_bias; None where not needed."""
     need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
@@ -72,7 +81,7 @@ def backward(
     expert = expert_of_rows(offsets, order.shape[0]) if biased else None
     h = _plus(h, up_bias, expert)
     a = act(h)
-    grad_a = grouped_mm(grad_y, down.mT, offsets)
+    grad_a = _product(grad_y, down.mT, None if down_scale is None else down_scale.mT, offsets)
     grad_x = grad_weights = grad_up = grad_down = grad_up_bias = grad_down_bias = None
     if need_weights:
         rows = (grad_a * a).sum(1, dtype=wide)
@@ -91,7 +100,8 @@ def backward(
         if need_up:
             grad_up = wgrad_like(up, x[tokens], grad_h, offsets)
         if need_x:
-            grad_x = _sum_choices(grouped_mm(grad_h, up.mT, offsets), order, *top_k_weights.shape).to(x.dtype)
+            rows = _product(grad_h, up.mT, None if up_scale is None else up_scale.mT, offsets)
+            grad_x = _sum_choices(rows, order, *top_k_weights.shape).to(x.dtype)
     return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
 
 

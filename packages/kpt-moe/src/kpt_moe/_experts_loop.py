@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._loops import _library, segments
+from ._scaled import DequantisedMatrices, matrices
 from .activations import Activation
 
 #: Rows of one block: enough for the matrix product to reach its rate, few enough for its result to stay in cache.
@@ -18,13 +19,14 @@ _BLOCK = 1024
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 _ACTIVATION = "str activation, float alpha, float beta, float? limit, bool interleaved"
+_SCALES = "Tensor? up_scale=None, Tensor? down_scale=None"
 _library.define(
     "experts(Tensor x, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, "
-    f"Tensor order, Tensor offsets, {_ACTIVATION}, bool training) -> (Tensor, Tensor)"
+    f"Tensor order, Tensor offsets, {_ACTIVATION}, bool training, {_SCALES}) -> (Tensor, Tensor)"
 )
 _library.define(
     "experts_backward(Tensor grad, Tensor x, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, "
-    f"Tensor? down_bias, Tensor order, Tensor offsets, Tensor h, {_ACTIVATION}, bool[] needed) "
+    f"Tensor? down_bias, Tensor order, Tensor offsets, Tensor h, {_ACTIVATION}, bool[] needed, {_SCALES}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -40,11 +42,13 @@ def forward(
     offsets: Tensor,
     act: Activation,
     training: bool,
+    up_scale: Tensor | None,
+    down_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[tokens, hidden_size]` and, if training, the pre-activation `[rows, width]`."""
     parts = (act.name, act.alpha, act.beta, act.limit, act.interleaved)
     return torch.ops.kpt_moe.experts.default(  # type: ignore[no-any-return]
-        x, top_k_weights, up, down, up_bias, down_bias, order, offsets, *parts, training
+        x, top_k_weights, up, down, up_bias, down_bias, order, offsets, *parts, training, up_scale, down_scale
     )
 
 
@@ -61,13 +65,14 @@ def backward(
     h: Tensor,
     act: Activation,
     needed: tuple[bool, ...],
+    up_scale: Tensor | None,
+    down_scale: Tensor | None,
 ) -> Gradients:
     """Gradients of x, top_k_weights, up, down, up_bias and down_bias; None where not needed."""
     parts = (act.name, act.alpha, act.beta, act.limit, act.interleaved)
     needed = tuple(need and t is not None for need, t in zip(needed, (x, x, x, x, up_bias, down_bias), strict=True))
-    grads = torch.ops.kpt_moe.experts_backward.default(
-        grad, x, top_k_weights, up, down, up_bias, down_bias, order, offsets, h, *parts, list(needed)
-    )
+    tensors = (grad, x, top_k_weights, up, down, up_bias, down_bias, order, offsets, h)
+    grads = torch.ops.kpt_moe.experts_backward.default(*tensors, *parts, list(needed), up_scale, down_scale)
     return tuple(g if need else None for need, g in zip(needed, grads, strict=True))  # type: ignore[return-value]
 
 
@@ -87,6 +92,8 @@ def _experts(
     limit: float | None,
     interleaved: bool,
     training: bool,
+    up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         act = Activation(activation, alpha, beta, limit, interleaved)
@@ -98,13 +105,14 @@ def _experts(
         most = max((sum(sizes) for _, _, sizes in blocks), default=0)
         h_all = x.new_empty(order.shape[0] if training else most, up.shape[2])
         a_block, y_block = x.new_empty(most, down.shape[1]), x.new_empty(most, down.shape[2])
+        up_matrices, down_matrices = matrices(up, up_scale, x.dtype), matrices(down, down_scale, x.dtype)
         for first, owners, sizes in blocks:
             rows = sum(sizes)
             own = tokens[first : first + rows]
             h = h_all[first : first + rows] if training else h_all[:rows]
             a, y = a_block[:rows], y_block[:rows]
-            _products(x.index_select(0, own), up, up_bias, h, owners, sizes)
-            _products(act.into(h, a), down, down_bias, y, owners, sizes)
+            _products(x.index_select(0, own), up_matrices, up_bias, h, owners, sizes)
+            _products(act.into(h, a), down_matrices, down_bias, y, owners, sizes)
             w = weights[first : first + rows]
             if x.shape[0] == 1:
                 # Decode: a product of its own size, where adding by index wakes every thread for a few rows.
@@ -135,7 +143,14 @@ def _blocks(offsets: Tensor) -> Iterator[tuple[int, list[int], list[int]]]:
         yield begin, owners, sizes
 
 
-def _products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, owners: list[int], sizes: list[int]) -> None:
+def _products(
+    x: Tensor,
+    weight: Tensor | DequantisedMatrices,
+    bias: Tensor | None,
+    out: Tensor,
+    owners: list[int],
+    sizes: list[int],
+) -> None:
     """`out = x @ weight[expert] + bias[expert]` for each expert's rows of a block."""
     for expert, rows, product in zip(owners, x.split_with_sizes(sizes), out.split_with_sizes(sizes), strict=True):
         if bias is not None:
@@ -168,6 +183,8 @@ def _experts_backward(
     limit: float | None,
     interleaved: bool,
     needed: list[bool],
+    up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
     with torch.no_grad():
@@ -181,12 +198,13 @@ def _experts_backward(
         grad_down_bias = torch.zeros_like(down_bias) if need_down_bias and down_bias is not None else _nothing(x)
         tokens = order // top_k_weights.shape[1]
         weights = top_k_weights.reshape(-1, 1).to(total_dtype)[order]
+        up_matrices, down_matrices = matrices(up, up_scale, x.dtype), matrices(down, down_scale, x.dtype)
         for expert, start, end in segments(offsets):
             rows = tokens[start:end]
             h_e, w_e = h[start:end], weights[start:end]
             grad_y = grad.index_select(0, rows)
             a = act(h_e)
-            grad_a = grad_y @ down[expert].t()
+            grad_a = grad_y @ down_matrices[expert].t()
             if need_weights:
                 per_row = _dot(grad_a, a, total_dtype)
                 if down_bias is not None:
@@ -204,7 +222,7 @@ def _experts_backward(
                 if need_up_bias:
                     grad_up_bias[expert] = grad_h.sum(0, dtype=total_dtype)
                 if need_x:
-                    grad_x.index_add_(0, rows, (grad_h @ up[expert].t()).to(total_dtype))
+                    grad_x.index_add_(0, rows, (grad_h @ up_matrices[expert].t()).to(total_dtype))
         grad_x = grad_x.to(x.dtype)
         if need_weights:
             grad_weights = grad_weights.view(top_k_weights.shape)
@@ -215,7 +233,7 @@ def _experts_backward(
 def _experts_fake(
     x: Tensor, top_k_weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     order: Tensor, offsets: Tensor, activation: str, alpha: float, beta: float, limit: float | None,
-    interleaved: bool, training: bool,
+    interleaved: bool, training: bool, up_scale: Tensor | None = None, down_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), x.new_empty(order.shape[0], up.shape[2]) if training else x.new_empty(0)
 
@@ -224,7 +242,8 @@ def _experts_fake(
 def _experts_backward_fake(
     grad: Tensor, x: Tensor, top_k_weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None, order: Tensor, offsets: Tensor, h: Tensor, activation: str, alpha: float, beta: float,
-    limit: float | None, interleaved: bool, needed: list[bool],
+    limit: float | None, interleaved: bool, needed: list[bool], up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grad_weights = top_k_weights.new_empty(top_k_weights.shape)
     likes = (x.new_empty(x.shape), grad_weights, _zeros_ordered_as(up), _zeros_ordered_as(down))

@@ -1,7 +1,8 @@
 """Capacity: how many tokens an expert takes at most, and which choices are refused for want of it."""
 
 import math
-from typing import Literal
+from fractions import Fraction
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,17 +17,26 @@ Priority = Literal["position", "weight"]
 PRIORITIES: tuple[Priority, ...] = ("position", "weight")
 
 
-def expert_capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+Count = TypeVar("Count", int, Tensor)
+
+
+def expert_capacity(tokens: Count, top_k: int, num_experts: int, factor: float) -> Count:
     """Tokens that each expert takes at most: `ceil(tokens * top_k / num_experts * factor)`.
+
+    Computed in integers, with the factor as a fraction of a denominator up to a million: a number of tokens and a 0-d
+    int64 tensor of it give the same capacity, and 1.1 times 100 tokens is 110, not a rounding error more.
 
     Source: Switch Transformer (arXiv:2101.03961), equation 3, with `top_k` choices per token.
 
     Raises:
         InputError: a factor that is not a positive number.
     """
-    if not factor > 0 or math.isinf(factor):
+    if not 0 < factor < math.inf:
         raise InputError(f"capacity: the factor must be a positive number; got {factor}")
-    return math.ceil(tokens * top_k * factor / num_experts)
+    exact = Fraction(factor).limit_denominator(1_000_000)
+    # A factor that is less than the fractions can tell is the least of them, not zero.
+    numerator, denominator = (exact.numerator, exact.denominator) if exact.numerator else (1, 1_000_000)
+    return -(-tokens * (top_k * numerator) // (num_experts * denominator))
 
 
 def limit_capacity(

@@ -1,5 +1,7 @@
 """The experts of a Mixture-of-Experts layer: op `moe.experts`."""
 
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -8,9 +10,11 @@ from torch import Tensor
 from kpt_core import InputError, KptError, next_power_of_two, op
 
 from . import _experts_grouped, _experts_loop
+from ._scaled import FLOAT8, NAMES_OF_FLOAT8, SCALE_DTYPES, in_blocks, one_of, scale_of_stored
 from .activations import Activation
 from .grouped_mm import DTYPES, NAMES_OF_DTYPES, grouped_mm
 from .permutation import sort_by_expert
+from .scaled_grouped_mm import require_frozen, scaled_grouped_mm
 
 
 def _check_experts(
@@ -28,6 +32,8 @@ def _check_experts(
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> None:
     tensors: dict[str, Any] = {
         "x": x,
@@ -38,8 +44,9 @@ def _check_experts(
         "gate_up_proj_bias": gate_up_proj_bias,
         "down_proj_bias": down_proj_bias,
     }
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) and (tensor is not None or not name.endswith("_bias")):
+    scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+    for name, tensor in {**tensors, **scales}.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or not name.endswith(("_bias", "_scale"))):
             raise InputError(f"moe.experts: {name} must be a tensor; got {type(tensor).__name__}")
     gated = Activation(activation, alpha, beta, limit, interleaved).gated
     if x.dim() != 2 or x.dtype not in DTYPES:
@@ -76,8 +83,11 @@ def _check_experts(
     for name, bias, size in (("gate_up", gate_up_proj_bias, width), ("down", down_proj_bias, hidden)):
         if bias is not None and list(bias.shape) != [num_experts, size]:
             raise InputError(f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}")
+    _check_quantised("gate_up", gate_up_proj, gate_up_scale, x, transposed)
+    _check_quantised("down", down_proj, down_scale, x, transposed)
+    quantised = {f"{name.removesuffix('_scale')}_proj" for name, scale in scales.items() if scale is not None}
     for name, tensor in list(tensors.items())[3:]:
-        if tensor is not None and (tensor.dtype is not x.dtype or tensor.device != x.device):
+        if tensor is not None and name not in quantised and (tensor.dtype is not x.dtype or tensor.device != x.device):
             raise InputError(
                 f"moe.experts: {name} must have x's dtype and device ({x.dtype} on {x.device}); "
                 f"got {tensor.dtype} on {tensor.device}: convert one of them"
@@ -87,6 +97,33 @@ def _check_experts(
             f"moe.experts: x is on {x.device}, but top_k_index on {top_k_index.device} "
             f"and top_k_weights on {top_k_weights.device}"
         )
+
+
+def _check_quantised(name: str, weight: Tensor, scale: Tensor | None, x: Tensor, transposed: bool) -> None:
+    if scale is None:
+        if weight.dtype in FLOAT8:
+            raise InputError(
+                f"moe.experts: {name}_proj must have x's dtype ({x.dtype}) unless {name}_scale is given; "
+                f"got {weight.dtype} without it"
+            )
+        return
+    if weight.dtype not in FLOAT8:
+        raise InputError(
+            f"moe.experts: {name}_proj must be {NAMES_OF_FLOAT8} where {name}_scale is given; got {weight.dtype}: "
+            "quantise it (kpt_moe.quantise_weights), or leave the scale out"
+        )
+    num_experts, *sizes = weight.shape
+    shapes = [[num_experts, sizes[1 if transposed else 0]], [num_experts, *in_blocks(*sizes)]]
+    if scale.dtype not in SCALE_DTYPES or list(scale.shape) not in shapes:
+        raise InputError(
+            f"moe.experts: {name}_scale must be float32 or float64 of shape {one_of(shapes)} for {name}_proj "
+            f"{list(weight.shape)} and transposed={transposed}; got {scale.dtype} {list(scale.shape)}"
+        )
+    if weight.device != x.device or scale.device != x.device:
+        raise InputError(
+            f"moe.experts: x is on {x.device}, but {name}_proj on {weight.device} and {name}_scale on {scale.device}"
+        )
+    require_frozen("moe.experts", **{f"{name}_proj": weight, f"{name}_scale": scale})
 
 
 def _size_key(
@@ -104,10 +141,14 @@ def _size_key(
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> tuple[int | str, ...]:
     """Tokens, rounded since they vary from call to call; top_k, experts, hidden size, width; and the layout."""
     width = gate_up_proj.shape[2 if transposed else 1]
     layout = "transposed" if transposed else "plain"
+    if gate_up_scale is not None or down_scale is not None:
+        layout += " float8"
     return next_power_of_two(x.shape[0]), top_k_index.shape[1], gate_up_proj.shape[0], x.shape[1], width, layout
 
 
@@ -115,7 +156,7 @@ def _size_key(
     "moe.experts",
     check=_check_experts,
     size_key=_size_key,
-    composed_of=("moe.grouped_mm", "moe.grouped_mm_wgrad"),
+    composed_of=("moe.grouped_mm", "moe.grouped_mm_wgrad", "moe.scaled_grouped_mm"),
     autocast=("x", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
 )
 def experts(
@@ -133,6 +174,8 @@ def experts(
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     """Send every token through its experts and sum what they give, weighted by the routing.
 
@@ -159,22 +202,32 @@ def experts(
         alpha: factor inside the sigmoid of `swiglu`; this and the next two are for `swiglu` alone.
         beta: what is added to the up projection of `swiglu`.
         limit: bound of gate (above) and up (both sides) in `swiglu`; None for none.
+        gate_up_scale: float32 (or float64), what the numbers of a `gate_up_proj` of float8_e4m3fn or float8_e5m2 are
+            multiplied by; the products are then those of quantised weights, which are frozen.
+            `[num_experts, width]`, one for each output channel, or one for each block of 128 by 128 of the stored
+            matrices, `[num_experts, ceil(width / 128), ceil(hidden_size / 128)]` (exchanged if `transposed`), as in
+            DeepSeek-V3. None: `gate_up_proj` is not quantised.
+        down_scale: likewise of `down_proj`.
 
     Returns:
         `[tokens, hidden_size]` of x's dtype.
 
     Raises:
-        InputError: a shape, dtype or device does not fit, or the activation has no such parameter.
+        InputError: a shape, dtype or device does not fit, the activation has no such parameter, or quantised weights
+            require a gradient.
         UnknownNameError: no such activation.
     """
     act = Activation(activation, alpha, beta, limit, interleaved)
     order, offsets = sort_by_expert(top_k_index, gate_up_proj.shape[0])
     floats = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
+    scales = scale_of_stored(gate_up_scale, transposed), scale_of_stored(down_scale, transposed)
     # Under torch.func the autograd function raises, where the loop alone would let a derivative be zero.
     if training or torch._C._are_functorch_transforms_active():
-        return _Experts.apply(*floats, order, offsets, act, transposed)  # type: ignore[no-any-return,no-untyped-call]
-    return _forward(*floats, order, offsets, act, transposed, training=False)[0]
+        return _Experts.apply(  # type: ignore[no-any-return,no-untyped-call]
+            *floats, order, offsets, act, transposed, *scales
+        )
+    return _forward(*floats, order, offsets, act, transposed, *scales, training=False)[0]
 
 
 def _forward(
@@ -188,12 +241,16 @@ def _forward(
     offsets: Tensor,
     act: Activation,
     transposed: bool,
+    up_scale: Tensor | None,
+    down_scale: Tensor | None,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the pre-activation if training."""
     up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
-    forward = _experts_loop.forward if _in_host_memory(x) else _experts_grouped.forward
-    return forward(x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, order, offsets, act, training)
+    biases, scales = (gate_up_proj_bias, down_proj_bias), (up_scale, down_scale)
+    return _way(x, scales).forward(  # type: ignore[no-any-return]
+        x, top_k_weights, up, down, *biases, order, offsets, act, training, *scales
+    )
 
 
 class _Experts(torch.autograd.Function):
@@ -210,11 +267,13 @@ class _Experts(torch.autograd.Function):
         offsets: Tensor,
         act: Activation,
         transposed: bool,
+        up_scale: Tensor | None,
+        down_scale: Tensor | None,
     ) -> Tensor:
         tensors = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, order, offsets)
-        out, h = _forward(*tensors, act, transposed, training=True)
+        out, h = _forward(*tensors, act, transposed, up_scale, down_scale, training=True)
         ctx.act, ctx.transposed = act, transposed
-        ctx.save_for_backward(*tensors, h)
+        ctx.save_for_backward(*tensors, h, up_scale, down_scale)
         return out
 
     @staticmethod
@@ -225,16 +284,14 @@ class _Experts(torch.autograd.Function):
             # A graph of the gradients is wanted (create_graph=True). torch's once_differentiable would leave them out
             # of it without a word where `grad` is a constant: a gradient penalty would then train nothing.
             grads = _NotTwice.apply(*ctx.saved_tensors[:6], grad, *grads)  # type: ignore[no-untyped-call]
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, top_k_weights, gate_up_proj, down_proj, up_bias, down_bias, order, offsets, h = ctx.saved_tensors
+        x, top_k_weights, gate_up_proj, down_proj, up_bias, down_bias, order, offsets, h, *scales = ctx.saved_tensors
         up, down = (gate_up_proj, down_proj) if ctx.transposed else (gate_up_proj.mT, down_proj.mT)
-        backward = _experts_loop.backward if _in_host_memory(x) else _experts_grouped.backward
-        grads = backward(
-            grad, x, top_k_weights, up, down, up_bias, down_bias, order, offsets, h, ctx.act, ctx.needs_input_grad[:6]
-        )
+        tensors = (grad, x, top_k_weights, up, down, up_bias, down_bias, order, offsets, h)
+        grads = _way(x, scales).backward(*tensors, ctx.act, ctx.needs_input_grad[:6], *scales)
         grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias = grads
         if not ctx.transposed:
             grad_up = None if grad_up is None else grad_up.mT
@@ -252,6 +309,13 @@ class _NotTwice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise KptError("moe.experts has no second derivative; kpt_moe.composed_experts has one")
+
+
+def _way(x: Tensor, scales: Sequence[Tensor | None]) -> ModuleType:
+    """The module that computes it, by a loop or by grouped products."""
+    quantised = any(scale is not None for scale in scales)
+    loop = _in_host_memory(x) and not (quantised and scaled_grouped_mm.has_kernel(x))
+    return _experts_loop if loop else _experts_grouped
 
 
 def _in_host_memory(x: Tensor) -> bool:

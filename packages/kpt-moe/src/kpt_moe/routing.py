@@ -1,11 +1,12 @@
 """What a router decides: which experts a token goes to, and with what weight."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_dataclass
+from torch.utils._pytree import register_dataclass, tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,27 @@ class Routing:
     def dropped(self) -> Tensor:
         """0-d int64: choices of tokens that count, refused for want of capacity."""
         return ((self.index < 0) & self.counts().unsqueeze(1)).sum()
+
+    def to(self, device: torch.device | str, *, copy: bool = False) -> "Routing":
+        """The routing on a device; the same tensors if they are there, unless `copy`."""
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=copy), self)  # type: ignore[no-any-return]
+
+    def detach(self) -> "Routing":
+        """The routing without its gradients."""
+        return tree_map_only(Tensor, Tensor.detach, self)  # type: ignore[no-any-return]
+
+    def save(self, path: str | os.PathLike[str], *, logits: bool = True) -> None:
+        """Write it to a safetensors file, see `kpt_moe.routing_files.save_routing`."""
+        from .routing_files import save_routing
+
+        save_routing(self, path, logits=logits)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Routing":
+        """Read what `save` wrote, on the CPU, see `kpt_moe.routing_files.load_routing`."""
+        from .routing_files import load_routing
+
+        return load_routing(path)
 
     def apply(self, x: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Send tokens through experts that take `(rows, index, weights)`.

@@ -10,13 +10,22 @@ import typer
 from kpt_cli.console import out, print_json, say, table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
     from rich.table import Table
 
-    from .moe import Line
+    from .moe import Line, Result, Shape
+    from .training import Line as TrainingLine
+    from .training import Result as TrainingResult
 
 _LEGEND = """
 How many times faster KPT is than transformers' eager and grouped_mm, and than one dense feed-forward of as many
 operations: medians of interleaved rounds; ~ means within two standard errors of 1."""
+_TRAINING_LEGEND = """
+A forward and backward, with the gradients of tokens, routing weights and parameters. How many times longer than KPT
+transformers' eager and grouped_mm take, and how many times more memory a step of theirs adds; ~ means within two
+standard errors of 1. Routing is the share of router and sorting in the forward of a whole layer."""
 
 app = typer.Typer(
     help="Measure KPT beside its peers, in one run.",
@@ -45,33 +54,74 @@ def moe(
 
     Refuses to report if KPT's result is less accurate than eager's against float64.
     """
-    import torch
-    from rich.live import Live
-
-    from kpt_core import UnknownNameError, write_whole
-
     from . import moe as benchmark
 
+    dtypes = _dtypes(dtype, threads)
+    shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
+    running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
+    _report("moe", running, _table, _LEGEND, output, as_json)
+
+
+@app.command()
+def moe_training(
+    quick: Annotated[bool, typer.Option(help="One small shape, a few seconds.")] = False,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16; may be repeated.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long the timing of each line takes.")] = 20.0,
+    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """A training step of experts: KPT beside transformers' eager and grouped_mm, with peak memory and routing's share.
+
+    Refuses to report if an output or a gradient of KPT is less accurate than eager's against float64.
+    """
+    from . import training as benchmark
+
+    dtypes = _dtypes(dtype, threads)
+    shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
+    running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
+    _report("moe-training", running, _training_table, _TRAINING_LEGEND, output, as_json)
+
+
+def _dtypes(names: list[str] | None, threads: int | None) -> "tuple[torch.dtype, ...]":
+    import torch
+
+    from kpt_core import UnknownNameError
+
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    names = dtype or ["float32", "bfloat16"]
+    names = names or ["float32", "bfloat16"]
     for name in names:
         if name not in known:
             raise UnknownNameError("dtype", name, known)
     if threads is not None:
         torch.set_num_threads(threads)
-    shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
-    dtypes = tuple(known[name] for name in names)
-    lines: list[Line] = []
-    running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
+    return tuple(known[name] for name in names)
+
+
+def _report(
+    name: str,
+    running: "Iterable[Any]",
+    make_table: "Callable[[list[Any]], Table]",
+    legend: str,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Show lines as they come, and write them."""
+    from rich.live import Live
+
+    from kpt_core import write_whole
+
+    lines: list[Any] = []
     if as_json:
         lines.extend(running)
     else:
-        with Live(_table(lines), console=out()) as live:
+        with Live(make_table(lines), console=out()) as live:
             for line in running:
                 lines.append(line)
-                live.update(_table(lines))
-        say(_LEGEND)
-    report = {"benchmark": "moe", "machine": _machine(), "lines": [line.as_dict() for line in lines]}
+                live.update(make_table(lines))
+        say(legend)
+    report = {"benchmark": name, "machine": _machine(), "lines": [line.as_dict() for line in lines]}
     if as_json:
         print_json(report)
     if output is not None:
@@ -85,19 +135,50 @@ def _table(lines: "list[Line]") -> "Table":
     right = ("ms", "tokens/s", "GFLOP/s", *PEERS, "dense")
     made = table(*left, *right, right=right)
     for line in lines:
-        shape, (kpt, *others) = line.shape, line.results
+        kpt, *others = line.results
         made.add_row(
-            f"{shape.tokens:,}",
-            f"{shape.top_k} of {shape.num_experts}",
-            str(shape.hidden_size),
-            str(shape.intermediate_size),
-            {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[line.dtype],
+            *_sizes(line.shape, line.dtype),
             f"{kpt.seconds * 1e3:.2f}",
             f"{kpt.tokens_per_second:,.0f}",
             f"{kpt.gflops:.0f}",
-            *(f"{'~' if abs(other.gain - 1) < 2 * other.noise else ''}{other.gain:.2f}x" for other in others),
+            *(_times(other) for other in others),
         )
     return made
+
+
+def _training_table(lines: "list[TrainingLine]") -> "Table":
+    from .training import IMPLEMENTATIONS
+
+    left = ("tokens", "experts", "hidden", "width", "dtype")
+    peers = [f"{name} {what}" for name in IMPLEMENTATIONS[1:] for what in ("time", "peak")]
+    right = ("ms", "GFLOP/s", "peak MiB", *peers, "routing")
+    made = table(*left, *right, right=right)
+    for line in lines:
+        kpt, *others = line.results
+        made.add_row(
+            *_sizes(line.shape, line.dtype),
+            f"{kpt.seconds * 1e3:.1f}",
+            f"{kpt.gflops:.0f}",
+            f"{kpt.peak / 2**20:.0f}",
+            *(cell for o in others for cell in (_times(o), f"{o.peak / max(kpt.peak, 1):.2f}x")),
+            f"{line.routing_share:.1%}",
+        )
+    return made
+
+
+def _sizes(shape: "Shape", dtype: str) -> tuple[str, ...]:
+    gated = "SwiGLU" if shape.gated else "GELU"
+    return (
+        f"{shape.tokens:,}",
+        f"{shape.top_k} of {shape.num_experts}, {gated}",
+        str(shape.hidden_size),
+        str(shape.intermediate_size),
+        {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype],
+    )
+
+
+def _times(other: "Result | TrainingResult") -> str:
+    return f"{'~' if abs(other.gain - 1) < 2 * other.noise else ''}{other.gain:.2f}x"
 
 
 def _machine() -> dict[str, Any]:

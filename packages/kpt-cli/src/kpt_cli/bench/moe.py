@@ -118,11 +118,11 @@ def run(shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: flo
     for shape in shapes:
         for dtype in dtypes:
             generator = torch.Generator().manual_seed(seed)
-            module = _transformers_experts(shape, dtype, generator)
+            module = transformers_experts(shape, dtype, generator)
             yield _measure(shape, module, generator, seconds)
 
 
-def _transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
+def transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """An experts module of transformers, of Qwen3-MoE (gated) or of Nemotron-H (plain), with random weights."""
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -148,14 +148,15 @@ def _transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Gen
     return module
 
 
-def _routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Experts of each token and their weights `[tokens, top_k]`."""
     scores = torch.rand(shape.tokens, shape.num_experts, generator=generator)
     index = scores.topk(shape.top_k, dim=-1).indices
     weights = torch.rand(shape.tokens, shape.top_k, generator=generator)
     return index, weights / weights.sum(-1, keepdim=True)
 
 
-def _gate(shape: Shape, module: Any, x: Tensor, routings: list[tuple[Tensor, Tensor]]) -> None:
+def require_right_output(shape: Shape, module: Any, x: Tensor, routings: list[tuple[Tensor, Tensor]]) -> None:
     """Refuse unless KPT is as close to float64 as eager is, on what is timed: 1.1x its mean error, 2x its largest."""
     rows = torch.linspace(0, shape.tokens - 1, min(shape.tokens, 64)).long()
     exact = torch.cat([_exact(shape, module, x[rows], *(t[rows] for t in routing)) for routing in routings])
@@ -190,7 +191,7 @@ def _measure(shape: Shape, module: Any, generator: torch.Generator, seconds: flo
     dtype = module.down_proj.dtype
     x = torch.randn(shape.tokens, shape.hidden_size, generator=generator).to(dtype)
     # A small call is measured on many routings in turn, so that weights come from memory as they do in a model.
-    routings = [_routing(shape, generator) for _ in range(16 if shape.tokens < 64 else 1)]
+    routings = [random_routing(shape, generator) for _ in range(16 if shape.tokens < 64 else 1)]
 
     def experts(implementation: str) -> Callable[[], object]:
         turns = iter(range(10**9))
@@ -201,7 +202,7 @@ def _measure(shape: Shape, module: Any, generator: torch.Generator, seconds: flo
 
         return call
 
-    _gate(shape, module, x, routings)
+    require_right_output(shape, module, x, routings)
     names = ("kpt", *PEERS, "dense")
     contest = [*(experts(name) for name in names[:-1]), _dense(shape, x, generator)]
     with torch.inference_mode():

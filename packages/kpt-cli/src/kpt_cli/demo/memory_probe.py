@@ -9,8 +9,6 @@ import argparse
 import gc
 import json
 import os
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import psutil
 import torch
 
 import kpt_core
+from kpt_cli.peak_memory import forget_peak, peak
 
 from .model import load_model, quiet_transformers
 from .speed import generate_timed
@@ -25,8 +24,6 @@ from .speed import generate_timed
 PHASES = ("prefill", "decode")
 #: Tokens of the prompt where decoding is measured.
 SHORT_PROMPT = 16
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
 
 
 def measure(model_folder: Path, plan: Path | None, phase: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
@@ -42,24 +39,6 @@ def measure(model_folder: Path, plan: Path | None, phase: str, prompt_tokens: in
     prompt = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
     generate_timed(model, prompt, 2 if phase == "prefill" else new_tokens)
     return {"phase": phase, "optimised": plan is not None, "libraries": libraries, "peak": peak()}
-
-
-def forget_peak() -> None:
-    """Begin the peak anew, where the system allows it: loading must not hide what the phase needs."""
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return
-
-
-def peak() -> int:
-    """The most bytes that were resident."""
-    if _STATUS.exists():
-        # Not ru_maxrss, which can't begin anew.
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return usage if sys.platform == "darwin" else usage * 1024
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def values(trial: Trial) -> None:
 def derivatives(trial: Trial) -> None:
     """The reference's gradients are those of finite differences, in float64."""
     arguments = trial.table.arguments(trial.case, dtype=torch.float64, device=trial.subject.device)
-    names = [n for n in tensors_of(arguments) if n in trial.table.gradients]
+    names = [n for n, v in arguments.items() if trial.wants_gradient(n, v)]
     if not names:
         pytest.skip("the op is not differentiable")
 
@@ -151,16 +151,21 @@ def padding(trial: Trial) -> None:
     if not masks:
         pytest.skip("the case has no padding")
     baseline, oracle = trial.truth(
-        {**arguments, **{name: arguments[name].masked_fill(mask, 0) for name, mask in masks.items()}}
+        {**arguments, **{name: _filled(arguments[name], mask, 0.0) for name, mask in masks.items()}}
     )
     for filler in (float("nan"), float("inf")):
-        filled = {name: arguments[name].masked_fill(mask, filler) for name, mask in masks.items()}
+        filled = {name: _filled(arguments[name], mask, filler) for name, mask in masks.items()}
         got = trial.run({**arguments, **filled})
         what = f"with {filler} in the padding of {', '.join(masks)}"
         assert_right(got, baseline, oracle, what)
         for name, mask in masks.items():
             gradient = got.gradients.get(name)
             assert gradient is None or not gradient[mask].any(), f"{what}: gradient of {name} is not zero there"
+
+
+def _filled(tensor: Tensor, mask: Tensor, filler: float) -> Tensor:
+    """A copy with `filler` where the mask is, or what the dtype has for it; torch fills no mask of 8-bit numbers."""
+    return torch.where(mask, torch.tensor(filler, device=tensor.device).to(tensor.dtype), tensor)
 
 
 @over(dtypes=True)
@@ -207,7 +212,7 @@ def without_gradients(trial: Trial) -> None:
 def single_gradients(trial: Trial) -> None:
     """Each gradient is right where it is the only one that is wanted."""
     arguments = trial.arguments()
-    names = [name for name in tensors_of(arguments) if name in trial.table.gradients]
+    names = [name for name, value in arguments.items() if trial.wants_gradient(name, value)]
     if not trial.differentiable or len(names) < 2:
         pytest.skip("no two gradients are promised")
     for name in names:

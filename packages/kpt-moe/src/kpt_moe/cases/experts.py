@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kpt_core import Arguments, Case, CaseTable, UnknownNameError, WrongInput
 from kpt_moe.activations import Activation
+from kpt_moe.quantised_experts import quantise_weights
 
 from .common import normal
 
@@ -45,6 +46,14 @@ def _away_from_kinks(x: Tensor, up: Tensor, inputs: int) -> tuple[Tensor, Tensor
     return x, up.sign() * (1 + 2 * (up.abs() > up.abs().mean())) / 8
 
 
+def _quantised(weight: Tensor, scheme: str, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Stored matrices in 8-bit numbers, and their scales."""
+    codes, scale = quantise_weights(weight.mT if transposed else weight, scheme)
+    if not transposed:
+        return codes, scale
+    return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "block128" else scale
+
+
 def _build_experts(
     generator: torch.Generator,
     tokens: int = 11,
@@ -57,6 +66,7 @@ def _build_experts(
     bias: bool = False,
     load: str = "random",
     ids: torch.dtype = torch.int64,
+    scheme: str | None = None,
     **parameters: Any,
 ) -> Arguments:
     width = 2 * inner if Activation(activation).gated else inner
@@ -69,12 +79,16 @@ def _build_experts(
     up = matrices(hidden, width)
     if activation in _KINKED or parameters.get("limit") is not None:
         x, up = _away_from_kinks(x, up, inputs=hidden)
+    down = matrices(inner, hidden)
+    if scheme is not None:
+        (up, up_scale), (down, down_scale) = (_quantised(weight, scheme, transposed) for weight in (up, down))
+        parameters = {**parameters, "gate_up_scale": up_scale, "down_scale": down_scale}
     return {
         "x": x,
         "top_k_index": _routing(generator, tokens, num_experts, top_k, load).to(ids),
         "top_k_weights": torch.rand(tokens, top_k, generator=generator, dtype=torch.float64),
         "gate_up_proj": up,
-        "down_proj": matrices(inner, hidden),
+        "down_proj": down,
         "gate_up_proj_bias": normal(generator, num_experts, width).round() / 4 if bias else None,
         "down_proj_bias": normal(generator, num_experts, hidden, scale=0.3) if bias else None,
         "activation": activation,
@@ -119,6 +133,9 @@ EXPERTS = CaseTable(
             for activation in ("geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2")
         ),
         Case(name="gpt-oss options", sizes={"tokens": 24, "hidden": 32, "inner": 16, **_GPT_OSS}),
+        Case(name="8-bit", sizes={"tokens": 19, "scheme": "row"}),
+        Case(name="8-bit blocks", sizes={"tokens": 13, "hidden": 136, "inner": 72, "scheme": "block128"}),
+        Case(name="8-bit, transposed", sizes={"scheme": "block128", "transposed": True, "bias": True}),
         Case(
             name="granite-3.1-1b-a400m",
             sizes={"tokens": 63, "hidden": 1024, "inner": 512, "num_experts": 32, "top_k": 8},

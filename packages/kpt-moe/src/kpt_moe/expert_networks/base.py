@@ -1,6 +1,7 @@
 """The contract of every network of experts."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,12 @@ class ExpertNetwork(nn.Module, ABC):
     Attributes:
         num_experts: number of experts.
         hidden_size: size of a token, before and after.
+        has_width: whether its constructor takes an `intermediate_size` and an `activation`.
+        needs_sequences: whether a token's result depends on its neighbours, so that `cu_seqlens` matters.
     """
+
+    has_width: ClassVar[bool] = True
+    needs_sequences: ClassVar[bool] = False
 
     def __init__(self, num_experts: int, hidden_size: int) -> None:
         super().__init__()

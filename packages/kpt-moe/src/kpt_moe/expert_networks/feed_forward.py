@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from kpt_moe._checks import require_size
 from kpt_moe.activations import Activation
+from kpt_moe.batch_invariant import batch_invariant_mode, invariant_experts
 from kpt_moe.experts import experts
 from kpt_moe.routing import Routing
 
@@ -70,7 +71,8 @@ class FeedForwardExpert(ExpertNetwork):
 
     def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Op `moe.experts` with these weights: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`."""
-        return experts(
+        compute = invariant_experts if batch_invariant_mode() else experts
+        return compute(
             x,
             index,
             weights,

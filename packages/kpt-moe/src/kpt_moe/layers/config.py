@@ -1,9 +1,14 @@
 """The configuration of Mixture-of-Experts layers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from kpt_core import InputError, UnknownNameError
 from kpt_moe._checks import require_size
 from kpt_moe.activations import Activation
+from kpt_moe.expert_networks import EXPERTS
+from kpt_moe.routers import ROUTERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,16 +18,26 @@ class MoEConfig:
     Attributes:
         hidden_size: size of a token.
         num_experts: number of experts.
-        top_k: experts per token.
+        top_k: experts per token; of the expert-choice router, on average.
         intermediate_size: inner width of an expert; None gives four times `hidden_size`.
         activation: gated `swiglu`, `geglu`, `geglu_tanh`, `reglu`; plain `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2`.
-        bias: give both projections of an expert a bias.
-        score: how the router scores experts, see `TopKRouter`.
-        renormalize: make the weights of a token's experts sum to one.
+        bias: give both projections of an expert, and of the shared ones, a bias.
+        router: kind of router, a name of `kpt_moe.routers.ROUTERS`.
+        score: how a `top_k` router scores experts, see `TopKRouter`.
+        renormalize: make the weights of a token's experts sum to one, in a `top_k` router.
+        capacity_factor: an expert takes at most this many times the average number of tokens; None drops no token.
+        eval_capacity_factor: the same outside of training; None is `capacity_factor`.
+        router_options: further arguments of the router's class.
+        expert: kind of experts, a name of `kpt_moe.expert_networks.EXPERTS`.
+        expert_options: further arguments of the experts' class.
+        num_shared_experts: experts that every token goes through, beside its own (DeepSeekMoE, arXiv:2401.06066).
+        shared_intermediate_size: inner width of all shared experts together; None is `num_shared_experts` times the
+            width of an expert.
+        shared_gate: weigh the shared experts by the sigmoid of a linear function of the token (Qwen2-MoE).
 
     Raises:
         InputError: a size is not positive, or `top_k` exceeds `num_experts`.
-        UnknownNameError: no such activation.
+        UnknownNameError: no such activation, router or kind of experts.
     """
 
     hidden_size: int
@@ -31,18 +46,45 @@ class MoEConfig:
     intermediate_size: int | None = None
     activation: str = "swiglu"
     bias: bool = False
+    router: str = "top_k"
     score: str = "softmax"
     renormalize: bool = True
+    capacity_factor: float | None = None
+    eval_capacity_factor: float | None = None
+    router_options: Mapping[str, Any] = field(default_factory=dict)
+    expert: str = "feed_forward"
+    expert_options: Mapping[str, Any] = field(default_factory=dict)
+    num_shared_experts: int = 0
+    shared_intermediate_size: int | None = None
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_experts"):
             require_size("MoEConfig", name, getattr(self, name))
         require_size("MoEConfig", "top_k", self.top_k, self.num_experts, "num_experts")
-        if self.intermediate_size is not None:
-            require_size("MoEConfig", "intermediate_size", self.intermediate_size)
+        for name in ("intermediate_size", "shared_intermediate_size"):
+            if getattr(self, name) is not None:
+                require_size("MoEConfig", name, getattr(self, name))
+        if self.num_shared_experts != 0:
+            require_size("MoEConfig", "num_shared_experts", self.num_shared_experts)
+        elif self.shared_gate or self.shared_intermediate_size is not None:
+            raise InputError(
+                "MoEConfig: shared_gate and shared_intermediate_size are of shared experts, but num_shared_experts is 0"
+            )
         Activation(self.activation)
+        if self.router not in ROUTERS:
+            raise UnknownNameError("router", self.router, ROUTERS)
+        if self.expert not in EXPERTS:
+            raise UnknownNameError("kind of experts", self.expert, EXPERTS)
 
     @property
     def expert_width(self) -> int:
         """Inner width of an expert."""
         return self.intermediate_size if self.intermediate_size is not None else 4 * self.hidden_size
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared experts together; 0 if there are none."""
+        if self.shared_intermediate_size is not None:
+            return self.shared_intermediate_size
+        return self.num_shared_experts * self.expert_width

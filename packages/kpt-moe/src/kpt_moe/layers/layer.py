@@ -1,14 +1,19 @@
 """The Mixture-of-Experts layer."""
 
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_moe.expert_networks import ExpertNetwork, FeedForwardExpert
-from kpt_moe.routers import Router, TopKRouter
+from kpt_moe.expert_networks import EXPERTS, ExpertNetwork
+from kpt_moe.routers import ROUTERS, Router
 from kpt_moe.routing import Routing
 
 from .config import MoEConfig
+from .shared import SharedExperts
+
+_Made = TypeVar("_Made")
 
 
 class MoELayer(nn.Module):
@@ -21,11 +26,18 @@ class MoELayer(nn.Module):
         device: of the parameters that are made here.
         dtype: likewise.
 
+    Raises:
+        InputError: the configuration has an option that its router or experts don't take, or a given router or network
+            of experts is of other sizes.
+
     Example:
         >>> layer = MoELayer(MoEConfig(hidden_size=64, num_experts=8, top_k=2, intermediate_size=128))
         >>> layer(torch.randn(2, 10, 64)).shape
         torch.Size([2, 10, 64])
     """
+
+    router: Router
+    experts: ExpertNetwork
 
     def __init__(
         self,
@@ -38,37 +50,39 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.router = (
-            router
-            if router is not None
-            else TopKRouter(
+        place = {"device": device, "dtype": dtype}
+        self.router = router if router is not None else _router(config, **place)
+        self.experts = experts if experts is not None else _experts(config, **place)
+        self.shared_experts: SharedExperts | None = None
+        if config.num_shared_experts:
+            self.shared_experts = SharedExperts(
                 config.hidden_size,
-                config.num_experts,
-                config.top_k,
-                score=config.score,
-                renormalize=config.renormalize,
-                device=device,
-                dtype=dtype,
-            )
-        )
-        self.experts = (
-            experts
-            if experts is not None
-            else FeedForwardExpert(
-                config.num_experts,
-                config.hidden_size,
-                config.expert_width,
+                config.shared_width,
                 activation=config.activation,
                 bias=config.bias,
+                gated=config.shared_gate,
                 device=device,
                 dtype=dtype,
             )
-        )
+        for part in (self.router, self.experts):
+            sizes = part.hidden_size, part.num_experts
+            if sizes != (config.hidden_size, config.num_experts):
+                raise InputError(
+                    f"{type(self).__name__}: {type(part).__name__} is for hidden_size {sizes[0]} and {sizes[1]} "
+                    f"experts, the configuration for {config.hidden_size} and {config.num_experts}"
+                )
+
+    def reset_parameters(self) -> None:
+        """As router, experts and shared experts do themselves."""
+        for part in (self.router, self.experts, self.shared_experts):
+            if part is not None:
+                part.reset_parameters()  # type: ignore[operator]
 
     def route(self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
         """The routing of `x` `[..., hidden_size]`, tokens flattened; the rest as for `forward`."""
-        flat = [None if t is None else t.reshape(-1) for t in (mask, token_ids)]
-        return self.router(self._flatten(x), mask=flat[0], token_ids=flat[1])  # type: ignore[no-any-return]
+        tokens = self._flatten(x)
+        flat = (None if t is None else t.reshape(-1) for t in (mask, token_ids))
+        return self.router(tokens, **dict(zip(("mask", "token_ids"), flat, strict=True)))  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -77,17 +91,21 @@ class MoELayer(nn.Module):
         *,
         mask: Tensor | None = None,
         token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Apply the layer.
 
-        A token whose every choice was refused for want of capacity gets zero: the residual around the layer passes it
-        through.
+        A token whose every choice was refused for want of capacity gets what the shared experts give, or zero: the
+        residual around the layer passes it through. `routing.dropped()` counts the refused choices.
 
         Args:
             x: `[..., hidden_size]`.
-            routing: a routing of x's flattened tokens to use instead of the router's.
-            mask: `[...]` bool, False for padding, which no expert sees.
+            routing: a routing of x's flattened tokens to use instead of the router's. A balancing loss takes it:
+                `routing = layer.route(x)`, `layer(x, routing)`, `switch_loss(routing)`.
+            mask: `[...]` bool, False for padding, which no routed expert sees.
             token_ids: `[...]` the vocabulary's ids, for routers that go by them.
+            cu_seqlens: `[sequences + 1]` int32, where sequences of packed tokens begin, and the end, for experts that
+                look at neighbours; None takes each row of `[batch, length, hidden_size]` for a sequence.
 
         Returns:
             x's shape and dtype.
@@ -95,9 +113,16 @@ class MoELayer(nn.Module):
         Raises:
             InputError: x's last size is not `hidden_size`, or another shape does not fit.
         """
-        routing = routing if routing is not None else self.route(x, mask=mask, token_ids=token_ids)
         tokens = self._flatten(x)
-        return self.experts(tokens, routing).view(x.shape).to(x.dtype)  # type: ignore[no-any-return]
+        if routing is None:
+            routing = self.route(x, mask=mask, token_ids=token_ids)
+        if cu_seqlens is None and self.experts.needs_sequences and x.dim() > 2:
+            cu_seqlens = torch.arange(tokens.shape[0] // max(x.shape[-2], 1) + 1, device=x.device, dtype=torch.int32)
+            cu_seqlens = cu_seqlens * x.shape[-2]
+        out = self.experts(tokens, routing, cu_seqlens=cu_seqlens)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(tokens)
+        return out.view(x.shape).to(x.dtype)  # type: ignore[no-any-return]
 
     def _flatten(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
@@ -106,3 +131,30 @@ class MoELayer(nn.Module):
                 f"got {list(x.shape)}"
             )
         return x.reshape(-1, x.shape[-1])
+
+
+def _router(config: MoEConfig, **place: Any) -> Router:
+    options: dict[str, Any] = dict(config.router_options)
+    if config.router == "top_k":
+        options = {"score": config.score, "renormalize": config.renormalize, **options}
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        if getattr(config, name) is not None:
+            options[name] = getattr(config, name)
+    sizes = (config.hidden_size, config.num_experts, config.top_k)
+    return _made(ROUTERS[config.router], "router_options", *sizes, **options, **place)
+
+
+def _experts(config: MoEConfig, **place: Any) -> ExpertNetwork:
+    kind = EXPERTS[config.expert]
+    sizes: tuple[int, ...] = (config.num_experts, config.hidden_size)
+    options: dict[str, Any] = {"bias": config.bias}
+    if kind.has_width:
+        sizes, options["activation"] = (*sizes, config.expert_width), config.activation
+    return _made(kind, "expert_options", *sizes, **{**options, **config.expert_options}, **place)
+
+
+def _made(kind: type[_Made], options: str, *sizes: int, **arguments: Any) -> _Made:
+    try:
+        return kind(*sizes, **arguments)
+    except TypeError as error:
+        raise InputError(f"MoEConfig: {kind.__name__} does not take these {options}: {error}") from error

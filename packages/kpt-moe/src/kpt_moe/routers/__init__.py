@@ -1,6 +1,41 @@
 """Routers, one family in each file."""
 
 from .base import LinearRouter, Router
+from .dynamic_capacity import DynamicCapacityRouter
+from .expert_choice import ExpertChoiceRouter
+from .gshard import GShardRouter
+from .hash import HashRouter
+from .learned import LearnedRouter
+from .sinkhorn import SinkhornRouter
+from .switch import SwitchRouter
+from .token_rounding import TokenRoundingRouter
 from .top_k import SCORES, TopKRouter
 
-__all__ = ["SCORES", "LinearRouter", "Router", "TopKRouter"]
+#: Kinds of routers, by the name that `MoEConfig` gives them.
+ROUTERS: dict[str, type[Router]] = {
+    "dynamic_capacity": DynamicCapacityRouter,
+    "expert_choice": ExpertChoiceRouter,
+    "gshard": GShardRouter,
+    "hash": HashRouter,
+    "learned": LearnedRouter,
+    "sinkhorn": SinkhornRouter,
+    "switch": SwitchRouter,
+    "token_rounding": TokenRoundingRouter,
+    "top_k": TopKRouter,
+}
+
+__all__ = [
+    "ROUTERS",
+    "SCORES",
+    "DynamicCapacityRouter",
+    "ExpertChoiceRouter",
+    "GShardRouter",
+    "HashRouter",
+    "LearnedRouter",
+    "LinearRouter",
+    "Router",
+    "SinkhornRouter",
+    "SwitchRouter",
+    "TokenRoundingRouter",
+    "TopKRouter",
+]

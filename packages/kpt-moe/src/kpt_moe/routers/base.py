@@ -1,7 +1,7 @@
 """The contract of every router."""
 
 from abc import ABC, abstractmethod
-from typing import TypedDict, Unpack
+from typing import ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError, without_autocast
 from kpt_moe._checks import require_size
+from kpt_moe.batch_invariant import batch_invariant_mode, by_rows, invariant_linear
 from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
 from kpt_moe.routing import Routing
 
@@ -40,10 +41,24 @@ class Router(nn.Module, ABC):
         eval_capacity_factor: the same outside of training; None is `capacity_factor`.
         priority: which choices a full expert refuses, see `kpt_moe.capacity`.
 
+    Attributes:
+        unavailable: `[num_experts]` bool, experts that no token may choose; None if all may be. Their logits are the
+            lowest finite number, and a choice of one that is made all the same is refused.
+        dropped: likewise, in training alone.
+
     Raises:
         InputError: a size is not positive, `top_k` exceeds `num_experts`, a factor or jitter is out of range.
         UnknownNameError: no such `priority`.
     """
+
+    #: Whether `choose` may give ids of `num_experts`, for no choice.
+    partial: ClassVar[bool] = False
+
+    #: The score of no choice: it adds nothing to the sum by which weights are normalised.
+    score_of_none: float = 0.0
+
+    unavailable: Tensor | None
+    dropped: Tensor | None
 
     def __init__(
         self,
@@ -75,6 +90,8 @@ class Router(nn.Module, ABC):
         self.capacity_factor = capacity_factor
         self.eval_capacity_factor = eval_capacity_factor
         self.priority: Priority = priority
+        self.register_buffer("unavailable", None, persistent=False)
+        self.register_buffer("dropped", None, persistent=False)
 
     @abstractmethod
     def gate(self, x: Tensor) -> Tensor:
@@ -95,9 +112,10 @@ class Router(nn.Module, ABC):
         """
 
     def weigh(self, scores: Tensor, index: Tensor) -> Tensor:
-        """How much choices `[rows, K]` count, differentiable in the scores `[rows, num_experts]` of their tokens.
+        """How much choices `[rows, K]` count, differentiable in the scores of their tokens.
 
-        All ids are from 0 to `num_experts - 1`.
+        No id is negative. Where some may be `num_experts`, for no choice, the scores have a last column for it, of
+        `score_of_none`.
         """
         return scores.gather(1, index)
 
@@ -116,7 +134,7 @@ class Router(nn.Module, ABC):
         assert self._factor is not None
         if mask is None:
             return expert_capacity(scores.shape[0], self.top_k, self.num_experts, self._factor)
-        return torch.ceil(mask.sum() * (self.top_k * self._factor / self.num_experts)).long()
+        return expert_capacity(mask.sum(), self.top_k, self.num_experts, self._factor)
 
     def forward(
         self,
@@ -141,32 +159,59 @@ class Router(nn.Module, ABC):
         self._check(x, mask, token_ids, replay)
         with without_autocast(x.device.type):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            if mask is not None:
+                # Padding may hold anything, and 0 * NaN would spoil the gate's gradient.
+                wide = torch.where(mask.unsqueeze(1), wide, 0)
             if self.training and self.jitter:
                 wide = wide * torch.empty_like(wide).uniform_(1 - self.jitter, 1 + self.jitter)
             logits = self.gate(wide)
-            scores = self.score(logits)
-            if replay is None:
+            closed = self._closed() if replay is None else None
+            if closed is not None:
+                # Not -inf, which would make 0 * -inf of an entropy.
+                lowest = torch.finfo(logits.dtype).min
+                logits = logits.masked_fill(closed, lowest)
+            scores = by_rows(self.score, logits) if batch_invariant_mode() else self.score(logits)
+            if closed is not None:
+                index, token = self.choose(
+                    logits.detach(), scores.detach().masked_fill(closed, lowest), mask, token_ids
+                )
+                chosen = (index >= 0) & (index < self.num_experts)
+                index = torch.where(chosen & closed[torch.where(chosen, index, 0)], ~index, index)
+            elif replay is None:
                 index, token = self.choose(logits.detach(), scores.detach(), mask, token_ids)
             else:
                 index, token = replay.index, replay.token
-            plain = token is None and replay is None
-            weights = self.weigh(
-                scores if token is None else scores[token], index if plain else _known(index, self.num_experts)
-            )
-            if plain:
+            plain = token is None and replay is None and not self.partial and closed is None
+            of_rows, asked = scores if token is None else scores[token], index
+            if not plain:
+                of_rows, asked = F.pad(of_rows, (0, 1), value=self.score_of_none), _asked(index, self.num_experts)
+            weights = self.weigh(of_rows, asked)
+            if token is None and replay is None:
                 index = self._refused(index, weights, scores.detach(), mask)
+            elif mask is not None:
+                index = self._without_padding(index, mask if token is None else mask[token])
             if not plain or mask is not None or self.limited:
                 weights = torch.where((index >= 0) & (index < self.num_experts), weights, 0)
         return Routing(index, weights, logits, mask, token)
 
+    def _closed(self) -> Tensor | None:
+        """`[num_experts]` bool: experts that can't be chosen in the module's present mode; None if all can."""
+        if self.dropped is None or not self.training:
+            return self.unavailable
+        return self.dropped if self.unavailable is None else self.dropped | self.unavailable
+
     def _refused(self, index: Tensor, weights: Tensor, scores: Tensor, mask: Tensor | None) -> Tensor:
         """The choices of tokens, those of padding and those beyond the capacity refused."""
         if mask is not None:
-            chosen = (index >= 0) & (index < self.num_experts)
-            index = torch.where(mask.unsqueeze(1) | ~chosen, index, ~index)
+            index = self._without_padding(index, mask)
         if not self.limited:
             return index
         return limit_capacity(index, weights, self.num_experts, self.capacity(scores, mask), self.priority)
+
+    def _without_padding(self, index: Tensor, counts: Tensor) -> Tensor:
+        """The choices, those of rows that don't count refused."""
+        chosen = (index >= 0) & (index < self.num_experts)
+        return torch.where(counts.unsqueeze(1) | ~chosen, index, ~index)
 
     def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, replay: Routing | None) -> None:
         name = type(self).__name__
@@ -234,14 +279,14 @@ class LinearRouter(Router):
 
     def gate(self, x: Tensor) -> Tensor:
         """`[tokens, num_experts]` of x's dtype."""
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        linear = invariant_linear if batch_invariant_mode() else F.linear
+        return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def extra_repr(self) -> str:
         """For `print(module)`."""
         return f"{super().extra_repr()}{', bias=True' if self.bias is not None else ''}"
 
 
-def _known(index: Tensor, num_experts: int) -> Tensor:
-    """Ids that exist: of refused choices what they asked for, of none expert 0."""
-    asked = torch.where(index < 0, ~index, index)
-    return torch.where(asked < num_experts, asked, 0)
+def _asked(index: Tensor, num_experts: int) -> Tensor:
+    """Of refused choices what they asked for, and `num_experts` for every choice that is none."""
+    return torch.where(index < 0, ~index, index).clamp(max=num_experts)

@@ -74,6 +74,8 @@ class TopKRouter(LinearRouter):
                 f"{num_experts // num_groups * top_groups} experts, fewer than top_k ({top_k}): raise top_groups"
             )
         self.score_function = score
+        if score == "softmax_after":
+            self.score_of_none = torch.finfo(torch.float32).min
         self.renormalize = renormalize
         self.scale = scale
         self.num_groups = num_groups

@@ -1,0 +1,132 @@
+"""Counts of what routers decide, kept on their device and read nowhere on the host."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, distributed, nn
+
+from .routers import Router
+from .routing import Routing
+
+_library = torch.library.Library("kpt_moe", "FRAGMENT")
+_library.define("accumulate(Tensor(a!) total, Tensor counts) -> ()")
+
+
+def in_recomputation() -> bool:
+    """Whether this forward is one of activation checkpointing, which repeats it inside of backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# An op, since a compiled forward inside of a checkpointed region must ask this when it runs, not when it is traced.
+@torch.library.impl(_library, "accumulate", "CompositeExplicitAutograd")
+def _accumulate(total: Tensor, counts: Tensor) -> None:
+    if not in_recomputation():
+        total.add_(counts)
+
+
+@torch.library.register_fake("kpt_moe::accumulate", lib=_library)  # type: ignore[untyped-decorator]
+def _accumulate_fake(total: Tensor, counts: Tensor) -> None:
+    return None
+
+
+class Counter:
+    """A forward hook of a router that sums what `measure` says of its routings; pickled and copied with its module.
+
+    The sum is no buffer: DistributedDataParallel would give every rank the first one's. It follows the tokens.
+
+    Args:
+        router: the module that is counted, not hooked yet.
+        size: how many numbers.
+        measure: gives `[size]` int64 for a routing.
+        training_only: leave out what the router decides outside of training.
+    """
+
+    def __init__(self, router: Router, size: int, measure: Callable[[Routing], Tensor], training_only: bool) -> None:
+        device = next((tensor.device for tensor in router.parameters()), torch.device("cpu"))
+        self.total = torch.zeros(size, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
+        self.measure = measure
+        self.training_only = training_only
+
+    def __call__(self, router: nn.Module, args: Any, routing: Routing) -> None:
+        """Count a routing."""
+        if self.training_only and not router.training:
+            return
+        counts = self.measure(routing)
+        if self.total.device != counts.device:
+            # A tensor that inference mode makes could not be added to outside of it.
+            with torch.inference_mode(False):
+                self.total = self.total.to(counts.device)
+        torch.ops.kpt_moe.accumulate(self.total, counts)
+
+
+class RouterCounts:
+    """Counters on some routers of a model, until they are detached; a context manager that detaches them.
+
+    What `torch.compile` has compiled so far is compiled again at its next call: it would not run the new hooks.
+
+    Args:
+        routers: the modules by path.
+        size: how many numbers to count for a router.
+        measure: gives them for a routing.
+        training_only: leave out what routers decide outside of training.
+    """
+
+    def __init__(
+        self,
+        routers: Mapping[str, Router],
+        size: Callable[[Router], int],
+        measure: Callable[[Routing], Tensor],
+        *,
+        training_only: bool = False,
+    ) -> None:
+        self._counters = {path: Counter(r, size(r), measure, training_only) for path, r in routers.items()}
+        self._handles = [routers[path].register_forward_hook(c) for path, c in self._counters.items()]
+        _compile_again()
+
+    def detach(self) -> None:
+        """Stop counting; the counts stay. Doing it twice does no harm."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _compile_again()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def reset(self) -> None:
+        """Set every count to zero."""
+        for counter in self._counters.values():
+            counter.total.zero_()
+
+    def _sum_over_ranks(self, groups: Sequence[distributed.ProcessGroup | None]) -> None:
+        """Sum over the ranks of each group, one all-reduce per group for all routers; nothing without a process group.
+
+        None is the default group.
+        """
+        if not distributed.is_available() or not distributed.is_initialized():
+            return
+        flat = self._flat()
+        for group in groups:
+            distributed.all_reduce(flat, group=group)
+        for counter, counts in zip(self._counters.values(), self._split(flat), strict=True):
+            counter.total.copy_(counts)
+
+    def _flat(self) -> Tensor:
+        totals = [counter.total for counter in self._counters.values()]
+        return torch.cat([total.to(totals[0].device) for total in totals])
+
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        sizes = [counter.total.numel() for counter in self._counters.values()]
+        return tuple(flat.split(sizes))
+
+
+def _compile_again() -> None:
+    # Dynamo does not guard on hooks. Importing it takes seconds, and without it nothing was compiled.
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()

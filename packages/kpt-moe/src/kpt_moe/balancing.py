@@ -1,0 +1,82 @@
+"""Balance experts by a bias on the choice, without an auxiliary loss."""
+
+from collections.abc import Sequence
+
+from torch import distributed, nn
+
+from kpt_core import InputError
+
+from ._counting import RouterCounts
+from .routers import Router
+from .routing import Routing
+
+
+class BiasBalancer(RouterCounts):
+    """Move each router's `correction_bias` against its load, once per optimizer step.
+
+    An expert that was asked for more often than the average loses `rate`, one that was asked for less gains it
+    (auxiliary-loss-free load balancing, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437). Loads are summed over the
+    micro-batches between two steps and over ranks. What is decided outside of training is not counted, nor again what
+    activation checkpointing repeats. Nothing is read on the host. The biases are buffers of the routers, so that they
+    are saved with the model: the balancer has no state of its own to save. What `torch.compile` has compiled so far is
+    compiled again.
+
+    Args:
+        model: its routers with a `correction_bias` are balanced (`TopKRouter(..., correction_bias=True)`).
+        rate: how far a bias moves in a step; may be assigned to, for a schedule.
+        group: ranks that route different tokens by the same layers, the data-parallel ones; several groups are summed
+            over one after the other; None is all ranks. With pipeline parallelism it must be given, since other ranks
+            then have other layers.
+        centre: keep the biases' mean at zero, which changes no choice but keeps them small.
+
+    Raises:
+        InputError: no router has a `correction_bias`, or the rate is not positive.
+
+    Example:
+        >>> balancer = BiasBalancer(model)
+        >>> for batch in batches:
+        ...     loss(model(batch)).backward()
+        ...     optimizer.step()
+        ...     balancer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rate: float = 1e-3,
+        group: distributed.ProcessGroup | Sequence[distributed.ProcessGroup] | None = None,
+        centre: bool = False,
+    ) -> None:
+        if not 0 < rate < float("inf"):
+            raise InputError(f"BiasBalancer: rate must be a positive number; got {rate}")
+        self._routers: dict[str, Router] = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, Router) and getattr(module, "correction_bias", None) is not None
+        }
+        if not self._routers:
+            raise InputError(
+                f"BiasBalancer: no router of {type(model).__name__} has a correction_bias: make them with "
+                "correction_bias=True"
+            )
+        self.rate = rate
+        self.groups = tuple(group) if isinstance(group, Sequence) else (group,)
+        self.centre = centre
+        super().__init__(self._routers, lambda router: router.num_experts, Routing.asked_per_expert, training_only=True)
+
+    def step(self) -> None:
+        """Sum the loads over ranks, move the biases, and start to count anew; to be called after `optimizer.step()`.
+
+        Every rank must call it, one that saw no tokens too. A router that saw none keeps its bias.
+        """
+        self._sum_over_ranks(self.groups)
+        for path, router in self._routers.items():
+            load = self._counters[path].total
+            bias = router.get_buffer("correction_bias")
+            # The sign of mean - load, in whole numbers: no rounding on which ranks could differ.
+            direction = (load.sum() - load * load.numel()).sign()
+            bias.add_(direction.to(bias), alpha=self.rate)
+            if self.centre:
+                bias.sub_(bias.mean())
+        self.reset()

@@ -1,0 +1,166 @@
+"""The case table of `moe.scaled_grouped_mm`."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kpt_core import Arguments, Case, CaseTable, WrongInput
+from kpt_moe._scaled import in_blocks
+
+from .common import normal
+from .grouped_mm import _offsets, _rows_of_nobody
+
+
+def codes(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Random 8-bit numbers that use the dtype's range: of deviation 32, which a scale of `1 / 32` takes back."""
+    return normal(generator, *shape, scale=32).to(dtype)
+
+
+def _build(
+    generator: torch.Generator,
+    rows: int = 24,
+    inner: int = 8,
+    columns: int = 6,
+    groups: int = 4,
+    taken: int | None = None,
+    scales: str = "row",
+    stored: str = "KN",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    x_scales: int | None = None,
+) -> Arguments:
+    shapes = {"row": (columns,), "column": (inner, 1), "block": in_blocks(inner, columns)}
+    weight = codes(generator, groups, inner, columns, dtype=dtype)
+    x: Arguments = {"x": normal(generator, rows, inner)}
+    if x_scales is not None:
+        # The result's dtype is that of the run, so that float64 is the truth here too.
+        x = {"x": codes(generator, rows, inner, dtype=dtype), "out_dtype": torch.float64}
+        x["x_scale"] = (torch.rand(rows, x_scales, generator=generator) + 0.5) / 32
+    return {
+        **x,
+        "weight": weight if stored == "KN" else weight.mT.contiguous().mT,
+        "scale": (torch.rand(groups, *shapes[scales], generator=generator) + 0.5) / 32 * max(inner, 1) ** -0.5,
+        "offsets": _offsets(generator, rows, groups, taken),
+    }
+
+
+def _scaled_rows_of_nobody(arguments: Arguments) -> Mapping[str, Tensor]:
+    return _rows_of_nobody(arguments, *(name for name in ("x", "x_scale") if name in arguments))
+
+
+_PREFIX = r"moe\.scaled_grouped_mm"
+
+SCALED_GROUPED_MM = CaseTable(
+    op="moe.scaled_grouped_mm",
+    build=_build,
+    cases=(
+        Case(name="small"),
+        Case(name="no rows", sizes={"rows": 0}),
+        Case(name="one row", sizes={"rows": 1}),
+        Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "groups": 5}),
+        Case(name="small blocks", sizes={"scales": "block"}),
+        Case(name="one row, blocks", sizes={"rows": 1, "inner": 130, "columns": 129, "scales": "block"}),
+        Case(
+            name="63 rows, blocks that end early",
+            sizes={"rows": 63, "inner": 200, "columns": 136, "groups": 3, "scales": "block"},
+        ),
+        Case(
+            name="blocks of matrices stored as NK",
+            sizes={"rows": 17, "inner": 144, "columns": 272, "groups": 3, "scales": "block", "stored": "NK"},
+        ),
+        Case(name="matrices stored as NK", sizes={"inner": 33, "columns": 17, "stored": "NK"}),
+        Case(name="scales of input channels", sizes={"inner": 33, "columns": 17, "scales": "column"}),
+        Case(name="e5m2", sizes={"dtype": torch.float8_e5m2}),
+        Case(name="8-bit x", sizes={"x_scales": 1, "rows": 40, "taken": 27}),
+        Case(name="8-bit x, blocks", sizes={"x_scales": 2, "inner": 144, "columns": 136, "scales": "block"}),
+        Case(name="e5m2 x", sizes={"x_scales": 1, "dtype": torch.float8_e5m2}),
+        Case(name="one group", sizes={"groups": 1}),
+        Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
+        Case(name="rows of nobody", sizes={"rows": 40, "taken": 27}),
+        Case(name="every row of nobody", sizes={"taken": 0, "scales": "block"}),
+        Case(name="one column", sizes={"columns": 1}),
+        Case(name="inner size one", sizes={"inner": 1}),
+        Case(
+            name="granite-3.1-1b-a400m",
+            sizes={"rows": 504, "inner": 512, "columns": 1024, "groups": 32, "scales": "block"},
+            model=True,
+        ),
+        Case(
+            name="mixtral-8x7b",
+            sizes={"rows": 2048, "inner": 4096, "columns": 28672, "groups": 8, "stored": "NK"},
+            model=True,
+            large=True,
+        ),
+        Case(
+            name="deepseek-v3 of one rank",
+            sizes={"rows": 4096, "inner": 7168, "columns": 4096, "groups": 32, "scales": "block", "stored": "NK"},
+            model=True,
+            large=True,
+        ),
+    ),
+    wrong=(
+        WrongInput(
+            name="one dimension too many",
+            change=lambda a: {**a, "x": a["x"][None]},
+            message=rf"{_PREFIX}: x must be \[rows, K\].*got \[1, 24, 8\]",
+        ),
+        WrongInput(
+            name="weights of floats",
+            change=lambda a: {**a, "weight": a["weight"].float()},
+            message=rf"{_PREFIX}: weight must be float8_e4m3fn or float8_e5m2; got torch\.float32: quantise it",
+        ),
+        WrongInput(
+            name="8-bit x without a scale",
+            change=lambda a: {**a, "x": a["x"].to(torch.float8_e4m3fn)},
+            message=rf"{_PREFIX}: x must be float64.*with an x_scale; got torch\.float8_e4m3fn without one",
+        ),
+        WrongInput(
+            name="floating x with a scale",
+            change=lambda a: {**a, "x_scale": torch.ones(24, 1)},
+            message=rf"{_PREFIX}: x_scale is for an x of float8_e4m3fn.*got x of torch\.float32: leave x_scale out",
+        ),
+        WrongInput(
+            name="offsets of int64",
+            change=lambda a: {**a, "offsets": a["offsets"].long()},
+            message=rf"{_PREFIX}: offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
+        ),
+        WrongInput(
+            name="offsets of another number of experts",
+            change=lambda a: {**a, "offsets": a["offsets"][1:]},
+            message=rf"{_PREFIX}: offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]",
+        ),
+        WrongInput(
+            name="a scale for each expert",
+            change=lambda a: {**a, "scale": a["scale"][:, 0]},
+            message=rf"{_PREFIX}: scale must be float32 or float64 of shape \[4, 6\], .*; got torch\.float32 \[4\]",
+        ),
+        WrongInput(
+            name="scales of bfloat16",
+            change=lambda a: {**a, "scale": a["scale"].bfloat16()},
+            message=rf"{_PREFIX}: scale must be float32 or float64 of shape .*; got torch\.bfloat16 \[4, 6\]",
+        ),
+        WrongInput(
+            name="scales of x for other rows",
+            change=lambda a: {**a, "x": a["x"].to(torch.float8_e5m2), "x_scale": torch.ones(23, 1)},
+            message=rf"{_PREFIX}: x_scale must be float32 or float64 of shape \[24, 1\]; got torch\.float32 \[23, 1\]",
+        ),
+        WrongInput(
+            name="an 8-bit result",
+            change=lambda a: {**a, "out_dtype": torch.float8_e4m3fn},
+            message=rf"{_PREFIX}: out_dtype must be float64.*or None; got torch\.float8_e4m3fn",
+        ),
+        WrongInput(
+            name="two devices",
+            change=lambda a: {**a, "weight": a["weight"].to("meta")},
+            message=rf"{_PREFIX}: x is on cpu, but weight on meta: all must be on one device",
+        ),
+        WrongInput(
+            name="weights that want a gradient",
+            change=lambda a: {**a, "weight": a["weight"].detach().requires_grad_()},
+            message=rf"{_PREFIX}: weight is quantised .* got requires_grad=True: call requires_grad_\(False\)",
+        ),
+    ),
+    gradients=("x",),
+    padding=_scaled_rows_of_nobody,
+    reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
+)

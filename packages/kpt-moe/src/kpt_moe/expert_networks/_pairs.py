@@ -1,0 +1,65 @@
+"""The (token, choice) pairs of a routing, as the rows of grouped products."""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kpt_moe.grouped_mm import grouped_mm
+from kpt_moe.permutation import expert_of_rows, inside, inverse, sort_by_expert
+from kpt_moe.routing import Routing
+
+
+class SortedPairs(NamedTuple):
+    """The pairs of a routing, sorted by expert; those of no expert come last and contribute nothing.
+
+    Attributes:
+        routing: whose pairs they are.
+        order: `[pairs]` int64, as in `Permutation`.
+        offsets: `[num_experts]` int32, likewise.
+        expert: `[pairs]` int64, the expert of each sorted pair.
+        token: `[pairs]` int64, the token of each sorted pair.
+    """
+
+    routing: Routing
+    order: Tensor
+    offsets: Tensor
+    expert: Tensor
+    token: Tensor
+
+    @classmethod
+    def of(cls, routing: Routing, num_experts: int) -> Self:
+        """Sort the pairs of a routing, without reading a value on the host."""
+        order, offsets = sort_by_expert(routing.index, num_experts)
+        row = order // routing.top_k
+        token = row if routing.token is None else routing.token[row]
+        return cls(routing, order, offsets, expert_of_rows(offsets, order.shape[0]), token)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tokens `[tokens, size]` of the pairs, `[pairs, size]`."""
+        return x[self.token]
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Each pair `[pairs, inputs]` by its expert's matrix `[num_experts, outputs, inputs]`."""
+        product = grouped_mm(rows, weight.mT, self.offsets)
+        return product if bias is None else product + bias[self.expert]
+
+    def unsort(self, rows: Tensor) -> Tensor:
+        """The pairs `[pairs, size]` as the routing has them, `[rows, K, size]`."""
+        return rows[inverse(self.order)].view(*self.routing.index.shape, rows.shape[1])
+
+    def combine(self, rows: Tensor, tokens: int) -> Tensor:
+        """The sum of each token's pairs by the routing's weights, `[tokens, size]`, in float32 at least.
+
+        Args:
+            rows: `[pairs, size]`; pairs of no expert may hold anything that is finite.
+            tokens: number of tokens.
+        """
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        weights = self.routing.weights.reshape(-1)[self.order].to(wide)
+        weights = torch.where(inside(self.offsets, weights.shape[0]), weights, 0)
+        summed = self.unsort(rows * weights.unsqueeze(1)).sum(1)
+        if self.routing.token is None:
+            return summed
+        out = torch.zeros(tokens, rows.shape[1], dtype=wide, device=rows.device)
+        return out.index_add(0, self.routing.token, summed)

@@ -1,0 +1,156 @@
+"""Feed-forward experts with frozen 8-bit weights."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import InputError, UnknownNameError
+from kpt_moe._checks import require_size
+from kpt_moe._scaled import FLOAT8, NAMES_OF_FLOAT8
+from kpt_moe.activations import Activation
+from kpt_moe.experts import experts
+from kpt_moe.quantised_experts import SCHEMES, quantise_weights, scale_shape
+from kpt_moe.routing import Routing
+
+from .base import ExpertNetwork
+from .feed_forward import FeedForwardExpert
+
+
+class QuantisedFeedForwardExpert(ExpertNetwork):
+    """`FeedForwardExpert` whose matrices are 8-bit floating-point numbers with scales: half the memory of bfloat16.
+
+    Matrices and scales are frozen; gradients reach the tokens, the routing and the biases. Products are those of op
+    `moe.scaled_grouped_mm`. They are named as in transformers' checkpoints: `gate_up_proj` with
+    `gate_up_proj_scale_inv`, and `down_proj` with `down_proj_scale_inv`, which, despite the name, multiply. Converting
+    the module to another dtype (`.to(torch.bfloat16)`) converts its biases and leaves matrices and scales as they are.
+
+    A new one computes zeros, until a checkpoint is loaded; `from_feed_forward` quantises trained experts.
+
+    Args:
+        num_experts: number of experts.
+        hidden_size: size of a token.
+        intermediate_size: inner width of an expert.
+        activation: as in `FeedForwardExpert`.
+        bias: give both projections a bias.
+        scheme: of the scales: `row` or `block128`, see `kpt_moe.quantise_weights`.
+        weight_dtype: of the matrices: float8_e4m3fn or float8_e5m2.
+        device: of the parameters.
+        dtype: of the biases.
+
+    Raises:
+        InputError: a size is not a positive integer, or `weight_dtype` is none of the two.
+        UnknownNameError: no such activation or scheme.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        scheme: str = "block128",
+        weight_dtype: torch.dtype = torch.float8_e4m3fn,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_experts, hidden_size)
+        require_size(type(self).__name__, "intermediate_size", intermediate_size)
+        if scheme not in SCHEMES:
+            raise UnknownNameError("scheme", scheme, SCHEMES)
+        if weight_dtype not in FLOAT8:
+            raise InputError(f"{type(self).__name__}: weight_dtype must be {NAMES_OF_FLOAT8}; got {weight_dtype}")
+        self.intermediate_size = intermediate_size
+        self.activation = activation
+        self.scheme = scheme
+        width = 2 * intermediate_size if Activation(activation).gated else intermediate_size
+
+        def frozen(outputs: int, inputs: int) -> tuple[nn.Parameter, nn.Parameter]:
+            shape = torch.Size((num_experts, outputs, inputs))
+            matrices = torch.zeros(shape, device=device, dtype=weight_dtype)
+            scales = torch.ones(scale_shape(shape, scheme), device=device, dtype=torch.float32)
+            return nn.Parameter(matrices, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+
+        self.gate_up_proj, self.gate_up_proj_scale_inv = frozen(width, hidden_size)
+        self.down_proj, self.down_proj_scale_inv = frozen(hidden_size, intermediate_size)
+        self.gate_up_proj_bias: nn.Parameter | None = None
+        self.down_proj_bias: nn.Parameter | None = None
+        if bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.zeros(num_experts, width, device=device, dtype=dtype))
+            self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size, device=device, dtype=dtype))
+
+    @classmethod
+    def from_feed_forward(
+        cls, experts: FeedForwardExpert, scheme: str = "block128", dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> Self:
+        """Quantise experts; they stay as they are, and share no memory with what is returned.
+
+        Args:
+            experts: with weights of float64, float32, bfloat16 or float16.
+            scheme: `row` or `block128`.
+            dtype: float8_e4m3fn or float8_e5m2.
+
+        Raises:
+            InputError: the weights hold NaN or infinity, or the dtype is none of the two.
+            UnknownNameError: no such scheme.
+        """
+        made = cls(
+            experts.num_experts,
+            experts.hidden_size,
+            experts.intermediate_size,
+            activation=experts.activation,
+            bias=experts.down_proj_bias is not None,
+            scheme=scheme,
+            weight_dtype=dtype,
+            device="meta",
+            dtype=experts.down_proj.dtype,
+        )
+        state = {name: value.clone() for name, value in experts.state_dict().items() if name.endswith("_bias")}
+        for name in ("gate_up_proj", "down_proj"):
+            state[name], state[f"{name}_scale_inv"] = quantise_weights(getattr(experts, name), scheme, dtype)
+        made.load_state_dict(state, assign=True)
+        return made.train(experts.training)
+
+    def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """As in `ExpertNetwork`; each token is taken by itself."""
+        return routing.apply(x, self.rows).to(x.dtype)
+
+    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Op `moe.experts` with these weights: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`."""
+        return experts(
+            x,
+            index,
+            weights,
+            self.gate_up_proj,
+            self.down_proj,
+            self.gate_up_proj_bias,
+            self.down_proj_bias,
+            activation=self.activation,
+            gate_up_scale=self.gate_up_proj_scale_inv,
+            down_scale=self.down_proj_scale_inv,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        frozen = (self.gate_up_proj, self.gate_up_proj_scale_inv, self.down_proj, self.down_proj_scale_inv)
+        kept = {id(tensor) for tensor in frozen}
+
+        def apply(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            if id(tensor) in kept and changed.dtype is not tensor.dtype:
+                # Converted codes would be wrong without their scales, and as large as what was quantised.
+                return tensor.to(changed.device)
+            return changed
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        return (
+            f"{self.num_experts}, {self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"activation={self.activation!r}, bias={self.down_proj_bias is not None}, scheme={self.scheme!r}, "
+            f"weight_dtype={self.gate_up_proj.dtype}"
+        )

@@ -1,0 +1,138 @@
+"""Training memory: experts recompute their activations in backward, or keep them on the host."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from kpt_core import InputError, UnknownNameError
+from kpt_moe.expert_networks import ExpertNetwork
+from kpt_moe.rewrites import is_transformers_experts
+
+from .offloaded_experts import OffloadedExperts
+
+#: `recompute` saves an expert module's arguments alone and runs it again in backward; `offload` saves on the host.
+MODES = ("recompute", "offload")
+
+
+class CheckpointedExperts:
+    """Modules of experts that save less.
+
+    Attributes:
+        mode: one of `MODES`.
+        paths: of the modules.
+    """
+
+    def __init__(self, mode: str, modules: dict[str, nn.Module]) -> None:
+        self.mode = mode
+        self.paths = tuple(modules)
+        self._modules = modules
+
+    def restore(self) -> None:
+        """Let the modules save as before; a second time does nothing."""
+        for module in self._modules.values():
+            if isinstance(module, _Checkpointed):
+                module.__class__ = module.plain  # type: ignore[assignment]
+
+
+def checkpoint_experts(model: nn.Module, mode: str = "recompute") -> CheckpointedExperts:
+    """Save less for the backward pass of experts, and of nothing else in the model.
+
+    Routers run once: what they decided is an argument of the experts, so a recomputation cannot route differently.
+    Gradients are the same to the bit wherever the experts compute the same twice.
+
+    With `recompute` (activation checkpointing, arXiv:1604.06174) a module's arguments are kept, and its forward runs
+    again in backward. With `offload` everything that it saves but its own parameters is copied to the host, and back
+    in backward; on the CPU that gains nothing.
+
+    Args:
+        model: changed in place: the class of each experts module, KPT's or transformers', becomes a subclass of it.
+            Names of parameters, the state dict, copies and pickles stay what they were.
+        mode: `recompute` or `offload`.
+
+    Returns:
+        The handle, with `restore()`.
+
+    Raises:
+        UnknownNameError: no such mode.
+        InputError: the model has no experts, or they are checkpointed or offloaded already.
+    """
+    if mode not in MODES:
+        raise UnknownNameError("mode", mode, MODES)
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertNetwork | OffloadedExperts) or is_transformers_experts(module)
+    }
+    if not found:
+        raise InputError(
+            f"{type(model).__name__} has no experts: neither networks of KPT's layers nor experts modules of "
+            "transformers"
+        )
+    for path, module in found.items():
+        if isinstance(module, _Checkpointed | OffloadedExperts):
+            state = "checkpointed" if isinstance(module, _Checkpointed) else "offloaded"
+            raise InputError(f"{path or type(model).__name__} is {state} already: restore() it first")
+    for module in found.values():
+        module.__class__ = _checkpointed(type(module), mode)
+    return CheckpointedExperts(mode, found)
+
+
+class _Checkpointed(nn.Module):
+    """What is put before a class of experts."""
+
+    plain: ClassVar[type[nn.Module]]
+    mode: ClassVar[str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run: Callable[..., Any] = super().forward
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if self.mode == "recompute":
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        with _saved_on_host(self):
+            return run(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class exists in this process alone: name what it is made of.
+        return _rebuild, (self.plain, self.mode), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+#: The classes made so far.
+_made: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
+def _checkpointed(plain: type[nn.Module], mode: str) -> type[nn.Module]:
+    made = _made.get((plain, mode))
+    if made is None:
+        namespace = {"plain": plain, "mode": mode, "__module__": plain.__module__}
+        made = _made[plain, mode] = type(plain.__name__, (_Checkpointed, plain), namespace)
+    return made
+
+
+def _rebuild(plain: type[nn.Module], mode: str) -> nn.Module:
+    kind = _checkpointed(plain, mode)
+    return kind.__new__(kind)
+
+
+def _saved_on_host(module: nn.Module) -> AbstractContextManager[Any]:
+    """As `torch.autograd.graph.save_on_cpu`, but that the module's parameters stay where they are."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+
+    def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+        if tensor.untyped_storage()._cdata in parameters:
+            return None, tensor
+        # A copy on the CPU too: a tensor saved as it is would not be missed if someone changed it before backward.
+        pin = tensor.device.type not in ("cpu", "meta")
+        host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
+        return tensor.device, host.copy_(tensor, non_blocking=pin)
+
+    def unpack(saved: tuple[torch.device | None, Tensor]) -> Tensor:
+        device, tensor = saved
+        return tensor if device is None else tensor.to(device, non_blocking=True, copy=True)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,230 @@
+"""The losses of all routers of a model, collected while it runs."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import InputError, UnknownNameError
+
+from .losses import (
+    GlobalLoad,
+    Score,
+    entropy_loss,
+    global_batch_loss,
+    gshard_loss,
+    sequence_loss,
+    switch_loss,
+    z_loss,
+)
+from .routers import Router
+from .routing import Routing
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: How the losses of routers become one: their mean, their sum (Switch, Megatron), or one loss of all tokens together
+#: (transformers).
+Reduction = Literal["mean", "sum", "pooled"]
+
+
+def outer_routers(model: nn.Module) -> dict[str, Router]:
+    """The routers of a model by path, without those that lie within another router.
+
+    Raises:
+        InputError: there is none.
+    """
+    found: dict[str, Router] = {}
+    for path, module in model.named_modules():
+        within = any(path.startswith(f"{outer}." if outer else "") for outer in found)
+        if isinstance(module, Router) and not within:
+            found[path] = module
+    if not found:
+        raise InputError(f"{type(model).__name__} has no module that is a kpt_moe.Router")
+    return found
+
+
+def in_recomputation() -> bool:
+    """Whether backward runs this forward again, for activation checkpointing; such a run is no new decision."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class RouterLosses:
+    """Collect what the routers of a model decide, and give the weighted sum of their losses.
+
+    Forward hooks collect, from construction on until `close`, or the end of a `with` block. Models under
+    `torch.compile` need them before their first call. Activation checkpointing must be `use_reentrant=False`: what
+    backward runs again is not collected.
+
+    Every forward is followed by one `total()`, which forgets what it was made of, so that no graph is kept:
+
+        >>> losses = RouterLosses(model, switch=0.01, z=1e-3)
+        >>> for batch in micro_batches:
+        ...     loss = task_loss(model(batch)) + losses.total()
+        ...     (loss / len(micro_batches)).backward()
+        >>> optimizer.step()
+        >>> losses.step()
+
+    Args:
+        model: its routers are found when this is made.
+        switch: weight of `switch_loss`; those below are the weights of the losses of their names.
+        gshard: of `gshard_loss`.
+        global_batch: of `global_batch_loss`, counted for each router by itself, or for all if `pooled`.
+        sequence: of `sequence_loss`; `total` then needs `cu_seqlens` or `batch_size`.
+        entropy: of `entropy_loss`.
+        token_entropy: of `entropy_loss(per_token=True)`.
+        z: of `z_loss`.
+        score: how logits become probabilities; None is `sigmoid` for routers that score so, `softmax` for others.
+        reduction: `mean` over the calls of routers since the last `total`, their `sum`, or `pooled`: the tokens of all
+            calls together, as transformers does.
+        group: the data-parallel ranks, see `kpt_moe.losses`; `global_batch_loss` counts over them. Every rank must
+            then run as many routers.
+        training_only: leave alone what routers decide outside of training. If False, a forward without `total()` after
+            it keeps its routings.
+
+    Raises:
+        InputError: the model has no router, no weight is other than zero, one is no finite number, or routers that
+            score differently are to be pooled.
+        UnknownNameError: no such `reduction`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        switch: float = 0.0,
+        gshard: float = 0.0,
+        global_batch: float = 0.0,
+        sequence: float = 0.0,
+        entropy: float = 0.0,
+        token_entropy: float = 0.0,
+        z: float = 0.0,
+        score: Score | None = None,
+        reduction: Reduction = "mean",
+        group: "ProcessGroup | None" = None,
+        training_only: bool = True,
+    ) -> None:
+        weights = {
+            "switch": switch,
+            "gshard": gshard,
+            "global_batch": global_batch,
+            "sequence": sequence,
+            "entropy": entropy,
+            "token_entropy": token_entropy,
+            "z": z,
+        }
+        if not all(math.isfinite(weight) for weight in weights.values()) or not any(weights.values()):
+            raise InputError(f"RouterLosses: weights must be finite, and one of them other than zero; got {weights}")
+        if reduction not in get_args(Reduction):
+            raise UnknownNameError("reduction", reduction, get_args(Reduction))
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.score = score
+        self.reduction: Reduction = reduction
+        self.group = group
+        self.training_only = training_only
+        self._routers = outer_routers(model)
+        scores = sorted({self._score_of(path) for path in self._routers})
+        if reduction == "pooled" and len(scores) > 1:
+            raise InputError(f"RouterLosses: routers that score by {scores} can't be pooled unless score says by which")
+        self._loads: dict[str, GlobalLoad] = {}
+        self._calls: list[tuple[str, Routing]] = []
+        self._values: dict[str, Tensor] = {}
+        self._handles = [
+            router.register_forward_hook(partial(self._collect, path)) for path, router in self._routers.items()
+        ]
+
+    def total(self, *, cu_seqlens: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+        """The weighted sum of the losses of what routers decided since the last call, 0-d.
+
+        Args:
+            cu_seqlens: for `sequence_loss`.
+            batch_size: likewise.
+
+        Raises:
+            InputError: no router has run, or one ran without gradients while it was training (under `torch.no_grad`, or
+                reentrant checkpointing), or as in the losses.
+        """
+        calls, self._calls = self._calls, []
+        self._check(calls)
+        batches = [(path, [routing]) for path, routing in calls]
+        if self.reduction == "pooled":
+            batches = [(calls[0][0], [routing for _, routing in calls])]
+        device = calls[0][1].logits.device
+        total, values = torch.zeros((), device=device), {}
+        for name, weight in self.weights.items():
+            parts = [self._loss(name, path, batch, cu_seqlens, batch_size).to(device) for path, batch in batches]
+            part = torch.stack(parts).sum() if self.reduction == "sum" else torch.stack(parts).mean()
+            values[name] = part.detach()
+            total = total + weight * part
+        self._values = values
+        return total
+
+    def values(self) -> dict[str, Tensor]:
+        """The parts of the last `total()` by name, without their weights and without gradients, on their device."""
+        return dict(self._values)
+
+    def step(self) -> None:
+        """Begin a new global batch: for after each step of the optimizer; `global_batch_loss` alone needs it."""
+        self._loads.clear()
+
+    def close(self) -> None:
+        """Collect no more, and forget what was collected. Doing it twice does no harm."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _collect(self, path: str, router: nn.Module, args: Any, routing: Routing) -> None:
+        if (router.training or not self.training_only) and not in_recomputation():
+            self._calls.append((path, routing))
+
+    def _check(self, calls: Sequence[tuple[str, Routing]]) -> None:
+        if not calls:
+            mode = " in training mode" if self.training_only else ""
+            raise InputError(
+                f"RouterLosses: no router ran{mode} since the last total(): call it once after each forward; of a "
+                "compiled model, make RouterLosses before its first call"
+            )
+        for path, routing in calls:
+            router = self._routers[path]
+            learns = router.training and any(parameter.requires_grad for parameter in router.parameters())
+            if torch.is_grad_enabled() and learns and not routing.logits.requires_grad:
+                raise InputError(
+                    f"RouterLosses: router {path!r} is training, but ran without gradients, so its losses would train "
+                    "nothing: run it outside of torch.no_grad, and checkpoint with use_reentrant=False"
+                )
+
+    def _loss(
+        self, name: str, path: str, batch: list[Routing], cu_seqlens: Tensor | None, batch_size: int | None
+    ) -> Tensor:
+        score = self._score_of(path)
+        if name == "global_batch":
+            load = self._loads.setdefault("" if self.reduction == "pooled" else path, GlobalLoad(self.group))
+            return global_batch_loss(batch, load, score=score)
+        if name == "sequence":
+            return sequence_loss(batch, cu_seqlens=cu_seqlens, batch_size=batch_size, score=score, group=self.group)
+        if name == "z":
+            return z_loss(batch, group=self.group)
+        return _BALANCE[name](batch, score=score, group=self.group)
+
+    def _score_of(self, path: str) -> Score:
+        if self.score is not None:
+            return self.score
+        return "sigmoid" if getattr(self._routers[path], "score_function", None) == "sigmoid" else "softmax"
+
+
+_BALANCE: dict[str, Callable[..., Tensor]] = {
+    "switch": switch_loss,
+    "gshard": gshard_loss,
+    "entropy": entropy_loss,
+    "token_entropy": partial(entropy_loss, per_token=True),
+}

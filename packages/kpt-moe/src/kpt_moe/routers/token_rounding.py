@@ -1,0 +1,106 @@
+"""Choices rounded to whole tiles of a matrix product."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kpt_core import UnknownNameError
+from kpt_moe._checks import require_size
+from kpt_moe.capacity import limit_capacity
+
+from .base import LinearRouter
+
+#: Which multiple of the tile an expert's number of tokens becomes; halves are rounded up.
+Rounding = Literal["nearest", "up", "down"]
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "up", "down")
+
+
+class TokenRoundingRouter(LinearRouter):
+    """Choose the highest scores, then make every expert's number of tokens a multiple of a tile (arXiv:2512.14080).
+
+    A grouped product computes whole tiles of rows, and pads those of an expert that has too few. This router gives
+    each expert a number of tokens without a remainder instead: it refuses the choices that score lowest at the expert,
+    or adds the tokens that score highest there among those that did not choose it. Where too few are left, fewer
+    are added. Scores are a softmax over all experts, and weights are these scores, not renormalised.
+
+    Rounded routings have the form `[rows, 1]` with `Routing.token`. First come the choices of the tokens, in the order
+    of the tokens and best first, the refused ones of expert `e` as `~e`; then rows for the tokens that each expert may
+    add, of which the unused ones have id `num_experts`, token 0 and weight 0. The number of rows depends on
+    shapes alone.
+
+    Rounded choices depend on the whole batch, so that outside of training the highest scores are chosen.
+
+    Args:
+        hidden_size: size of a token.
+        num_experts: number of experts.
+        top_k: experts per token, before rounding.
+        tile: rows of a tile.
+        rounding: `nearest`, `up` or `down`.
+        in_evaluation: round outside of training, too.
+        jitter: as in `Router`.
+        bias: give the gate a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        InputError: as in `Router`; `tile` is not a positive integer.
+        UnknownNameError: no such `rounding`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        tile: int = 128,
+        rounding: Rounding = "nearest",
+        in_evaluation: bool = False,
+        jitter: float = 0.0,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, jitter=jitter, bias=bias, device=device, dtype=dtype)
+        require_size(type(self).__name__, "tile", tile)
+        if rounding not in ROUNDINGS:
+            raise UnknownNameError("rounding", rounding, ROUNDINGS)
+        self.tile = tile
+        self.rounding: Rounding = rounding
+        self.in_evaluation = in_evaluation
+
+    def choose(
+        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The highest scores `[tokens, top_k]`, or rounded `[rows, 1]` as the class says."""
+        index = scores.topk(self.top_k, dim=-1).indices
+        if not (self.training or self.in_evaluation):
+            return index, None
+        tokens, experts = scores.shape
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, True)
+        closed = chosen
+        real: int | Tensor = tokens
+        weights = scores.gather(1, index)
+        if mask is not None:
+            padding = ~mask.unsqueeze(1)
+            chosen, closed, real = chosen & ~padding, chosen | padding, mask.sum()
+            index = torch.where(padding, ~index, index)
+        count = chosen.sum(0)
+        # At most this many are added to one expert, whatever the choices are.
+        margin = {"nearest": self.tile // 2, "up": self.tile - 1, "down": 0}[self.rounding]
+        target = (count + margin) // self.tile * self.tile
+        index = limit_capacity(index, weights, experts, target, "weight")
+        added = min(margin, tokens)
+        best = scores.masked_fill(closed, float("-inf")).t().topk(added, dim=1).indices
+        wanted = (target.clamp(max=real) - count).unsqueeze(1)
+        used = torch.arange(added, device=scores.device) < wanted
+        expert = torch.arange(experts, device=scores.device).unsqueeze(1)
+        own = torch.arange(tokens, device=scores.device).repeat_interleave(self.top_k, output_size=tokens * self.top_k)
+        rows = torch.cat((index.reshape(-1), torch.where(used, expert, experts).reshape(-1)))
+        return rows.unsqueeze(1), torch.cat((own, torch.where(used, best, 0).reshape(-1)))
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        shown = f"{super().extra_repr()}, tile={self.tile}, rounding={self.rounding!r}"
+        return shown + (", in_evaluation=True" if self.in_evaluation else "")

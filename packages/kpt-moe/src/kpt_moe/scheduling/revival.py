@@ -1,0 +1,99 @@
+"""Giving experts that no token asks for another start."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import InputError
+from kpt_moe.expert_networks import FeedForwardExpert
+from kpt_moe.routers import LinearRouter, Router
+
+from .utilisation import UtilisationReport
+
+
+@torch.no_grad()
+def revive_dead_experts(
+    model: nn.Module,
+    report: UtilisationReport,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float = 0.01,
+    seed: int = 0,
+) -> list[tuple[str, int, int]]:
+    """Make each dead expert a copy of a busy one, plus noise, so that the two share its tokens.
+
+    As sparse upcycling makes experts of one dense network (arXiv:2212.05055): weights and biases of the expert, its row
+    of the router's weight, its bias and correction bias become those of the busiest expert, of the second busiest for
+    the second dead one, and so on. All but what is one number per expert then gets normal noise, so that the copy and
+    its model part ways. State of the optimizer that belongs to what was replaced is set to zero; its count of steps is
+    common to all experts and stays.
+
+    Args:
+        model: whose routers the report is of; layers have a `LinearRouter` as `router` and a `FeedForwardExpert` as
+            `experts`, with parameters that are whole on this rank. Each rank that holds them has to call.
+        report: of a `UtilisationMonitor` of the same model.
+        optimizer: of the parameters.
+        noise: deviation, as a multiple of that of the weights that are copied.
+        seed: of the noise, which is the same on every rank.
+
+    Returns:
+        Path of the router, the expert that was dead, and the one that it was copied from.
+
+    Raises:
+        InputError: `noise` is negative, the report is of another model, or a layer is of another kind.
+    """
+    if not 0 <= noise < math.inf:
+        raise InputError(f"revive_dead_experts: noise must be a number of at least 0; got {noise}")
+    generator = torch.Generator().manual_seed(seed)
+    layers = {path: _stacked(model, path, len(report.routers[path].asked)) for path in report.dead}
+    revived = []
+    for path, dead in report.dead.items():
+        asked = report.routers[path].asked
+        donors = sorted((e for e in range(len(asked)) if e not in dead), key=lambda e: -asked[e])
+        router, parameters = layers[path]
+        for place, expert in enumerate(dead):
+            donor = donors[place % len(donors)]
+            for parameter in parameters:
+                value = parameter[donor]
+                if parameter.dim() > 1 and noise:
+                    spread = torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
+                    value = value + spread * (noise * value.std(correction=0))
+                parameter[expert] = value
+                _forget(optimizer, parameter, expert)
+            correction = getattr(router, "correction_bias", None)
+            if correction is not None:
+                correction[expert] = correction[donor]
+            revived.append((path, expert, donor))
+    return revived
+
+
+def _stacked(model: nn.Module, path: str, num_experts: int) -> tuple[Router, list[nn.Parameter]]:
+    """The router at a path, and the parameters of it and of its experts, whose first size is that of experts."""
+    modules = dict(model.named_modules())
+    router = modules.get(path)
+    layer = next((m for m in modules.values() if router is not None and getattr(m, "router", None) is router), None)
+    if layer is None:
+        raise InputError(
+            f"revive_dead_experts: the model has no layer with a router at {path!r}: give the model that was monitored"
+        )
+    experts = getattr(layer, "experts", None)
+    if not isinstance(router, LinearRouter) or not isinstance(experts, FeedForwardExpert):
+        raise InputError(
+            f"revive_dead_experts: knows LinearRouter with FeedForwardExpert; {path!r} is {type(router).__name__} "
+            f"with {type(experts).__name__}"
+        )
+    parameters = [router.weight, *experts.parameters()] + ([] if router.bias is None else [router.bias])
+    if any(parameter.shape[0] != num_experts or hasattr(parameter, "full_tensor") for parameter in parameters):
+        raise InputError(
+            f"revive_dead_experts: a parameter of {path!r} is sharded, or not of {num_experts} experts: revive where "
+            "parameters are whole"
+        )
+    return router, parameters
+
+
+def _forget(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, expert: int) -> None:
+    """Set what an optimizer keeps of an expert's slice to zero; factored state has the experts first too."""
+    for value in ({} if optimizer is None else optimizer.state.get(parameter, {})).values():
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == parameter.shape[0]:
+            value[expert] = 0
