@@ -1,12 +1,12 @@
+import sys
 import threading
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-import kpt_moe.batch_invariant as module
 from kpt_core import InputError
-from kpt_moe import MoEConfig, MoELayer
+from kpt_moe import MoEConfig, MoELayer, create_moe_layer
 from kpt_moe.batch_invariant import (
     BLOCK,
     batch_invariant,
@@ -18,6 +18,8 @@ from kpt_moe.batch_invariant import (
 from oracle import ACTIVATIONS, Inputs, naive_experts
 
 TOKENS = 64
+#: Not by its name in the package, which is that of the context too.
+module = sys.modules["kpt_moe.batch_invariant"]
 SIZES = {"hidden_size": 33, "num_experts": 6, "top_k": 3, "intermediate_size": 23}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -305,3 +307,26 @@ def test_wrong_arguments_are_named():
     x, index, *rest = arguments()
     with pytest.raises(InputError, match="top_k_index and top_k_weights must both be"):
         invariant_experts(x, index[:3], *rest)
+
+
+@pytest.mark.parametrize("router", ["learned", "dynamic_capacity", "gshard", "top_k"])
+def test_every_router_that_takes_tokens_one_by_one_joins(router):
+    options = {"activation": "gelu", "normalize": True} if router == "learned" else {}
+    layer = create_moe_layer(
+        hidden_size=24, num_experts=6, top_k=2, router=router, router_options=options, num_shared_experts=1,
+        shared_gate=True,
+    ).eval()  # fmt: skip
+    if router == "dynamic_capacity":
+        layer.router.min_capacity_factor = layer.router.max_capacity_factor = 6.0  # no token is dropped
+    x = torch.randn(37, 24)
+    with batch_invariant(), torch.no_grad():
+        whole = layer(x)
+        parts = torch.cat([layer(part) for part in x.split(5)])
+    assert torch.equal(whole, parts)
+    torch.testing.assert_close(whole, layer(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_without_the_mode_refuse():
+    layer = create_moe_layer(hidden_size=8, num_experts=2, expert="convolutional")
+    with batch_invariant(), pytest.raises(InputError, match="ConvolutionalExpert has no batch-invariant way"):
+        layer(torch.randn(3, 8))

@@ -5,6 +5,7 @@ What is used now and then lies in modules of its own: `losses`, `scheduling`, `o
 
 from .activations import Activation
 from .balancing import BiasBalancer
+from .batch_invariant import batch_invariant
 from .composed_experts import composed_experts
 from .expert_networks import (
     AttentionExpert,
@@ -103,6 +104,7 @@ __all__ = [
     "TokenRoundingRouter",
     "TopKRouter",
     "UtilisationMonitor",
+    "batch_invariant",
     "composed_experts",
     "create_moe_layer",
     "entropy_loss",

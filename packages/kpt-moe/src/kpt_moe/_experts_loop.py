@@ -199,12 +199,18 @@ def _experts_backward(
         tokens = order // top_k_weights.shape[1]
         weights = top_k_weights.reshape(-1, 1).to(total_dtype)[order]
         up_matrices, down_matrices = matrices(up, up_scale, x.dtype), matrices(down, down_scale, x.dtype)
-        for expert, start, end in segments(offsets):
-            rows = tokens[start:end]
+        parts = list(segments(offsets))
+        # What every expert needs for a while, made once: fresh pages cost more than the arithmetic on them.
+        most = max((end - start for _, start, end in parts), default=0)
+        x_all, y_all = (x.new_empty(most, x.shape[1]) for _ in range(2))
+        a_all, grad_a_all = (x.new_empty(most, down.shape[1]) for _ in range(2))
+        grad_h_all = x.new_empty(most, up.shape[2]) if act.gated else grad_a_all
+        for expert, start, end in parts:
+            rows, count = tokens[start:end], end - start
             h_e, w_e = h[start:end], weights[start:end]
-            grad_y = grad.index_select(0, rows)
-            a = act(h_e)
-            grad_a = grad_y @ down_matrices[expert].t()
+            grad_y = torch.index_select(grad, 0, rows, out=y_all[:count])
+            a = act.into(h_e, a_all[:count])
+            grad_a = torch.mm(grad_y, down_matrices[expert].t(), out=grad_a_all[:count])
             if need_weights:
                 per_row = _dot(grad_a, a, total_dtype)
                 if down_bias is not None:
@@ -216,13 +222,14 @@ def _experts_backward(
             if need_down_bias:
                 grad_down_bias[expert] = (grad_y * w_e).sum(0)
             if need_x or need_up or need_up_bias:
-                grad_h = act.backward(grad_a.mul_(w_own), h_e)
+                grad_h = act.backward_into(grad_a.mul_(w_own), h_e, grad_h_all[:count])
                 if need_up:
-                    _wgrad_out(x.index_select(0, rows), grad_h, grad_up[expert])
+                    _wgrad_out(torch.index_select(x, 0, rows, out=x_all[:count]), grad_h, grad_up[expert])
                 if need_up_bias:
                     grad_up_bias[expert] = grad_h.sum(0, dtype=total_dtype)
                 if need_x:
-                    grad_x.index_add_(0, rows, (grad_h @ up_matrices[expert].t()).to(total_dtype))
+                    grad_rows = torch.mm(grad_h, up_matrices[expert].t(), out=y_all[:count])
+                    grad_x.index_add_(0, rows, grad_rows.to(total_dtype))
         grad_x = grad_x.to(x.dtype)
         if need_weights:
             grad_weights = grad_weights.view(top_k_weights.shape)

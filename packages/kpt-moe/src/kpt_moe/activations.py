@@ -14,11 +14,15 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """An elementwise function, the same into a given buffer, and `(grad, x) -> grad * f'(x)`."""
+    """An elementwise function, the same into a buffer, `(grad, x) -> grad * f'(x)`, and that into a buffer.
+
+    A buffer may be `grad` itself, never `x`.
+    """
 
     forward: Callable[[Tensor], Tensor]
     into: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
+    backward_into: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _gelu(approximate: str) -> _Plain:
@@ -26,18 +30,30 @@ def _gelu(approximate: str) -> _Plain:
         lambda x: F.gelu(x, approximate=approximate),
         lambda x, out: _aten.gelu.out(x, approximate=approximate, out=out),
         lambda grad, x: _aten.gelu_backward(grad, x, approximate=approximate),
+        lambda grad, x, out: _aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=out),
     )
 
 
 _PLAIN = {
-    "silu": _Plain(F.silu, lambda x, out: _aten.silu.out(x, out=out), lambda grad, x: _aten.silu_backward(grad, x)),
+    "silu": _Plain(
+        F.silu,
+        lambda x, out: _aten.silu.out(x, out=out),
+        lambda grad, x: _aten.silu_backward(grad, x),
+        lambda grad, x, out: _aten.silu_backward.grad_input(grad, x, grad_input=out),
+    ),
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "relu": _Plain(torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out), lambda grad, x: grad * (x > 0)),
+    "relu": _Plain(
+        torch.relu,
+        lambda x, out: torch.clamp_min(x, 0, out=out),
+        lambda grad, x: grad * (x > 0),
+        lambda grad, x, out: torch.mul(grad, x > 0, out=out),
+    ),
     "relu2": _Plain(
         lambda x: torch.square(torch.relu(x)),
         lambda x, out: torch.clamp_min(x, 0, out=out).square_(),
         lambda grad, x: grad * (2 * torch.relu(x)),
+        lambda grad, x, out: torch.mul(grad, torch.relu(x).mul_(2), out=out),
     ),
 }
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
@@ -142,6 +158,18 @@ class Activation:
         if self.interleaved:
             return torch.stack((grad_gate, grad_up), dim=-1).flatten(-2)
         return torch.cat((grad_gate, grad_up), dim=-1)
+
+    def backward_into(self, grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
+        """`self.backward(grad, h)` written into `out`, of h's shape, without temporaries where there is no limit."""
+        if not self.gated:
+            return _PLAIN[self.name].backward_into(grad, h, out)
+        if not self._standard:
+            return out.copy_(self.backward(grad, h))
+        plain = _PLAIN[_GATED[self.name]]
+        (gate, up), (grad_gate, grad_up) = self.split(h), self.split(out)
+        plain.backward_into(torch.mul(grad, up, out=grad_gate), gate, grad_gate)
+        plain.into(gate, grad_up).mul_(grad)
+        return out
 
     def _clamp(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         if self.limit is None:

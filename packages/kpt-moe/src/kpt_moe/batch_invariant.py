@@ -47,20 +47,20 @@ def batch_invariant() -> Iterator[None]:
 
     Matrix libraries pick their kernels, and with them the order of sums, by the number of rows: the same token then
     gets other bits alone than among others, and a router may even choose other experts. What is trained is then not
-    what served the rollouts (reinforcement learning). Inside this block, `LinearRouter` and `FeedForwardExpert` use
-    products of one fixed shape instead, and sum a token's experts in the order of its choices. Values and gradients of
-    tokens are then bitwise the same in any batch, at any place in it. The backward of what ran in the block has the
-    same property for gradients of tokens; gradients of parameters are sums over the batch.
+    what served the rollouts (reinforcement learning). Inside this block, routers, `FeedForwardExpert` and
+    `SharedExperts` use products of one fixed shape instead, and sum a token's experts in the order of its choices.
+    Values and gradients of tokens are then bitwise the same in any batch, at any place in it. The backward of what ran
+    in the block has the same property for gradients of tokens; gradients of parameters are sums over the batch.
 
     It costs speed: each expert's rows are padded to a multiple of 32, and its intermediate results are saved.
 
-    What it holds for: routers that look at one token at a time, without jitter and capacity; one machine, one number
-    of threads, eager mode or `torch.compile` with a backend that runs torch's own kernels. Inductor generates code
-    for elementwise work that may differ with the size. It was verified on x86 CPUs. On accelerators the same
-    algorithm runs, but nothing was verified there: not that their libraries give a row the same bits at each place
+    What it holds for: routers that look at one token at a time, without jitter and capacity; one machine, one number of
+    threads, eager mode or `torch.compile` with a backend that runs torch's own kernels. Inductor generates code for
+    elementwise work that may differ with the size. It was verified on one x86 CPU (AMD, AVX-512). On accelerators the
+    same algorithm runs, but nothing was verified there: not that their libraries give a row the same bits at each place
     of a block, nor how `topk` breaks ties in batches of different sizes.
 
-    It is in force in the thread that opens it.
+    It is in force in the thread that opens it. Layers whose experts have no such way of computing refuse.
 
     Raises:
         InputError: opened inside a compiled function.
@@ -88,6 +88,16 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     apart = F.pad(x, (0, 1, 0, 1))[:, :-1]
     rows = max(1, (_ONE_PIECE - 1) // x.shape[1])
     return torch.cat([function(part) for part in apart.split(rows)])[:-1]
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)`, inside of `batch_invariant()` by rows."""
+    return by_rows(function, x) if _mode.on else function(x)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, inside of `batch_invariant()` in blocks."""
+    return invariant_linear(x, weight, bias) if _mode.on else F.linear(x, weight, bias)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

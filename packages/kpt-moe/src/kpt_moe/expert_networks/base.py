@@ -16,10 +16,12 @@ class ExpertNetwork(nn.Module, ABC):
     Attributes:
         num_experts: number of experts.
         hidden_size: size of a token, before and after.
+        has_batch_invariant_mode: whether it computes in blocks inside of `kpt_moe.batch_invariant()`.
         has_width: whether its constructor takes an `intermediate_size` and an `activation`.
         needs_sequences: whether a token's result depends on its neighbours, so that `cu_seqlens` matters.
     """
 
+    has_batch_invariant_mode: ClassVar[bool] = False
     has_width: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = False
 

@@ -1,5 +1,7 @@
 """Feed-forward experts, gated and plain."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +34,8 @@ class FeedForwardExpert(ExpertNetwork):
         InputError: a size is not a positive integer.
         UnknownNameError: no such activation.
     """
+
+    has_batch_invariant_mode: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
+from kpt_moe.batch_invariant import batch_invariant_mode
 from kpt_moe.expert_networks import EXPERTS, ExpertNetwork
 from kpt_moe.routers import ROUTERS, Router
 from kpt_moe.routing import Routing
@@ -114,6 +115,11 @@ class MoELayer(nn.Module):
             InputError: x's last size is not `hidden_size`, or another shape does not fit.
         """
         tokens = self._flatten(x)
+        if batch_invariant_mode() and not self.experts.has_batch_invariant_mode:
+            raise InputError(
+                f"{type(self).__name__}: {type(self.experts).__name__} has no batch-invariant way of computing: "
+                "call it outside of batch_invariant(), or use FeedForwardExpert"
+            )
         if routing is None:
             routing = self.route(x, mask=mask, token_ids=token_ids)
         if cu_seqlens is None and self.experts.needs_sequences and x.dim() > 2:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_moe.activations import Activation
+from kpt_moe.batch_invariant import batch_invariant_mode, by_rows, invariant_linear
 
 
 class SharedExperts(nn.Module):
@@ -50,5 +51,10 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` to the same."""
-        out: Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
-        return out if self.gate is None else out * torch.sigmoid(self.gate(x))
+        if not batch_invariant_mode():
+            out: Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
+            return out if self.gate is None else out * torch.sigmoid(self.gate(x))
+        up, down = self.gate_up_proj, self.down_proj
+        a = by_rows(self.activation, invariant_linear(x, up.weight, up.bias))
+        out = invariant_linear(a, down.weight, down.bias)
+        return out if self.gate is None else out * by_rows(torch.sigmoid, invariant_linear(x, self.gate.weight))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError, without_autocast
 from kpt_moe._checks import require_size
-from kpt_moe.batch_invariant import batch_invariant_mode, by_rows, invariant_linear
+from kpt_moe.batch_invariant import elementwise, linear
 from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
 from kpt_moe.routing import Routing
 
@@ -170,7 +170,7 @@ class Router(nn.Module, ABC):
                 # Not -inf, which would make 0 * -inf of an entropy.
                 lowest = torch.finfo(logits.dtype).min
                 logits = logits.masked_fill(closed, lowest)
-            scores = by_rows(self.score, logits) if batch_invariant_mode() else self.score(logits)
+            scores = elementwise(self.score, logits)
             if closed is not None:
                 index, token = self.choose(
                     logits.detach(), scores.detach().masked_fill(closed, lowest), mask, token_ids
@@ -279,7 +279,6 @@ class LinearRouter(Router):
 
     def gate(self, x: Tensor) -> Tensor:
         """`[tokens, num_experts]` of x's dtype."""
-        linear = invariant_linear if batch_invariant_mode() else F.linear
         return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError
+from kpt_moe.batch_invariant import linear
 from kpt_moe.capacity import Priority
 
 from .base import LinearRouter
@@ -115,7 +116,7 @@ class DynamicCapacityRouter(LinearRouter):
         if self.complexity_weight is None:
             return logits
         others = logits < logits.amax(-1, keepdim=True)
-        return logits + others * F.logsigmoid(F.linear(x, self.complexity_weight.to(x.dtype)))
+        return logits + others * F.logsigmoid(linear(x, self.complexity_weight.to(x.dtype)))
 
     def token_complexity(self, scores: Tensor) -> Tensor:
         """`[tokens]` between 0 and 1, of the probabilities `[tokens, num_experts]`."""

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe._checks import require_size
+from kpt_moe.batch_invariant import linear
 
 from .base import Router, RouterOptions
 
@@ -152,7 +153,7 @@ class HashRouter(Router):
         """`[tokens, num_experts]` of x's dtype; zeros without a learned gate."""
         if self.weight is None:
             return x.new_zeros(x.shape[0], self.num_experts)
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight.to(x.dtype))
 
     def score(self, logits: Tensor) -> Tensor:
         """As `score` of the constructor says."""

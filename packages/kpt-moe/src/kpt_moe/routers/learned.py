@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from kpt_moe._checks import require_size
 from kpt_moe.activations import Activation
+from kpt_moe.batch_invariant import elementwise, linear
 
 from .base import RouterOptions
 from .top_k import TopKRouter
@@ -94,10 +95,13 @@ class LearnedRouter(TopKRouter):
     def gate(self, x: Tensor) -> Tensor:
         """`[tokens, num_experts]` of x's dtype."""
         bias = None if self.inner_bias is None else self.inner_bias.to(x.dtype)
-        hidden = self.activation(F.linear(x, self.inner_weight.to(x.dtype), bias))
-        if self.norm_weight is not None:
-            hidden = F.rms_norm(hidden, (self.inner_size,), self.norm_weight.to(x.dtype), eps=1e-6)
-        return super().gate(hidden)
+        return super().gate(elementwise(self._hidden, linear(x, self.inner_weight.to(x.dtype), bias)))
+
+    def _hidden(self, h: Tensor) -> Tensor:
+        hidden = self.activation(h)
+        if self.norm_weight is None:
+            return hidden
+        return F.rms_norm(hidden, (self.inner_size,), self.norm_weight.to(h.dtype), eps=1e-6)
 
     def extra_repr(self) -> str:
         """For `print(module)`."""
