@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = {".git", ".nox", ".venv", ".cache"}
-READMES = sorted([*ROOT.glob("README.md"), *ROOT.glob("packages/*/README.md")])
+#: Whose code runs.
+READMES = sorted([*ROOT.glob("README.md"), *ROOT.glob("packages/*/README.md"), ROOT / "docs/moe.md"])
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not HIDDEN & set(path.relative_to(ROOT).parts))
 SECONDS = 180

@@ -47,6 +47,8 @@ def first_tokens_only(
     alpha=1.0,
     beta=0.0,
     limit=None,
+    gate_up_scale=None,
+    down_scale=None,
 ):
     with kpt_core.use("reference", op="moe.experts"):
         right = kpt_core.get_op("moe.experts")(

@@ -1,0 +1,113 @@
+"""`kpt bench moe-training`: what it reports, and when it refuses."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kpt_core
+from kpt_cli.bench import training
+from kpt_cli.bench.moe import GateError, Shape
+from kpt_cli.main import app
+
+TINY = Shape("step", 64, 16, 32, 4, 2, gated=True)
+
+
+class Wrong:
+    """A backend whose experts are right and whose gradient of the tokens is off by a tenth."""
+
+    name = "wrong"
+    device_type = "cpu"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        return frozenset()
+
+    def kernels(self) -> list[kpt_core.Kernel]:
+        return [kpt_core.Kernel("moe.experts", f"{__name__}:wrong_gradient")]
+
+
+class _Tenth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.1
+
+
+def wrong_gradient(
+    x,
+    top_k_index,
+    top_k_weights,
+    gate_up_proj,
+    down_proj,
+    gate_up_proj_bias=None,
+    down_proj_bias=None,
+    *,
+    activation="swiglu",
+    transposed=False,
+    interleaved=False,
+    alpha=1.0,
+    beta=0.0,
+    limit=None,
+    gate_up_scale=None,
+    down_scale=None,
+):
+    with kpt_core.use("reference", op="moe.experts"):
+        op = kpt_core.get_op("moe.experts")
+        return op(_Tenth.apply(x), top_k_index, top_k_weights, gate_up_proj, down_proj, activation=activation)
+
+
+@pytest.fixture
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each probe is a process that imports transformers: one test has them."""
+    monkeypatch.setattr(training, "_peak_of_step", lambda *given: 2**20)
+
+
+@pytest.mark.usefixtures("no_probe")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measures_every_implementation(dtype: torch.dtype) -> None:
+    (line,) = training.run((TINY,), (dtype,), seconds=0.01, seed=0)
+    assert [result.implementation for result in line.results] == ["kpt", "eager", "grouped_mm"]
+    assert line.results[0].gain == 1
+    assert 0 < line.routing_share < 1
+    for result in line.results:
+        assert result.gflops == pytest.approx(3 * TINY.flops / result.seconds / 1e9)
+        assert result.peak == 2**20
+
+
+def test_peak_grows_with_the_tokens() -> None:
+    small, large = (
+        training._peak_of_step(Shape("step", tokens, 256, 512, 4, 2, gated=True), torch.float32, "eager", 0)
+        for tokens in (64, 4096)
+    )
+    saved = 4096 * 2 * 1024 * 4  # the pre-activation of the gate and up projections
+    assert large - small > saved
+
+
+@pytest.mark.usefixtures("no_probe")
+def test_refuses_to_report_a_wrong_gradient() -> None:
+    kpt_core.add_backend(Wrong())
+    try:
+        with pytest.raises(GateError, match=r"no figures for step in torch\.float32: KPT's error of gradient 0"):
+            list(training.run((TINY,), (torch.float32,), seconds=0.01, seed=0))
+    finally:
+        kpt_core.remove_backend("wrong")
+
+
+@pytest.mark.usefixtures("no_probe")
+def test_command_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "QUICK_SHAPES", (TINY,))
+    command = ["bench", "moe-training", "--quick", "--dtype", "float32"]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "170"})
+    assert shown.exit_code == 0, shown.output
+    assert "grouped_mm peak" in shown.output
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    (line,) = json.loads(result.output)["lines"]
+    assert line["best_peer"] in ("eager", "grouped_mm")
