@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from kpt_core import Case, CaseTable
-from kpt_moe import cases
+from kpt_moe import cases, ops
 from kpt_moe.experts import experts
 from kpt_moe.grouped_mm import grouped_mm, grouped_mm_wgrad
 
-OPS = {op.name: op for op in (experts, grouped_mm, grouped_mm_wgrad)}
+OPS = {op.name: op for op in ops.OPS}
 TABLES = [table for table in cases.TABLES if isinstance(table, CaseTable)]
 ROWS = [(table, case) for table in TABLES for case in table.cases if not case.large]
 

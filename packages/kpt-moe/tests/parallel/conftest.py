@@ -1,39 +1,19 @@
 """Running a function on several ranks."""
 
 import multiprocessing
-import os
 import pickle
 import time
-import traceback
 import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from ranks import run_rank
 
 # The server imports these once, so that a rank costs a fork.
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "kpt_moe", "kpt_moe.parallel"]
-
-
-def _rank(function: Callable[..., Any], rank: int, ranks: int, store: str, seconds: float, arguments: Any, end: Any):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
-        )
-        result = function(rank, *arguments)
-        dist.destroy_process_group()
-        end.send_bytes(pickle.dumps((True, result)))
-    except BaseException:
-        end.send_bytes(pickle.dumps((False, traceback.format_exc())))
-    end.close()
 
 
 @pytest.fixture
@@ -57,7 +37,7 @@ def launch(tmp_path: Path) -> Callable[..., list[Any]]:
         store = str(tmp_path / uuid.uuid4().hex)
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         workers = [
-            context.Process(target=_rank, args=(function, rank, ranks, store, collective_timeout, arguments, end))
+            context.Process(target=run_rank, args=(function, rank, ranks, store, collective_timeout, arguments, end))
             for rank, (_, end) in enumerate(pipes)
         ]
         for worker in workers:
