@@ -2,6 +2,9 @@
 
 import kpt_moe.transformers
 model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="kpt")
+
+What changes models themselves is of `kpt_moe.conversion`, and here by name too: `to_kpt_layers`, `to_transformers`,
+`upcycle`.
 """
 
 from typing import Any
@@ -16,6 +19,9 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from .activations import Activation
 from .composed_experts import composed_experts
+from .conversion import to_kpt_layers as to_kpt_layers
+from .conversion import to_transformers as to_transformers
+from .conversion import upcycle as upcycle
 from .experts import experts
 
 #: The name to give as `experts_implementation`.

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import LayerCase
+from kpt_moe.activations import Activation
+from kpt_moe.conversion import VariantFeedForwardExpert
 from kpt_moe.expert_networks import FeedForwardExpert, QuantisedFeedForwardExpert
 from kpt_moe.layers import LAYERS as KINDS
 from kpt_moe.layers import MoEConfig, MoELayer, create_moe_layer
@@ -26,6 +28,8 @@ from kpt_moe.routing import Routing
 
 HIDDEN, EXPERTS, TOP_K = 16, 4, 2
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "intermediate_size": 24, "bias": True}
+
+_GPT_OSS = Activation("swiglu", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 
 
 class _ByToken(nn.Module):
@@ -118,6 +122,13 @@ LAYERS = (
         name="moe.QuantisedFeedForwardExpert",
         make=lambda device, dtype: QuantisedFeedForwardExpert.from_feed_forward(
             FeedForwardExpert(EXPERTS, HIDDEN, 24, bias=True, device=device, dtype=dtype)
+        ),
+        inputs=_routed,
+    ),
+    LayerCase(
+        name="moe.VariantFeedForwardExpert",
+        make=lambda device, dtype: VariantFeedForwardExpert(
+            EXPERTS, HIDDEN, 24, activation=_GPT_OSS, transposed=True, bias=True, device=device, dtype=dtype
         ),
         inputs=_routed,
     ),
