@@ -198,3 +198,12 @@ def test_wrong_inputs_are_named():
 
 def test_prints_its_sizes():
     assert "4, 8, head_dim=6, num_heads=2, causal=True" in repr(make())
+
+
+def test_what_comes_back_for_padding_does_not_leak():
+    network, x, grad = randomised(make().double()), torch.randn(13, 8).double(), torch.randn(13, 8).double()
+    routing = ROUTINGS["refused"](13)
+    assert not routing.mask.all()
+    clean, poisoned = (grad.masked_fill(~routing.mask[:, None], value) for value in (0.0, math.nan))
+    want, have = (torch.autograd.grad(network(x, routing), list(network.parameters()), g) for g in (clean, poisoned))
+    torch.testing.assert_close(have, want, rtol=0, atol=0)

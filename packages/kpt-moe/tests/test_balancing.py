@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from kpt_core import InputError
 from kpt_moe import TopKRouter
 from kpt_moe.balancing import BiasBalancer
+from kpt_moe.scheduling import ExpertWarmup
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 SECONDS = 120
@@ -267,3 +268,16 @@ def test_ranks_agree_with_one_process_on_all_tokens(tmp_path: Path):
         assert found["summed calls"] == 4
     assert any(not torch.equal(a, b) for a, b in zip(ranks[0]["alone"], ranks[1]["alone"], strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(ranks[0]["alone"], single, strict=True))
+
+
+def test_experts_that_are_not_open_yet_keep_their_bias_and_count_in_no_average():
+    model = Routers()
+    ExpertWarmup(model.first, 4, 10)
+    balancer = BiasBalancer(model.first, rate=0.5)
+    model.first.correction_bias.fill_(0.25)
+    # With the experts that are not open, the average would be 3: that of the third one would fall.
+    index = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 2], [0, 2], [0, 2], [0, 2], [0, 3], [0, 3]])
+    model.first.choose = lambda logits, scores, mask, token_ids: (index, None)
+    model.first(torch.randn(9, HIDDEN))
+    balancer.step()
+    assert model.first.correction_bias.tolist() == [-0.25, 0.75, 0.75, 0.75, 0.25, 0.25]

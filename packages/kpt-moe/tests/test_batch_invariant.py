@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError
 from kpt_moe import MoEConfig, MoELayer, create_moe_layer
@@ -330,3 +331,15 @@ def test_experts_without_the_mode_refuse():
     layer = create_moe_layer(hidden_size=8, num_experts=2, expert="convolutional")
     with batch_invariant(), pytest.raises(InputError, match="ConvolutionalExpert has no batch-invariant way"):
         layer(torch.randn(3, 8))
+
+
+def test_checkpointing_takes_the_mode_along():
+    layer = MoELayer(MoEConfig(hidden_size=16, num_experts=4, intermediate_size=8))
+    x = torch.randn(7, 16, requires_grad=True)
+    with batch_invariant():
+        layer(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    with batch_invariant():
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=lambda: (batch_invariant(), batch_invariant()))
+    out.square().sum().backward()
+    assert torch.equal(x.grad, want)

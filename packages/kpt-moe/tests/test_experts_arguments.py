@@ -144,3 +144,9 @@ def test_an_error_is_one_of_ours_and_a_value_error():
     with pytest.raises(ValueError, match=r"moe\.experts: x must be") as caught:
         experts(*replaced(x=GOOD.x[0]))
     assert isinstance(caught.value, KptError)
+
+
+def test_no_expert_at_all_is_refused():
+    none = torch.ones(0, 4, 8), torch.ones(0, 8, 2)
+    with pytest.raises(InputError, match="gate_up_proj holds no expert"):
+        experts(torch.ones(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), *none)

@@ -212,3 +212,30 @@ def test_prints_its_sizes():
     shown = repr(make())
     assert "TopKRouter(16, num_experts=4, top_k=2, score='softmax', renormalize=True)" in shown
     assert "FeedForwardExpert(4, 16, intermediate_size=12, activation='swiglu', bias=False)" in shown
+
+
+@pytest.mark.parametrize("router", ["learned", "dynamic_capacity", "top_k"])
+def test_choices_reach_every_router_that_has_them(router):
+    assert not make(router=router, renormalize=False).router.renormalize
+    if router != "dynamic_capacity":
+        assert make(router=router, score="sigmoid").router.score_function == "sigmoid"
+
+
+@pytest.mark.parametrize(("router", "choice"), [("gshard", {"score": "sigmoid"}), ("sinkhorn", {"renormalize": False})])
+def test_choices_that_a_router_does_not_have_are_refused(router, choice):
+    with pytest.raises(InputError, match=f"does not take these router_options.*{next(iter(choice))}"):
+        make(router=router, **choice)
+
+
+def test_capacity_in_evaluation_is_that_of_training_unless_given():
+    router = make(router="switch", top_k=1, capacity_factor=1.5).router
+    assert (router.capacity_factor, router.eval_capacity_factor) == (1.5, None)
+    router = make(router="switch", top_k=1, eval_capacity_factor=3.0).router
+    assert (router.capacity_factor, router.eval_capacity_factor) == (1.25, 3.0)
+
+
+def test_a_mask_beside_a_routing_without_one_is_refused():
+    layer, x, mask = make(), torch.randn(5, 16), torch.arange(5) < 3
+    with pytest.raises(InputError, match="was made without a mask"):
+        layer(x, layer.route(x), mask=mask)
+    assert (layer(x, layer.route(x, mask=mask), mask=mask)[3:] == 0).all()

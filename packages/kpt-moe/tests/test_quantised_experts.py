@@ -274,3 +274,16 @@ def test_compiled_in_one_graph_gives_the_same():
 def test_wrong_networks_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         QuantisedFeedForwardExpert(2, 8, 6, **arguments)
+
+
+def test_other_networks_are_refused():
+    with pytest.raises(InputError, match="experts must be a FeedForwardExpert; got Linear"):
+        QuantisedFeedForwardExpert.from_feed_forward(torch.nn.Linear(2, 2))
+
+
+def test_autocast_leaves_the_quantised_numbers():
+    _, made = network()
+    x, routing = tokens()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = made(x, routing)
+    assert (out - made(x, routing)).norm() <= 2e-2 * out.norm()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from kpt_core import InputError
 from kpt_moe.routers.base import Router
 from kpt_moe.routing import Routing
 from router_table import (
@@ -322,3 +323,14 @@ def test_the_same_choices_print_the_same_and_others_otherwise(name):
     others = {repr(make(other)) for other in ROUTERS if other != name}
     assert repr(make(name)) == repr(make(name))
     assert repr(make(name)) not in others
+
+
+@every
+def test_a_replay_of_another_model_or_batch_is_refused(name):
+    router, x = make(name), tokens()
+    recorded = route(router, x)
+    more = Routing(recorded.index, recorded.weights, torch.zeros(TOKENS, EXPERTS + 1), None, recorded.token)
+    with pytest.raises(InputError, match=f"is of {TOKENS} tokens and {EXPERTS + 1} experts"):
+        route(router, x, replay=more)
+    with pytest.raises(InputError, match=f"is of {TOKENS} tokens and {EXPERTS} experts, x of {TOKENS + 1}"):
+        route(router, tokens(TOKENS + 1), replay=recorded)

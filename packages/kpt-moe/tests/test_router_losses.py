@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import MoEConfig, MoELayer, TopKRouter
+from kpt_moe._counting import in_recomputation
 from kpt_moe.losses import entropy_loss, gshard_loss, sequence_loss, switch_loss, z_loss
-from kpt_moe.router_losses import RouterLosses, in_recomputation, outer_routers
+from kpt_moe.router_losses import RouterLosses, outer_routers
 
 HIDDEN, EXPERTS = 8, 4
 
@@ -133,6 +134,29 @@ def test_recomputation_adds_nothing(recompute):
     assert model.runs == (4 if recompute is None else 8)
     torch.testing.assert_close(*results)
     assert not in_recomputation()
+
+
+def test_what_compiled_code_repeats_in_backward_adds_nothing():
+    model, x = Model(1), torch.randn(6, HIDDEN, requires_grad=True)
+    losses = RouterLosses(model, switch=1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want = switch_loss(model.routings(x)[0])
+    for _ in range(2):
+        out = checkpoint(lambda x: compiled(x).sin().exp(), x, use_reentrant=False)
+        total = losses.total()
+        torch.testing.assert_close(total, want)
+        (out.sum() + total).backward()
+    assert not losses._calls
+
+
+def test_what_was_decided_before_a_backward_is_kept():
+    model, x = Model(1), torch.randn(6, HIDDEN)
+    losses = RouterLosses(model, switch=1)
+    model(x)
+    first = losses.total()
+    model(x)
+    first.backward()
+    torch.testing.assert_close(losses.total(), first)
 
 
 def test_lost_gradients_of_reentrant_checkpoints_are_named():

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import MoEConfig, MoELayer, Router, TopKRouter
 from kpt_moe.losses import entropy_loss, switch_loss, z_loss
+from kpt_moe.routers import GShardRouter, HashRouter
 from kpt_moe.scheduling import (
     CapacitySchedule,
     ExpertDropout,
@@ -443,3 +444,58 @@ def test_what_can_not_be_revived_is_named():
         InputError, match="knows LinearRouter with FeedForwardExpert; 'router' is TopKRouter with Linear"
     ):
         revive_dead_experts(layer, UtilisationReport(1, {"router": dead}, math.inf))
+
+
+def test_monitor_does_not_count_what_compiled_code_repeats():
+    layer, x = make(), torch.randn(10, HIDDEN, requires_grad=True)
+    monitor = UtilisationMonitor(layer, every=1)
+    compiled = torch.compile(layer, backend="aot_eager")
+    checkpoint(lambda x: compiled(x).sin().exp(), x, use_reentrant=False).sum().backward()
+    assert sum(monitor.step().routers["router"].asked) == 20
+
+
+def test_monitor_counts_a_model_that_was_compiled_before():
+    layer, x = make(), torch.randn(10, HIDDEN)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    monitor = UtilisationMonitor(layer, every=1)
+    compiled(x)
+    assert sum(monitor.step().routers["router"].asked) == 20
+
+
+def test_experts_that_are_not_open_yet_are_not_dead():
+    layer = make()
+    ExpertWarmup(layer, 3, 10)
+    monitor = UtilisationMonitor(layer, every=1)
+    layer(torch.randn(300, HIDDEN))
+    report = monitor.step()
+    asked = report.routers["router"].asked
+    assert asked[3:] == (0, 0, 0)
+    assert not report.dead
+    assert report.routers["router"].imbalance == pytest.approx(max(asked) / (sum(asked) / 3))
+
+
+@pytest.mark.parametrize("router", [GShardRouter(HIDDEN, EXPERTS), HashRouter(HIDDEN, EXPERTS, 2, vocab_size=9)])
+def test_a_fixed_number_of_experts_per_token_does_not_warm_up(router):
+    with pytest.raises(InputError, match=f"{type(router).__name__} always has top_k=2"):
+        ExpertWarmup(router, 1, 3, what="top_k")
+
+
+@pytest.mark.parametrize("stages", [4, 7])
+def test_capacity_in_stages_stays_within_what_torch_compiles_again(stages):
+    layer, x = make(capacity_factor=1.0), torch.randn(10, HIDDEN)
+    schedule = CapacitySchedule(layer, 2.0, 1.0, 28, stages=stages)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    seen = []
+    for _ in range(30):
+        compiled(x)
+        seen.append(layer.router.capacity_factor)
+        schedule.step()
+    each = 28 // stages
+    want = [2 - stage / stages for stage in range(stages) for _ in range(each)] + [1.0] * 2
+    assert seen == pytest.approx(want)
+    # Once more than there are values: after the first change torch tries the factor as a symbol.
+    assert counter.frame_count <= stages + 2
+    with pytest.raises(InputError, match="stages"):
+        CapacitySchedule(layer, 2.0, 1.0, 3, stages=4)

@@ -181,3 +181,41 @@ def test_unknown_score_offers_the_nearest():
 def test_wrong_shapes_are_named(shape):
     with pytest.raises(InputError, match=r"x must be \[tokens, 16\]; got \["):
         make()(torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_correction_bias_keeps_its_bits_whatever_the_model_becomes(dtype):
+    router = make(correction_bias=True)
+    bias = router.correction_bias.uniform_(-1, 1).clone()
+    assert torch.equal(router.to(dtype).correction_bias, bias)
+    assert router.to("meta").correction_bias.dtype is torch.float32
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_low_precision_saves_no_wide_copy_of_its_tokens(bias, masked):
+    router, x = make(bias=bias).bfloat16(), torch.randn(40, HIDDEN).bfloat16().requires_grad_()
+    mask = torch.arange(40) % 3 > 0 if masked else None
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        routing = router(x, mask=mask)
+    assert not [t for t in saved if t.shape == x.shape and t.dtype is torch.float32]
+    assert masked or any(t.data_ptr() == x.data_ptr() for t in saved)
+    wide, leaf = make(bias=bias), x.detach().float().requires_grad_()
+    wide.load_state_dict({name: value.float() for name, value in router.state_dict().items()})
+    want = wide(leaf, mask=mask)
+    assert torch.equal(routing.weights, want.weights)
+    factors = torch.randn(routing.weights.shape)
+    have = torch.autograd.grad((routing.weights * factors).sum(), [x, *router.parameters()])
+    want = torch.autograd.grad((want.weights * factors).sum(), [leaf, *wide.parameters()])
+    for a, b in zip(have, want, strict=True):
+        assert a.dtype is torch.bfloat16
+        torch.testing.assert_close(a, b.bfloat16(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_correction_bias_of_another_dtype_is_loaded_as_float32(assign):
+    router = make(correction_bias=True)
+    state = {name: value.bfloat16() for name, value in router.state_dict().items()}
+    router.load_state_dict(state, assign=assign)
+    assert router.correction_bias.dtype is torch.float32

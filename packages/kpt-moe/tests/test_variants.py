@@ -228,3 +228,18 @@ def test_parameters_are_made_anew():
     layer.reset_parameters()
     for name, parameter in layer.named_parameters():
         assert not torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [("switch", {"activation": "swiglu"}), ("glam", {"activation": "swiglu"}), ("sparse", {"capacity_factor": None})],
+)
+def test_what_is_asked_for_by_name_is_not_taken_for_a_default(kind, choice):
+    layer = make(kind, **choice)
+    assert {name: getattr(layer.config, name) for name in choice} == choice
+    assert make(kind).config != layer.config
+
+
+def test_a_fixed_choice_can_not_be_written_down_otherwise():
+    with pytest.raises(InputError, match="SwitchTransformerMoE: top_k is always 1; got 2"):
+        make("switch", top_k=2)

@@ -15,8 +15,11 @@ _library.define("accumulate(Tensor(a!) total, Tensor counts) -> ()")
 
 
 def in_recomputation() -> bool:
-    """Whether this forward is one of activation checkpointing, which repeats it inside of backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether this forward is one of activation checkpointing, which repeats it inside of backward.
+
+    Such a run is no new decision. In a function that is being compiled it is not known yet: False.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 # An op, since a compiled forward inside of a checkpointed region must ask this when it runs, not when it is traced.

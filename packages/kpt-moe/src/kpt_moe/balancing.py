@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import distributed, nn
 
 from kpt_core import InputError
@@ -19,7 +20,7 @@ class BiasBalancer(RouterCounts):
     micro-batches between two steps and over ranks. What is decided outside of training is not counted, nor again what
     activation checkpointing repeats. Nothing is read on the host. The biases are buffers of the routers, so that they
     are saved with the model: the balancer has no state of its own to save. What `torch.compile` has compiled so far is
-    compiled again.
+    compiled again. An expert that `ExpertWarmup` has not opened yet keeps its bias, and counts in no average.
 
     Args:
         model: its routers with a `correction_bias` are balanced (`TopKRouter(..., correction_bias=True)`).
@@ -74,8 +75,12 @@ class BiasBalancer(RouterCounts):
         for path, router in self._routers.items():
             load = self._counters[path].total
             bias = router.get_buffer("correction_bias")
+            closed = router.unavailable
+            # By 0 or 1: an expert that no token may choose would rise until it opens, and then take every token.
+            counts = torch.ones_like(load) if closed is None else (~closed).to(load)
+            load = load * counts
             # The sign of mean - load, in whole numbers: no rounding on which ranks could differ.
-            direction = (load.sum() - load * load.numel()).sign()
+            direction = (load.sum() - load * counts.sum()).sign() * counts
             bias.add_(direction.to(bias), alpha=self.rate)
             if self.centre:
                 bias.sub_(bias.mean())

@@ -60,7 +60,9 @@ def batch_invariant() -> Iterator[None]:
     same algorithm runs, but nothing was verified there: not that their libraries give a row the same bits at each place
     of a block, nor how `topk` breaks ties in batches of different sizes.
 
-    It is in force in the thread that opens it. Layers whose experts have no such way of computing refuse.
+    It is in force in the thread that opens it. Layers whose experts have no such way of computing refuse. Activation
+    checkpointing repeats a forward in backward, which an accelerator runs in a thread of its own, and torch then
+    raises: give `checkpoint` `context_fn=lambda: (batch_invariant(), batch_invariant())`.
 
     Raises:
         InputError: opened inside a compiled function.

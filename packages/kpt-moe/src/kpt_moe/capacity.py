@@ -6,13 +6,15 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError
 
-from .permutation import inverse, sort_by_expert
+from .permutation import sort_by_expert
 
-#: Who comes first: earlier tokens, all first choices before any second one (GShard, arXiv:2006.16668); or the tokens
-#: with the greatest weights (batch prioritised routing, V-MoE, arXiv:2106.05974).
+#: Who comes first: earlier tokens, all first choices before any second one (GShard, arXiv:2006.16668); or the choices
+#: with the greatest weights (Megatron-LM's policy `probs`; for one choice per token, the batch prioritised routing of
+#: V-MoE, arXiv:2106.05974). Of equal weights, as all are that are normalised over one choice, the earlier comes first.
 Priority = Literal["position", "weight"]
 PRIORITIES: tuple[Priority, ...] = ("position", "weight")
 
@@ -62,17 +64,18 @@ def limit_capacity(
     if priority not in PRIORITIES:
         raise UnknownNameError("priority", priority, PRIORITIES)
     tokens, top_k = index.shape
-    # Rows in the order in which they are served: all first choices, then all second ones; or by weight.
-    served = torch.arange(index.numel(), device=index.device).view(top_k, tokens).t().reshape(-1)
+    # Choices in the order in which they are served: all first ones, then all second ones; or by weight.
+    turns = None
     if priority == "weight":
-        served = inverse(weights.detach().reshape(-1).argsort(descending=True, stable=True))
-    by_turn = index.reshape(-1)[inverse(served)]
-    order, offsets = sort_by_expert(by_turn.unsqueeze(1), num_experts)
-    ends = offsets.long()
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    expert = by_turn[order]
-    here = (expert >= 0) & (expert < num_experts)
-    place = torch.arange(order.numel(), device=index.device) - starts[expert.clamp(0, num_experts - 1)]
-    room = capacity if isinstance(capacity, int) else capacity.expand(num_experts)[expert.clamp(0, num_experts - 1)]
-    kept = torch.where(here & (place >= room), ~expert, expert)
-    return kept[inverse(order)][served].view(tokens, top_k)
+        turns = weights.detach().reshape(-1).argsort(descending=True, stable=True)
+    choices = index.t().reshape(-1) if turns is None else index.reshape(-1)[turns]
+    order, offsets = sort_by_expert(choices, num_experts)
+    expert = choices[order]
+    known = expert.clamp(0, num_experts - 1)
+    # The first sorted place of each expert.
+    place = torch.arange(order.numel(), device=index.device) - F.pad(offsets[:-1], (1, 0))[known]
+    room = capacity if isinstance(capacity, int) else capacity.expand(num_experts)[known]
+    kept = torch.where((known == expert) & (place >= room), ~expert, expert)
+    if turns is None:
+        return torch.empty_like(kept).scatter_(0, order, kept).view(top_k, tokens).t().contiguous()
+    return torch.empty_like(kept).scatter_(0, turns[order], kept).view(tokens, top_k)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .grouped_mm import grouped_mm
-from .permutation import expert_of_rows, inverse, sort_by_expert
+from ._pairs import SortedPairs
+from .routing import Routing
 
 
 def composed_experts(
@@ -41,20 +41,9 @@ def composed_experts(
     Returns:
         `[tokens, hidden_size]` of x's dtype.
     """
-    num_experts, top_k = gate_up_proj.shape[0], top_k_index.shape[1]
-    up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
-    order, offsets = sort_by_expert(top_k_index, num_experts)
-    expert = expert_of_rows(offsets, order.shape[0])
-    away = ((top_k_index < 0) | (top_k_index >= num_experts)).reshape(-1)[order].unsqueeze(1)
-    rows = x[order // top_k].masked_fill(away, 0)
-    h = grouped_mm(rows, up, offsets)
-    if gate_up_proj_bias is not None:
-        h = h + gate_up_proj_bias[expert]
-    y = grouped_mm(activation(h), down, offsets)
-    if down_proj_bias is not None:
-        y = y + down_proj_bias[expert]
+    up, down = (gate_up_proj.mT, down_proj.mT) if transposed else (gate_up_proj, down_proj)
+    pairs = SortedPairs.of(Routing(top_k_index, top_k_weights, logits=top_k_weights), up.shape[0])
+    y = pairs.linear(activation(pairs.linear(pairs.gather(x), up, gate_up_proj_bias)), down, down_proj_bias)
     if post_norm is not None:
         y = post_norm(y)
-    weights = top_k_weights.reshape(-1)[order].unsqueeze(1).masked_fill(away, 0)
-    weighted = (y * weights).masked_fill(away, 0)
-    return weighted[inverse(order)].view(x.shape[0], top_k, x.shape[1]).sum(1).to(x.dtype)
+    return pairs.combine(y, x.shape[0]).to(x.dtype)

@@ -7,123 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import InputError, KptError, next_power_of_two, op
+from kpt_core import KptError, next_power_of_two, op
 
 from . import _experts_grouped, _experts_loop
-from ._scaled import FLOAT8, NAMES_OF_FLOAT8, SCALE_DTYPES, in_blocks, one_of, scale_of_stored
+from ._experts_check import check_experts
+from ._scaled import scale_of_stored
 from .activations import Activation
-from .grouped_mm import DTYPES, NAMES_OF_DTYPES, grouped_mm
+from .grouped_mm import grouped_mm
 from .permutation import sort_by_expert
-from .scaled_grouped_mm import require_frozen, scaled_grouped_mm
-
-
-def _check_experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_proj_bias: Tensor | None = None,
-    down_proj_bias: Tensor | None = None,
-    *,
-    activation: str = "swiglu",
-    transposed: bool = False,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> None:
-    tensors: dict[str, Any] = {
-        "x": x,
-        "top_k_index": top_k_index,
-        "top_k_weights": top_k_weights,
-        "gate_up_proj": gate_up_proj,
-        "down_proj": down_proj,
-        "gate_up_proj_bias": gate_up_proj_bias,
-        "down_proj_bias": down_proj_bias,
-    }
-    scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-    for name, tensor in {**tensors, **scales}.items():
-        if not isinstance(tensor, Tensor) and (tensor is not None or not name.endswith(("_bias", "_scale"))):
-            raise InputError(f"moe.experts: {name} must be a tensor; got {type(tensor).__name__}")
-    gated = Activation(activation, alpha, beta, limit, interleaved).gated
-    if x.dim() != 2 or x.dtype not in DTYPES:
-        raise InputError(
-            f"moe.experts: x must be floating [tokens, hidden_size], of {NAMES_OF_DTYPES}; "
-            f"got {x.dtype} {list(x.shape)}"
-        )
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_weights.shape != top_k_index.shape:
-        raise InputError(
-            f"moe.experts: top_k_index and top_k_weights must both be [{x.shape[0]}, top_k]; "
-            f"got {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
-        )
-    if top_k_index.dtype not in (torch.int64, torch.int32) or top_k_weights.dtype not in DTYPES:
-        raise InputError(
-            f"moe.experts: top_k_index must be int64 or int32 and top_k_weights floating, of {NAMES_OF_DTYPES}; "
-            f"got {top_k_index.dtype} and {top_k_weights.dtype}"
-        )
-    if gate_up_proj.dim() != 3 or down_proj.dim() != 3:
-        raise InputError(
-            "moe.experts: gate_up_proj and down_proj must have three dimensions, the experts first; "
-            f"got {list(gate_up_proj.shape)} and {list(down_proj.shape)}"
-        )
-    num_experts, hidden = gate_up_proj.shape[0], x.shape[1]
-    width = gate_up_proj.shape[2 if transposed else 1]
-    inner = width // 2 if gated else width
-    up_shape = [num_experts, hidden, width] if transposed else [num_experts, width, hidden]
-    down_shape = [num_experts, inner, hidden] if transposed else [num_experts, hidden, inner]
-    if list(gate_up_proj.shape) != up_shape or list(down_proj.shape) != down_shape or (gated and width % 2):
-        raise InputError(
-            f"moe.experts: with hidden_size {hidden}, activation {activation!r} and transposed={transposed}, "
-            f"gate_up_proj {list(gate_up_proj.shape)} asks for itself as {up_shape} and for down_proj as {down_shape}; "
-            f"got down_proj {list(down_proj.shape)}"
-        )
-    for name, bias, size in (("gate_up", gate_up_proj_bias, width), ("down", down_proj_bias, hidden)):
-        if bias is not None and list(bias.shape) != [num_experts, size]:
-            raise InputError(f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}")
-    _check_quantised("gate_up", gate_up_proj, gate_up_scale, x, transposed)
-    _check_quantised("down", down_proj, down_scale, x, transposed)
-    quantised = {f"{name.removesuffix('_scale')}_proj" for name, scale in scales.items() if scale is not None}
-    for name, tensor in list(tensors.items())[3:]:
-        if tensor is not None and name not in quantised and (tensor.dtype is not x.dtype or tensor.device != x.device):
-            raise InputError(
-                f"moe.experts: {name} must have x's dtype and device ({x.dtype} on {x.device}); "
-                f"got {tensor.dtype} on {tensor.device}: convert one of them"
-            )
-    if top_k_index.device != x.device or top_k_weights.device != x.device:
-        raise InputError(
-            f"moe.experts: x is on {x.device}, but top_k_index on {top_k_index.device} "
-            f"and top_k_weights on {top_k_weights.device}"
-        )
-
-
-def _check_quantised(name: str, weight: Tensor, scale: Tensor | None, x: Tensor, transposed: bool) -> None:
-    if scale is None:
-        if weight.dtype in FLOAT8:
-            raise InputError(
-                f"moe.experts: {name}_proj must have x's dtype ({x.dtype}) unless {name}_scale is given; "
-                f"got {weight.dtype} without it"
-            )
-        return
-    if weight.dtype not in FLOAT8:
-        raise InputError(
-            f"moe.experts: {name}_proj must be {NAMES_OF_FLOAT8} where {name}_scale is given; got {weight.dtype}: "
-            "quantise it (kpt_moe.quantise_weights), or leave the scale out"
-        )
-    num_experts, *sizes = weight.shape
-    shapes = [[num_experts, sizes[1 if transposed else 0]], [num_experts, *in_blocks(*sizes)]]
-    if scale.dtype not in SCALE_DTYPES or list(scale.shape) not in shapes:
-        raise InputError(
-            f"moe.experts: {name}_scale must be float32 or float64 of shape {one_of(shapes)} for {name}_proj "
-            f"{list(weight.shape)} and transposed={transposed}; got {scale.dtype} {list(scale.shape)}"
-        )
-    if weight.device != x.device or scale.device != x.device:
-        raise InputError(
-            f"moe.experts: x is on {x.device}, but {name}_proj on {weight.device} and {name}_scale on {scale.device}"
-        )
-    require_frozen("moe.experts", **{f"{name}_proj": weight, f"{name}_scale": scale})
+from .scaled_grouped_mm import scaled_grouped_mm
 
 
 def _size_key(
@@ -154,7 +46,7 @@ def _size_key(
 
 @op(
     "moe.experts",
-    check=_check_experts,
+    check=check_experts,
     size_key=_size_key,
     composed_of=("moe.grouped_mm", "moe.grouped_mm_wgrad", "moe.scaled_grouped_mm"),
     autocast=("x", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),

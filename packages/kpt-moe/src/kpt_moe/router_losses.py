@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kpt_core import InputError, UnknownNameError
 
+from ._counting import in_recomputation
 from .losses import (
     GlobalLoad,
     Score,
@@ -45,11 +46,6 @@ def outer_routers(model: nn.Module) -> dict[str, Router]:
     if not found:
         raise InputError(f"{type(model).__name__} has no module that is a kpt_moe.Router")
     return found
-
-
-def in_recomputation() -> bool:
-    """Whether backward runs this forward again, for activation checkpointing; such a run is no new decision."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class RouterLosses:
@@ -160,6 +156,8 @@ class RouterLosses:
             values[name] = part.detach()
             total = total + weight * part
         self._values = values
+        if total.requires_grad and not torch.compiler.is_compiling():
+            total.register_hook(self._collect_nothing)
         return total
 
     def values(self) -> dict[str, Tensor]:
@@ -186,6 +184,14 @@ class RouterLosses:
     def _collect(self, path: str, router: nn.Module, args: Any, routing: Routing) -> None:
         if (router.training or not self.training_only) and not in_recomputation():
             self._calls.append((path, routing))
+
+    def _collect_nothing(self, grad: Tensor) -> None:
+        """Forget what is collected from now to the end of this backward.
+
+        It is what checkpointing repeats: compiled code can't tell that, eager code does.
+        """
+        before = len(self._calls)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._calls.__delitem__(slice(before, None)))
 
     def _check(self, calls: Sequence[tuple[str, Routing]]) -> None:
         if not calls:

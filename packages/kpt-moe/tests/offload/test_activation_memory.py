@@ -11,6 +11,7 @@ import kpt_moe.transformers
 from families import FAMILIES, experts_of
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import FeedForwardExpert, MoEConfig, MoELayer, Routing
+from kpt_moe.batch_invariant import batch_invariant, batch_invariant_mode
 from kpt_moe.expert_networks.attention import AttentionExpert
 from kpt_moe.offload import checkpoint_experts, offload_experts
 
@@ -165,6 +166,22 @@ def test_networks_that_autograd_composes(mode):
     want = run()
     checkpoint_experts(model, mode)
     assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_may_be_outside_of_the_batch_invariant_block(mode):
+    model = make()
+    x = torch.randn(TOKENS, HIDDEN)
+
+    def run() -> list[torch.Tensor]:
+        with batch_invariant():
+            out = model(x)
+        return list(torch.autograd.grad(out.square().sum(), list(model.parameters())))
+
+    want = run()
+    checkpoint_experts(model, mode)
+    assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
+    assert not batch_invariant_mode()
 
 
 def test_recomputation_compiles_without_a_break():

@@ -1,13 +1,16 @@
-"""Gradients that only some ranks have, and copies of spread networks."""
+"""Gradients that only some ranks have; copies of spread networks, and where what they save is kept."""
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from kpt_core import InputError
 from kpt_moe import MoEConfig, MoELayer
+from kpt_moe.offload import checkpoint_experts, offload_experts
 from kpt_moe.parallel import average_gradients, parallelize_experts
 
 
@@ -55,11 +58,32 @@ def copies_are_spread_and_independent(rank):
     assert type(twin.moe.experts) is type(spread.moe.experts)
 
 
+def keeps_its_parameters_here(rank):
+    """What a spread network saves goes to the host but for its parameters."""
+    spread = parallelize_experts(Either(), init_device_mesh("cpu", (2,)))
+    checkpoint_experts(spread, "offload")
+    to_host, empty_like = [], torch.empty_like
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda t, **options: to_host.append(t.dim()) or empty_like(t, **options))
+        spread(tokens(rank), 0)
+    assert 2 in to_host
+    assert 3 not in to_host
+
+
+def refuses_to_offload(rank):
+    spread = parallelize_experts(Either(), init_device_mesh("cpu", (2,)))
+    with pytest.raises(InputError, match=r"moe\.experts is spread over ranks"):
+        offload_experts(spread, "100%")
+    assert spread.moe.experts.down_proj.shape == (4, 4, 6)
+
+
 def on_two(rank):
     averages_what_some_ranks_have(rank)
     copies_are_spread_and_independent(rank)
+    keeps_its_parameters_here(rank)
+    refuses_to_offload(rank)
     return True
 
 
-def test_gradients_of_some_ranks_and_copies(launch):
+def test_gradients_of_some_ranks_copies_and_memory(launch):
     assert launch(2, on_two) == [True, True]

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kpt_moe._pairs import SortedPairs
 from kpt_moe.activations import Activation
 
-from ._pairs import SortedPairs
 from .base import init_fan_in, matrices
 
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kpt_moe._checks import require_size
+from kpt_moe._pairs import SortedPairs
 from kpt_moe.routing import Routing
 
-from ._pairs import SortedPairs
 from ._sequences import require_tokens, sequence_of_tokens, without_padding
 from .base import ExpertNetwork, init_fan_in, matrices
 

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe._checks import require_size
+from kpt_moe._pairs import SortedPairs
 from kpt_moe.activations import Activation
 from kpt_moe.routing import Routing
 
 from ._adapters import BottleneckAdapter, LowRankUpdate
-from ._pairs import SortedPairs
 from ._sequences import require_tokens, without_padding
 from .base import ExpertNetwork
 from .feed_forward import FeedForwardExpert

@@ -94,9 +94,11 @@ class QuantisedFeedForwardExpert(ExpertNetwork):
             dtype: float8_e4m3fn or float8_e5m2.
 
         Raises:
-            InputError: the weights hold NaN or infinity, or the dtype is none of the two.
+            InputError: no `FeedForwardExpert`, the weights hold NaN or infinity, or the dtype is none of the two.
             UnknownNameError: no such scheme.
         """
+        if not isinstance(experts, FeedForwardExpert):
+            raise InputError(f"{cls.__name__}: experts must be a FeedForwardExpert; got {type(experts).__name__}")
         made = cls(
             experts.num_experts,
             experts.hidden_size,

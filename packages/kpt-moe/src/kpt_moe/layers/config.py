@@ -23,10 +23,13 @@ class MoEConfig:
         activation: gated `swiglu`, `geglu`, `geglu_tanh`, `reglu`; plain `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2`.
         bias: give both projections of an expert, and of the shared ones, a bias.
         router: kind of router, a name of `kpt_moe.routers.ROUTERS`.
-        score: how a `top_k` router scores experts, see `TopKRouter`.
-        renormalize: make the weights of a token's experts sum to one, in a `top_k` router.
-        capacity_factor: an expert takes at most this many times the average number of tokens; None drops no token.
-        eval_capacity_factor: the same outside of training; None is `capacity_factor`.
+        score: how the router scores experts, see `TopKRouter`; one that has no such choice takes the default alone.
+        renormalize: make the weights of a token's experts sum to one; likewise. With `top_k=1` all are then one, and
+            the router learns from balancing losses alone.
+        capacity_factor: an expert takes at most this many times the average number of tokens; None is the default of
+            the router's class, which is no limit but for `switch` and `expert_choice`.
+        eval_capacity_factor: the same outside of training; None is `capacity_factor`, or if that is None too, the
+            default of the router's class.
         router_options: further arguments of the router's class.
         expert: kind of experts, a name of `kpt_moe.expert_networks.EXPERTS`.
         expert_options: further arguments of the experts' class.

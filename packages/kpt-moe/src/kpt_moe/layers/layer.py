@@ -1,5 +1,6 @@
 """The Mixture-of-Experts layer."""
 
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -103,8 +104,8 @@ class MoELayer(nn.Module):
             x: `[..., hidden_size]`.
             routing: a routing of x's flattened tokens to use instead of the router's. A balancing loss takes it:
                 `routing = layer.route(x)`, `layer(x, routing)`, `switch_loss(routing)`.
-            mask: `[...]` bool, False for padding, which no routed expert sees.
-            token_ids: `[...]` the vocabulary's ids, for routers that go by them.
+            mask: `[...]` bool, False for padding, which no routed expert sees; of a given routing, its own counts.
+            token_ids: `[...]` the vocabulary's ids, for routers that go by them; a given routing needs none.
             cu_seqlens: `[sequences + 1]` int32, where sequences of packed tokens begin, and the end, for experts that
                 look at neighbours; None takes each row of `[batch, length, hidden_size]` for a sequence.
 
@@ -112,7 +113,8 @@ class MoELayer(nn.Module):
             x's shape and dtype.
 
         Raises:
-            InputError: x's last size is not `hidden_size`, or another shape does not fit.
+            InputError: x's last size is not `hidden_size`, another shape does not fit, or there is a mask beside a
+                routing that was made without one.
         """
         tokens = self._flatten(x)
         if batch_invariant_mode() and not self.experts.has_batch_invariant_mode:
@@ -122,6 +124,11 @@ class MoELayer(nn.Module):
             )
         if routing is None:
             routing = self.route(x, mask=mask, token_ids=token_ids)
+        elif mask is not None and routing.mask is None:
+            raise InputError(
+                f"{type(self).__name__}: the routing was made without a mask, so that its padding has experts; got a "
+                "mask beside it: give it to route()"
+            )
         if cu_seqlens is None and self.experts.needs_sequences and x.dim() > 2:
             cu_seqlens = torch.arange(tokens.shape[0] // max(x.shape[-2], 1) + 1, device=x.device, dtype=torch.int32)
             cu_seqlens = cu_seqlens * x.shape[-2]
@@ -140,12 +147,13 @@ class MoELayer(nn.Module):
 
 
 def _router(config: MoEConfig, **place: Any) -> Router:
-    options: dict[str, Any] = dict(config.router_options)
-    if config.router == "top_k":
-        options = {"score": config.score, "renormalize": config.renormalize, **options}
-    for name in ("capacity_factor", "eval_capacity_factor"):
-        if getattr(config, name) is not None:
-            options[name] = getattr(config, name)
+    usual = {f.name: f.default for f in fields(MoEConfig)}
+    # What is left at its default is that of every router that has it; anything else, a router without it refuses.
+    changed = {name: getattr(config, name) for name in ("score", "renormalize") if getattr(config, name) != usual[name]}
+    factors = {name: getattr(config, name) for name in ("capacity_factor", "eval_capacity_factor")}
+    if config.capacity_factor is None:
+        factors = {name: factor for name, factor in factors.items() if factor is not None}
+    options = {**changed, **config.router_options, **factors}
     sizes = (config.hidden_size, config.num_experts, config.top_k)
     return _made(ROUTERS[config.router], "router_options", *sizes, **options, **place)
 

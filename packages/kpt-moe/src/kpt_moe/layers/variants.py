@@ -1,5 +1,6 @@
 """Layers of the literature, each a `MoELayer` with what its paper fixes."""
 
+from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from .layer import MoELayer
 class _Variant(MoELayer):
     """A layer that fixes some choices and has defaults of its own for others.
 
-    A choice that the configuration leaves at `MoEConfig`'s default takes the variant's default.
+    A choice that the configuration leaves at `MoEConfig`'s default takes the variant's default, unless it is
+    `explicit`: a configuration doesn't tell a default that was written down from one that was not.
     """
 
     fixed: ClassVar[dict[str, Any]] = {}
@@ -30,18 +32,23 @@ class _Variant(MoELayer):
         experts: ExpertNetwork | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        explicit: Collection[str] = (),
     ) -> None:
-        super().__init__(self.complete(config), router=router, experts=experts, device=device, dtype=dtype)
+        super().__init__(self.complete(config, explicit), router=router, experts=experts, device=device, dtype=dtype)
 
     @classmethod
-    def complete(cls, config: MoEConfig) -> MoEConfig:
+    def complete(cls, config: MoEConfig, explicit: Collection[str] = ()) -> MoEConfig:
         """The configuration with what this layer fixes, and its defaults.
+
+        Args:
+            config: is not changed.
+            explicit: fields to take as they are, though they be at `MoEConfig`'s default.
 
         Raises:
             InputError: the configuration asks for something else than what is fixed.
         """
         usual = {f.name: f.default for f in fields(MoEConfig)}
-        untouched = {name for name, default in usual.items() if getattr(config, name) == default}
+        untouched = {name for name, default in usual.items() if getattr(config, name) == default} - set(explicit)
         for name, value in cls.fixed.items():
             if name not in untouched and getattr(config, name) != value:
                 raise InputError(f"{cls.__name__}: {name} is always {value!r}; got {getattr(config, name)!r}")
@@ -140,10 +147,11 @@ def create_moe_layer(
     for name in config:
         if name not in known:
             raise UnknownNameError("field of MoEConfig", name, known)
-    made = LAYERS[kind]
-    if issubclass(made, _Variant):
-        config = {**made.fixed, **config}
     missing = [name for name in ("hidden_size", "num_experts") if name not in config]
     if missing:
         raise InputError(f"create_moe_layer: {' and '.join(missing)} must be given")
-    return made(MoEConfig(**config), router=router, experts=experts, device=device, dtype=dtype)
+    made = LAYERS[kind]
+    if not issubclass(made, _Variant):
+        return made(MoEConfig(**config), router=router, experts=experts, device=device, dtype=dtype)
+    complete = MoEConfig(**{**made.fixed, **config})
+    return made(complete, router=router, experts=experts, device=device, dtype=dtype, explicit=config)

@@ -27,7 +27,8 @@ def sequence_loss(
     The balance loss of DeepSeek-V2 (arXiv:2405.04434, equations 23 to 25) and V3 (arXiv:2412.19437, equations 17 to 20,
     with `score="sigmoid"`): `f_e = num_experts / (top_k * T) * choices of e`, so that 1 is balance, where `switch_loss`
     has `top_k`. Choices are those that were made; V3 writes them without its correction bias, and uses them as here.
-    Sequences without tokens that count are left out of the mean. Several routings are more sequences.
+    Sequences without tokens that count are left out of the mean. Several routings are more sequences. Where experts
+    choose tokens, `top_k` counts as 1: balance is then the number of choices per token.
 
     Args:
         routings: one routing, or several of the same sequences.

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError, UnknownNameError
+from kpt_moe.batch_invariant import batch_invariant, batch_invariant_mode
 from kpt_moe.expert_networks import ExpertNetwork
 from kpt_moe.rewrites import is_transformers_experts
 
@@ -46,8 +47,9 @@ def checkpoint_experts(model: nn.Module, mode: str = "recompute") -> Checkpointe
     Gradients are the same to the bit wherever the experts compute the same twice.
 
     With `recompute` (activation checkpointing, arXiv:1604.06174) a module's arguments are kept, and its forward runs
-    again in backward. With `offload` everything that it saves but its own parameters is copied to the host, and back
-    in backward; on the CPU that gains nothing.
+    again in backward, under autocast and in `batch_invariant()` if it did so at first. With `offload` everything that
+    it saves but its own parameters is copied to the host, and back in backward; on the CPU that gains nothing, and
+    `torch.compile` runs such a module uncompiled.
 
     Args:
         model: changed in place: the class of each experts module, KPT's or transformers', becomes a subclass of it.
@@ -93,6 +95,9 @@ class _Checkpointed(nn.Module):
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         if self.mode == "recompute":
+            if batch_invariant_mode() and not torch.compiler.is_compiling():
+                # The recomputation may be outside of the block, or in another thread.
+                run = batch_invariant()(run)
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
         with _saved_on_host(self):
             return run(*args, **kwargs)
@@ -121,7 +126,9 @@ def _rebuild(plain: type[nn.Module], mode: str) -> nn.Module:
 
 def _saved_on_host(module: nn.Module) -> AbstractContextManager[Any]:
     """As `torch.autograd.graph.save_on_cpu`, but that the module's parameters stay where they are."""
-    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    # Of spread ones (DTensors), what is here.
+    here = (parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in module.parameters())
+    parameters = {parameter.untyped_storage()._cdata for parameter in here}
 
     def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
         if tensor.untyped_storage()._cdata in parameters:

@@ -208,6 +208,11 @@ def _describe(layer: _Layer, model: nn.Module) -> StackedExperts:
     if "forward" in vars(network):
         raise InputError(f"{layer.name} has a forward of its own (hooks of accelerate?): remove it before offloading")
     parameters = layer.parameters
+    if any(hasattr(parameter, "to_local") for parameter in parameters.values()):
+        raise InputError(
+            f"{layer.name} is spread over ranks (its parameters are DTensors) and cannot be offloaded: "
+            "offload experts that one process has whole"
+        )
     ids = {id(parameter) for parameter in parameters.values()}
     own = set(network.modules())
     for path, module in model.named_modules():

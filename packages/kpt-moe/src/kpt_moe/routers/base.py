@@ -1,7 +1,7 @@
 """The contract of every router."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError, without_autocast
 from kpt_moe._checks import require_size
-from kpt_moe.batch_invariant import elementwise, linear
+from kpt_moe.batch_invariant import batch_invariant_mode, elementwise, linear
 from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
 from kpt_moe.routing import Routing
+from kpt_moe.routing_files import num_tokens
 
 
 class RouterOptions(TypedDict, total=False):
@@ -56,6 +57,9 @@ class Router(nn.Module, ABC):
 
     #: The score of no choice: it adds nothing to the sum by which weights are normalised.
     score_of_none: float = 0.0
+
+    #: Whether `choose` goes by a number of its own, so that assigning to `top_k` is wrong.
+    fixed_top_k: ClassVar[bool] = False
 
     unavailable: Tensor | None
     dropped: Tensor | None
@@ -158,13 +162,12 @@ class Router(nn.Module, ABC):
         """
         self._check(x, mask, token_ids, replay)
         with without_autocast(x.device.type):
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            if mask is not None:
-                # Padding may hold anything, and 0 * NaN would spoil the gate's gradient.
-                wide = torch.where(mask.unsqueeze(1), wide, 0)
+            # Padding may hold anything, and 0 * NaN would spoil the gate's gradient.
+            tokens = x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
             if self.training and self.jitter:
-                wide = wide * torch.empty_like(wide).uniform_(1 - self.jitter, 1 + self.jitter)
-            logits = self.gate(wide)
+                wide = tokens.to(_wide(x.dtype))
+                tokens = wide * torch.empty_like(wide).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits = self._logits(tokens)
             closed = self._closed() if replay is None else None
             if closed is not None:
                 # Not -inf, which would make 0 * -inf of an entropy.
@@ -193,6 +196,10 @@ class Router(nn.Module, ABC):
             if not plain or mask is not None or self.limited:
                 weights = torch.where((index >= 0) & (index < self.num_experts), weights, 0)
         return Routing(index, weights, logits, mask, token)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """What `gate` gives for tokens that may be of a narrower dtype."""
+        return self.gate(x.to(_wide(x.dtype)))
 
     def _closed(self) -> Tensor | None:
         """`[num_experts]` bool: experts that can't be chosen in the module's present mode; None if all can."""
@@ -223,10 +230,11 @@ class Router(nn.Module, ABC):
             raise InputError(
                 f"{name}: token_ids must be integers [{x.shape[0]}]; got {token_ids.dtype} {list(token_ids.shape)}"
             )
-        if replay is not None and replay.token is None and replay.index.shape[0] != x.shape[0]:
+        if replay is not None and (num_tokens(replay), replay.num_experts) != (x.shape[0], self.num_experts):
             raise InputError(
-                f"{name}: the replayed routing is of {replay.index.shape[0]} tokens, x of {x.shape[0]}: replay a call "
-                "with the batch that it was recorded with"
+                f"{name}: the replayed routing is of {num_tokens(replay)} tokens and {replay.num_experts} experts, x "
+                f"of {x.shape[0]} and the router of {self.num_experts}: replay a call with the batch and the model "
+                "that it was recorded with"
             )
 
     def extra_repr(self) -> str:
@@ -281,9 +289,42 @@ class LinearRouter(Router):
         """`[tokens, num_experts]` of x's dtype."""
         return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
+    def _logits(self, x: Tensor) -> Tensor:
+        learns = torch.is_grad_enabled() and self.weight.requires_grad
+        plain = type(self).gate is LinearRouter.gate and not batch_invariant_mode()
+        if _wide(x.dtype) is x.dtype or not learns or not plain:
+            return super()._logits(x)
+        logits: Tensor = _WideLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
     def extra_repr(self) -> str:
         """For `print(module)`."""
         return f"{super().extra_repr()}{', bias=True' if self.bias is not None else ''}"
+
+
+class _WideLinear(torch.autograd.Function):
+    """A linear function in float32 that saves its input as it came, which the experts save anyway."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        grad_x = (grads[0] @ weight.float()).to(x.dtype) if of_x else None
+        return grad_x, (grads[0].t() @ x.float()).to(weight.dtype) if of_weight else None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _asked(index: Tensor, num_experts: int) -> Tensor:

@@ -30,6 +30,7 @@ class GShardRouter(LinearRouter):
     """
 
     partial: ClassVar[bool] = True
+    fixed_top_k: ClassVar[bool] = True
 
     def __init__(
         self,

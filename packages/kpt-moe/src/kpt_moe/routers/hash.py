@@ -1,7 +1,7 @@
 """Experts by the token's vocabulary id, through a fixed table."""
 
 import heapq
-from typing import Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class HashRouter(Router):
     """
 
     table: Tensor
+    fixed_top_k: ClassVar[bool] = True
 
     def __init__(
         self,

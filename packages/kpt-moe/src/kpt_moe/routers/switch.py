@@ -1,5 +1,7 @@
 """The Switch Transformer's router: one expert per token."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,8 @@ class SwitchRouter(LinearRouter):
         InputError: `top_k` is not 1, a size is not positive, a factor or jitter is out of range.
         UnknownNameError: no such `priority`.
     """
+
+    fixed_top_k: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The experts with the highest scores."""
 
 from collections.abc import Callable
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ class TopKRouter(LinearRouter):
         top_k: experts per token.
         score: `softmax` over all experts (Mixtral before 2024, Qwen-MoE, OLMoE), `softmax_after` over the chosen ones
             (gpt-oss; equals `softmax` with `renormalize`), or `sigmoid` (DeepSeek-V3).
-        renormalize: divide the chosen weights by their sum; all stay zero where every score underflowed.
+        renormalize: divide the chosen weights by their sum; all stay zero where every score underflowed. With `top_k=1`
+            every weight is then one, as with `softmax_after`, and the gate learns from balancing losses alone.
         scale: what weights are multiplied by in the end (`routed_scaling_factor` of DeepSeek).
         num_groups: split the experts into as many groups of neighbours, and choose within the best `top_groups` alone
             (DeepSeek-V2, arXiv:2405.04434): a token then meets few devices.
@@ -126,11 +127,18 @@ class TopKRouter(LinearRouter):
         return weights if self.scale == 1 else weights * self.scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A bias in bfloat16 could not take the small steps by which it is set.
+        before = self.correction_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.correction_bias is not None:
-            self.correction_bias = self.correction_bias.float()
+        if before is not None and self.correction_bias is not None and self.correction_bias.dtype is not torch.float32:
+            # A bias in bfloat16 could not take the small steps by which it is set; nor may it pass through bfloat16.
+            self.correction_bias = before.to(self.correction_bias.device, torch.float32)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.correction_bias is not None:
+            # With `assign=True` it is the checkpoint's.
+            self.correction_bias = self.correction_bias.float()
 
     def extra_repr(self) -> str:
         """For `print(module)`."""

@@ -21,7 +21,10 @@ def revive_dead_experts(
     noise: float = 0.01,
     seed: int = 0,
 ) -> list[tuple[str, int, int]]:
-    """Make each dead expert a copy of a busy one, plus noise, so that the two share its tokens.
+    """Make each dead expert a copy of a busy one, plus noise.
+
+    With one expert per token the two share the busy one's tokens. With more, most of those tokens choose both until
+    training parts them: their other choices are displaced, and the layer's output jumps. Revive early then, or little.
 
     As sparse upcycling makes experts of one dense network (arXiv:2212.05055): weights and biases of the expert, its row
     of the router's weight, its bias and correction bias become those of the busiest expert, of the second busiest for

@@ -65,21 +65,36 @@ class CapacitySchedule(Schedule):
         end: factor after `steps` steps and from then on.
         steps: how many.
         curve: `linear`, `cosine`, or `step`: `start` until all steps are done, then `end`.
+        stages: change the factor this many times on the way, at equal distances, instead of at every step. Each value
+            compiles the routers of a compiled model again, which torch does 8 times
+            (`torch._dynamo.config.recompile_limit`) before it gives up: at most 7 then.
 
     Raises:
-        InputError: no router has a capacity, a factor is not positive, or `steps` is no positive integer.
+        InputError: no router has a capacity, a factor is not positive, or `steps` or `stages` is no positive integer.
         UnknownNameError: no such `curve`.
     """
 
-    def __init__(self, model: nn.Module, start: float, end: float, steps: int, *, curve: Curve = "linear") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        start: float,
+        end: float,
+        steps: int,
+        *,
+        curve: Curve = "linear",
+        stages: int | None = None,
+    ) -> None:
         super().__init__()
         require_size("CapacitySchedule", "steps", steps)
+        if stages is not None:
+            require_size("CapacitySchedule", "stages", stages, steps, "steps")
         for factor in (start, end):
             if not 0 < factor < math.inf:
                 raise InputError(f"CapacitySchedule: a factor must be a positive number; got {factor}")
         if curve not in get_args(Curve):
             raise UnknownNameError("curve", curve, get_args(Curve))
         self.start, self.end, self.steps, self.curve = start, end, steps, curve
+        self.stages = steps if stages is None else stages
         self._routers = [r for r in outer_routers(model).values() if r.capacity_factor is not None]
         if not self._routers:
             raise InputError(
@@ -89,7 +104,7 @@ class CapacitySchedule(Schedule):
 
     def apply(self) -> None:
         """Set `capacity_factor`."""
-        done = min(self.steps_done / self.steps, 1.0)
+        done = min(self.steps_done, self.steps) * self.stages // self.steps / self.stages
         if self.curve == "cosine":
             done = (1 - math.cos(math.pi * done)) / 2
         elif self.curve == "step":
@@ -159,7 +174,8 @@ class ExpertWarmup(Schedule):
         what: `experts` or `top_k`.
 
     Raises:
-        InputError: `start` is below what a token needs, above what the router has, or `steps` is no positive integer.
+        InputError: `start` is below what a token needs, above what the router has, `steps` is no positive integer, or
+            the number of experts per token of a router is fixed.
         UnknownNameError: no such `what`.
     """
 
@@ -174,6 +190,8 @@ class ExpertWarmup(Schedule):
         self.start, self.steps, self.what = start, steps, what
         self._routers = [(router, router.top_k) for router in outer_routers(model).values()]
         for router, top_k in self._routers:
+            if what == "top_k" and router.fixed_top_k:
+                raise InputError(f"ExpertWarmup: {type(router).__name__} always has top_k={top_k}; got what='top_k'")
             groups, least = _groups(router)
             low, high = (groups * least, router.num_experts) if what == "experts" else (1, top_k)
             if not low <= start <= high:

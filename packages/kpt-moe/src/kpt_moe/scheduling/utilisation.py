@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
-from torch import distributed as dist
+from torch.nn import functional as F
 
 from kpt_core import InputError
 from kpt_moe._checks import require_size
-from kpt_moe.router_losses import in_recomputation, outer_routers
+from kpt_moe._counting import RouterCounts
+from kpt_moe.router_losses import outer_routers
+from kpt_moe.routers import Router
 from kpt_moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ class RouterUtilisation:
 
     Attributes:
         asked: choices of each expert, served or refused.
-        dead: experts that were asked for too seldom.
-        imbalance: choices of the busiest expert, as a multiple of the average; 0 without any choices.
+        dead: experts that were asked for too seldom, though they may be chosen.
+        imbalance: choices of the busiest expert, as a multiple of the average of those that may be chosen; 0 without
+            any choices.
     """
 
     asked: tuple[int, ...]
@@ -59,19 +60,20 @@ class UtilisationReport:
         return tuple(path for path, router in self.routers.items() if router.imbalance > self.max_imbalance)
 
 
-class UtilisationMonitor:
+class UtilisationMonitor(RouterCounts):
     """Look at the load of experts every few steps, and call back where something is wrong.
 
     Forward hooks count choices in training, on the device; the host waits for it at reports alone. What activation
-    checkpointing repeats is not counted. Models under `torch.compile` need the monitor before their first call.
+    checkpointing repeats is not counted. What `torch.compile` has compiled so far is compiled again.
 
     Args:
         model: its routers are found when this is made.
         callback: called with a report that has dead experts or unbalanced routers.
         every: steps between reports.
-        dead_below: an expert is dead if it is asked for at most this many times the average.
+        dead_below: an expert is dead if it is asked for at most this many times the average; one that `ExpertWarmup`
+            has not opened when the report is made is not.
         max_imbalance: a router is unbalanced if its busiest expert is asked for more than this many times the average.
-        group: ranks to sum over; every one of them has to call `step()`.
+        group: ranks to sum over; every one of them has to call `step()`. None is this rank alone.
 
     Raises:
         InputError: the model has no router, or a number is out of range.
@@ -97,14 +99,13 @@ class UtilisationMonitor:
         self.dead_below, self.max_imbalance = dead_below, max_imbalance
         self.steps_done = 0
         self._routers = outer_routers(model)
-        self._asked: dict[str, Tensor] = {}
-        self._handles = [r.register_forward_hook(partial(self._count, path)) for path, r in self._routers.items()]
+        super().__init__(self._routers, lambda router: router.num_experts + 1, _asked_and_calls, training_only=True)
 
     def step(self) -> UtilisationReport | None:
         """Go on by one step; the report if one is due.
 
         Raises:
-            InputError: a report is due and a router has not run in training since the last one.
+            InputError: a report is due and a router has not run in training since the last one, on any rank.
         """
         self.steps_done += 1
         if self.steps_done % self.every:
@@ -116,37 +117,31 @@ class UtilisationMonitor:
 
     def close(self) -> None:
         """Count no more. Doing it twice does no harm."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _count(self, path: str, router: nn.Module, args: Any, routing: Routing) -> None:
-        if router.training and not in_recomputation():
-            asked = routing.asked_per_expert()
-            self._asked[path] = self._asked[path] + asked if path in self._asked else asked
+        self.detach()
 
     def _report(self) -> UtilisationReport:
-        missing = [path for path in self._routers if path not in self._asked]
+        if self.group is not None:
+            self._sum_over_ranks([self.group])
+        counts = {
+            path: part.tolist() for path, part in zip(self._routers, self._split(self._flat().cpu()), strict=True)
+        }
+        self.reset()
+        # Only now, so that ranks agree.
+        missing = [path for path, (*_, calls) in counts.items() if not calls]
         if missing:
             raise InputError(
-                f"UtilisationMonitor: routers {missing} did not run in training since the last report: of a compiled "
-                "model, make the monitor before its first call; else let it watch the part that runs"
+                f"UtilisationMonitor: routers {missing} did not run in training since the last report: let it watch "
+                "the part of the model that runs"
             )
-        asked, self._asked = [self._asked[path] for path in self._routers], {}
-        counts = torch.cat([count.to(asked[0].device) for count in asked])
-        if self.group is not None:
-            dist.all_reduce(counts, group=self.group)
-        parts = counts.cpu().split([count.numel() for count in asked])
-        routers = {path: self._utilisation(part.tolist()) for path, part in zip(self._routers, parts, strict=True)}
+        routers = {path: self._utilisation(self._routers[path], asked) for path, (*asked, _) in counts.items()}
         return UtilisationReport(self.steps_done, routers, self.max_imbalance)
 
-    def _utilisation(self, asked: Sequence[int]) -> RouterUtilisation:
-        average = sum(asked) / len(asked)
-        dead = tuple(expert for expert, count in enumerate(asked) if count <= self.dead_below * average)
+    def _utilisation(self, router: Router, asked: Sequence[int]) -> RouterUtilisation:
+        closed = [False] * len(asked) if router.unavailable is None else router.unavailable.tolist()
+        average = sum(asked) / (len(asked) - sum(closed))
+        dead = tuple(e for e, count in enumerate(asked) if count <= self.dead_below * average and not closed[e])
         return RouterUtilisation(tuple(asked), dead if average else (), max(asked) / average if average else 0.0)
+
+
+def _asked_and_calls(routing: Routing) -> Tensor:
+    return F.pad(routing.asked_per_expert(), (0, 1), value=1)

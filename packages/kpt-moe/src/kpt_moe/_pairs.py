@@ -5,9 +5,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kpt_moe.grouped_mm import grouped_mm
-from kpt_moe.permutation import expert_of_rows, inside, inverse, sort_by_expert
-from kpt_moe.routing import Routing
+from .grouped_mm import grouped_mm
+from .permutation import expert_of_rows, inside, inverse, sort_by_expert
+from .routing import Routing
 
 
 class SortedPairs(NamedTuple):
@@ -52,13 +52,14 @@ class SortedPairs(NamedTuple):
         """The sum of each token's pairs by the routing's weights, `[tokens, size]`, in float32 at least.
 
         Args:
-            rows: `[pairs, size]`; pairs of no expert may hold anything that is finite.
+            rows: `[pairs, size]`; what pairs of no expert hold does not matter, nor what comes back for them.
             tokens: number of tokens.
         """
         wide = torch.promote_types(rows.dtype, torch.float32)
-        weights = self.routing.weights.reshape(-1)[self.order].to(wide)
-        weights = torch.where(inside(self.offsets, weights.shape[0]), weights, 0)
-        summed = self.unsort(rows * weights.unsqueeze(1)).sum(1)
+        here = inside(self.offsets, rows.shape[0]).unsqueeze(1)
+        weights = torch.where(here, self.routing.weights.reshape(-1, 1)[self.order].to(wide), 0)
+        # Once more after the product: a gradient that is NaN would reach the rows even by a weight of zero.
+        summed = self.unsort(torch.where(here, rows * weights, 0)).sum(1)
         if self.routing.token is None:
             return summed
         out = torch.zeros(tokens, rows.shape[1], dtype=wide, device=rows.device)
