@@ -34,7 +34,7 @@ from ._registry import (
     remove_backend,
     rewrites,
 )
-from ._rewrite import Rewrite, Site
+from ._rewrite import LEVELS, Rewrite, Site, check_level, check_objective
 from ._selection import Refusal, Selection
 from ._settings import record
 from ._tuning import device_name, next_power_of_two, tuned_config
@@ -42,8 +42,9 @@ from ._tuning_files import TuningEntry
 from ._use import explain, use
 
 if TYPE_CHECKING:
+    from ._attempt import DEFAULT_MAX_ERROR
     from ._lock import Lock, LockEntry, read_lock, write_lock
-    from ._measure import gain_of, interleaved_times
+    from ._measure import gain_of, interleaved_times, parameter_bytes, relative_error, rounding
     from ._optimize import Optimized, apply_plan, optimize
     from ._plan import Plan, PlanEntry
     from ._tuning_run import Tuning, model_cases, tune
@@ -54,8 +55,9 @@ else:  # only what a call of an op needs is imported with the package
         from importlib import import_module
 
         modules = {
+            "_attempt": ("DEFAULT_MAX_ERROR",),
             "_lock": ("Lock", "LockEntry", "read_lock", "write_lock"),
-            "_measure": ("gain_of", "interleaved_times"),
+            "_measure": ("gain_of", "interleaved_times", "parameter_bytes", "relative_error", "rounding"),
             "_optimize": ("Optimized", "apply_plan", "optimize"),
             "_plan": ("Plan", "PlanEntry"),
             "_tuning_run": ("Tuning", "model_cases", "tune"),
@@ -74,6 +76,8 @@ else:  # only what a call of an op needs is imported with the package
 __version__ = "0.1.0"
 
 __all__ = [
+    "DEFAULT_MAX_ERROR",
+    "LEVELS",
     "Arguments",
     "Backend",
     "Capability",
@@ -112,6 +116,8 @@ __all__ = [
     "apply_plan",
     "backends",
     "case_tables",
+    "check_level",
+    "check_objective",
     "device_name",
     "explain",
     "gain_of",
@@ -123,12 +129,15 @@ __all__ = [
     "op",
     "ops",
     "optimize",
+    "parameter_bytes",
     "problems",
     "read_lock",
     "record",
     "refresh",
+    "relative_error",
     "remove_backend",
     "rewrites",
+    "rounding",
     "tune",
     "tuned_config",
     "use",
