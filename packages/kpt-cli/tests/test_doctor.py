@@ -133,16 +133,16 @@ def test_accelerator_without_a_backend_gets_advice(kpt, monkeypatch):
     there = Present(
         (
             Device(device="cpu", name="a CPU", memory_bytes=None, features=()),
-            Device(device="cuda:0", name="a GPU", memory_bytes=2**34, features=("sm90",)),
-            Device(device="cuda:1", name="a GPU", memory_bytes=2**34, features=("sm90",)),
+            Device(device="mtia:0", name="a GPU", memory_bytes=2**34, features=()),
+            Device(device="mtia:1", name="a GPU", memory_bytes=2**34, features=()),
         ),
         ("the driver is old",),
     )
     monkeypatch.setattr("kpt_cli.doctor.report.present", lambda: there)
     found = document(kpt)
-    assert [device["device"] for device in found["devices"]] == ["cpu", "cuda:0", "cuda:1"]
-    assert {each["device"] for each in found["ops"][-1]["servings"]} == {"cpu", "cuda:0"}
-    assert any("A backend for cuda:0 would serve" in advice for advice in found["advice"])
+    assert [device["device"] for device in found["devices"]] == ["cpu", "mtia:0", "mtia:1"]
+    assert {each["device"] for each in found["ops"][-1]["servings"]} == {"cpu", "mtia:0"}
+    assert any("A backend for mtia:0 would serve" in advice for advice in found["advice"])
     assert found["notes"] == ["the driver is old"]
     assert "the driver is old" in kpt("doctor").stdout
 

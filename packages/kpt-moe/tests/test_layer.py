@@ -115,7 +115,7 @@ def test_kpt_serves_it():
     layer, x = make(), torch.randn(4, 16)
     with kpt_core.record() as log:
         layer(x)
-    assert [selection.op for selection in log] == ["moe.experts"]
+    assert [selection.op for selection in log] == ["moe.top_k_gating", "moe.experts"]
 
 
 def test_survives_copy_pickle_and_state_dict():

@@ -6,12 +6,13 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import without_autocast
+from kpt_moe.batch_invariant import batch_invariant_mode
+from kpt_moe.routing import Routing
+from kpt_moe.top_k_gating import SCORES as SCORES
+from kpt_moe.top_k_gating import check_choice, choose_experts, score_experts, top_k_gating, weigh_experts
 
 from .base import LinearRouter, RouterOptions
-
-#: How logits become scores: over all experts before the choice, over the chosen ones after it, or independently.
-SCORES = ("softmax", "softmax_after", "sigmoid")
 
 
 class TopKRouter(LinearRouter):
@@ -62,18 +63,7 @@ class TopKRouter(LinearRouter):
         **shared: Unpack[RouterOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, bias=bias, device=device, dtype=dtype, **shared)
-        if score not in SCORES:
-            raise UnknownNameError("score", score, SCORES)
-        if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
-            raise InputError(
-                f"{type(self).__name__}: num_groups must divide num_experts ({num_experts}) and top_groups be between "
-                f"1 and num_groups; got num_groups={num_groups} and top_groups={top_groups}"
-            )
-        if top_k > num_experts // num_groups * top_groups:
-            raise InputError(
-                f"{type(self).__name__}: {top_groups} of {num_groups} groups hold "
-                f"{num_experts // num_groups * top_groups} experts, fewer than top_k ({top_k}): raise top_groups"
-            )
+        check_choice(type(self).__name__, num_experts, top_k, score, num_groups, top_groups)
         self.score_function = score
         if score == "softmax_after":
             self.score_of_none = torch.finfo(torch.float32).min
@@ -90,41 +80,53 @@ class TopKRouter(LinearRouter):
         if getattr(self, "correction_bias", None) is not None:
             torch.nn.init.zeros_(self.correction_bias)  # type: ignore[arg-type]
 
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        replay: Routing | None = None,
+    ) -> Routing:
+        """As in `Router`; by `moe.top_k_gating` where nothing comes between scores, choice and weights."""
+        if mask is not None or replay is not None or not self._straight:
+            return super().forward(x, mask=mask, token_ids=token_ids, replay=replay)
+        self._check(x, mask, token_ids, replay)
+        with without_autocast(x.device.type):
+            logits = self._logits(x)
+            weights, index = top_k_gating(
+                logits,
+                self.correction_bias,
+                top_k=self.top_k,
+                score=self.score_function,
+                renormalize=self.renormalize,
+                scale=self.scale,
+                num_groups=self.num_groups,
+                top_groups=self.top_groups,
+            )
+        return Routing(index, weights, logits)
+
+    @property
+    def _straight(self) -> bool:
+        """Whether neither settings nor the module's mode nor a subclass change what the op computes."""
+        kind = type(self)
+        own = kind.score is TopKRouter.score and kind.choose is TopKRouter.choose and kind.weigh is TopKRouter.weigh
+        jittered = self.training and self.jitter > 0
+        return own and not jittered and not self.limited and self._closed() is None and not batch_invariant_mode()
+
     def score(self, logits: Tensor) -> Tensor:
         """As `score` of the constructor says."""
-        if self.score_function == "softmax":
-            return logits.softmax(-1)
-        return logits.sigmoid() if self.score_function == "sigmoid" else logits
+        return score_experts(logits, self.score_function)
 
     def choose(
         self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The highest scores, the correction bias added and all but the best groups left out."""
-        if self.correction_bias is not None:
-            scores = scores + self.correction_bias
-        if self.num_groups > self.top_groups:
-            scores = self._in_best_groups(scores)
-        return scores.topk(self.top_k, dim=-1).indices, None
-
-    def _in_best_groups(self, scores: Tensor) -> Tensor:
-        grouped = scores.unflatten(-1, (self.num_groups, -1))
-        # DeepSeek-V3 judges a group by its two best experts, V2 by its best.
-        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values
-        of_group = best.sum(-1) if self.correction_bias is not None else best[..., 0]
-        groups = of_group.topk(self.top_groups, dim=-1).indices
-        inside = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, groups, True)
-        hidden: Tensor = grouped.masked_fill(~inside.unsqueeze(-1), float("-inf"))
-        return hidden.flatten(-2)
+        return choose_experts(scores, self.correction_bias, self.top_k, self.num_groups, self.top_groups), None
 
     def weigh(self, scores: Tensor, index: Tensor) -> Tensor:
         """The scores of the chosen experts, normalised and scaled as the constructor says."""
-        weights = scores.gather(1, index)
-        if self.score_function == "softmax_after":
-            weights = weights.softmax(-1)
-        if self.renormalize:
-            # Sigmoids may all underflow; DeepSeek-V3 has the same floor.
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights if self.scale == 1 else weights * self.scale
+        return weigh_experts(scores, index, self.score_function, self.renormalize, self.scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.correction_bias
