@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from .interpreter import prepare_once
+
 STANDALONE = Path(__file__).with_name("standalone.py")
 
 
@@ -37,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Run the suite alone if a backend is named and no path."""
+    if config.getoption("--kpt-backend"):
+        prepare_once()
     chosen_paths = config.args_source is pytest.Config.ArgsSource.ARGS
     if config.getoption("--kpt-backend") and not chosen_paths:
         config.args = [str(STANDALONE)]

@@ -1,6 +1,5 @@
 """Making records: of a suite that passed, and of kernels that were compiled."""
 
-import os
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from itertools import groupby
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from kpt_conformance.interpreter import interpreting
 
 from .claims import Claim, claim_of
 from .provenance import chip_name, commit_of, versions
@@ -52,8 +53,7 @@ def record_success(
         EvidenceError: the kernel's source can't be read, or a file that is no record is in the record's place.
     """
     claim = claim_of(op, kernel, backend)
-    interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes")
-    interpreted = interpreting and "triton" in claim.sources().third_parties
+    interpreted = interpreting() and "triton" in claim.sources().third_parties
     return _save(
         folder,
         claim,
