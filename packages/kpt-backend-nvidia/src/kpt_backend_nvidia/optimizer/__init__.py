@@ -1,0 +1,29 @@
+"""`NVIDIAOptimizer`: steps that are kept only where they are measured to pay."""
+
+from .config import OptimizationWarning, OptimizerConfig
+from .cuda_graphs import Form, Replay, capture_inference, capture_training
+from .optimized_model import OptimizedModel, prepare
+from .optimizer import NVIDIAOptimizer, OptimizedInference
+from .recipe import Recipe
+from .recommendations import Profile, Recommendation
+from .report import OptimizationReport, StepOutcome
+from .training import OptimizedTraining
+
+__all__ = [
+    "Form",
+    "NVIDIAOptimizer",
+    "OptimizationReport",
+    "OptimizationWarning",
+    "OptimizedInference",
+    "OptimizedModel",
+    "OptimizedTraining",
+    "OptimizerConfig",
+    "Profile",
+    "Recipe",
+    "Recommendation",
+    "Replay",
+    "StepOutcome",
+    "capture_inference",
+    "capture_training",
+    "prepare",
+]

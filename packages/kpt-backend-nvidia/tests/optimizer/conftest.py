@@ -1,0 +1,12 @@
+"""Time that a test controls."""
+
+import pytest
+from dawdling import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of this test, which `kpt_core` measures by."""
+    found = Clock()
+    monkeypatch.setattr("kpt_core._measure.time", found)
+    return found

@@ -1,0 +1,29 @@
+"""What is compiled ahead of time of a kernel, on a machine without the chip."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One kernel with the types of its arguments.
+
+    Attributes:
+        name: tells the programs of an operation apart: `forward bf16`.
+        function: made by `@triton.jit`.
+        signature: the types of its arguments at run time, `:16` behind those that are multiples of 16 and `:1` behind
+            those that are 1.
+        contracts: what the code for each chip must be, in the words of `kpt_conformance.aot`.
+        launches: gives, for a chip, the constexprs and compiler options of each launch, by name.
+    """
+
+    name: str
+    function: Any
+    signature: Mapping[str, str]
+    contracts: Mapping[str, str]
+    launches: Callable[[str], Mapping[str, Mapping[str, Any]]]
+
+    def configurations(self, chip: str) -> Mapping[str, Mapping[str, Any]]:
+        """What the kernel may be launched with on a chip, by name."""
+        return self.launches(chip)

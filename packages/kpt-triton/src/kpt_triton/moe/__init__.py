@@ -1,0 +1,1 @@
+"""Kernels for Mixture-of-Experts; a module for each operation."""

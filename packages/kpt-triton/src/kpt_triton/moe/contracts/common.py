@@ -1,0 +1,151 @@
+"""What the contracts share: which tiles a program is compiled with, types of arguments, clauses."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kpt_triton.moe.tiles import candidate_tiles, default_tile
+from kpt_triton.tile import Tile
+
+#: Names of types as signatures have them.
+BF16, FP16, FP32, E4M3, E5M2 = "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"
+
+NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
+AMD = ("gfx90a", "gfx942", "gfx950")
+
+_MEMORY = {
+    "sm80": "smem <= 163 KiB",
+    "sm86": "smem <= 99 KiB",
+    "sm89": "smem <= 99 KiB",
+    "sm90": "smem <= 227 KiB",
+    "sm100": "smem <= 227 KiB",
+    "sm120": "smem <= 99 KiB",
+    "gfx90a": "lds <= 64 KiB",
+    "gfx942": "lds <= 64 KiB",
+    "gfx950": "lds <= 160 KiB",
+}
+#: The larger instructions, which tiles of 64 rows and more can have.
+_TALL = {"sm90": "wgmma", "sm100": "tcgen05"}
+_KIND = {BF16: "bf16", FP16: "f16"}
+
+_NO_E4M3 = "unsupported: fp8 e4m3fn needs sm89"
+_NO_TMA = "not offered: it has no loads by descriptors"
+_NO_OWN_WARPS = {
+    "sm90": "not offered: Triton 3.6 and 3.9 leave this loop's warps as they are (8 of them) or fail (4)",
+    **dict.fromkeys(("sm80", "sm86", "sm89", *AMD), _NO_TMA),
+}
+
+#: The tiles of a program on a chip.
+Tiles = Callable[[str], Iterable[Tile]]
+#: Rows of an expert, for which the defaults differ.
+ROWS = (16, 32, 64, 1024)
+
+
+def every(product: str, *, tall: bool = True, descriptors: bool = False, specialize: bool = False) -> Tiles:
+    """All tiles of 16-bit types that `kpt_triton.moe.tiles` knows for a product, of one kind."""
+    kind = (tall, descriptors, specialize)
+
+    def of_chip(chip: str) -> Iterable[Tile]:
+        found = candidate_tiles(product, chip)
+        return [tile for tile in found if (tile.m >= 64, tile.descriptors, tile.specialize) == kind]
+
+    return of_chip
+
+
+def usual(product: str, *rows: int, itemsize: int = 2, aligned: bool = True) -> Tiles:
+    """The tiles that are used where nothing was measured, for experts of so many rows: 1024 if none is given."""
+    return lambda chip: sorted(
+        {default_tile(product, chip, itemsize, number, 1, aligned) for number in rows or (1024,)}, key=str
+    )
+
+
+def launches(
+    tiles: Tiles, constants: Callable[[Tile], Mapping[str, Any]], fixed: Mapping[str, Any]
+) -> Callable[[str], Mapping[str, Mapping[str, Any]]]:
+    """The launches of a kernel: its tiles, with the constexprs that follow from a tile, and those that do not."""
+    return lambda chip: {str(tile): {**constants(tile), **fixed, **tile.options()} for tile in tiles(chip)}
+
+
+def blocks(tile: Tile) -> dict[str, int]:
+    """The constexprs that follow from a tile."""
+    return {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": tile.group}
+
+
+def products(dtype: str, *, tall: bool = True, loads: str = "cp.async", weight: str = "") -> dict[str, str]:
+    """The contract of each chip for products of a 16-bit type.
+
+    Args:
+        dtype: of what is multiplied.
+        tall: tiles have 64 rows or more.
+        loads: how NVIDIA's chips read the operands.
+        weight: the type of matrices that are widened to `dtype`.
+    """
+    found = {}
+    for chip, memory in _MEMORY.items():
+        if chip in AMD:
+            clauses = f"v_mfma of {_KIND[dtype]}"
+        else:
+            instruction = _TALL.get(chip, "mma.sync") if tall else "mma.sync"
+            # tcgen05 does not tell 16-bit types apart.
+            kind = "" if instruction == "tcgen05" else f" of {_KIND[dtype]}"
+            clauses = f"{instruction}{kind}, {loads}"
+        found[chip] = f"{clauses}, no spills, {memory}"
+    if weight == E4M3:
+        found |= dict.fromkeys(("sm80", "sm86"), _NO_E4M3)
+    return found
+
+
+def products_by_descriptors(dtype: str) -> dict[str, str]:
+    """Likewise, where operands are read by descriptors."""
+    return products(dtype, loads="tma") | dict.fromkeys(("sm80", "sm86", "sm89", *AMD), _NO_TMA)
+
+
+def products_with_own_warps(dtype: str) -> dict[str, str]:
+    """Likewise, where loads have warps of their own too."""
+    return products(dtype, loads="tma, setmaxnreg") | _NO_OWN_WARPS
+
+
+def lean(loads: str = "", *, weight: str = "") -> dict[str, str]:
+    """The contract of each chip for code without matrix instructions; `loads` as NVIDIA's chips do them."""
+    first = f"{loads}, " if loads else ""
+    found = {chip: f"{first if chip in NVIDIA else ''}no spills, {memory}" for chip, memory in _MEMORY.items()}
+    return found | (dict.fromkeys(("sm80", "sm86"), _NO_E4M3) if weight == E4M3 else {})
+
+
+def tf32() -> dict[str, str]:
+    """The contract of each chip for products of float32 by rounded ones."""
+    return {
+        chip: f"{_TALL.get(chip, 'mma.sync')}, {clauses}" if chip in NVIDIA else "not offered: AMD's have full float32"
+        for chip, clauses in lean("cp.async").items()
+    }
+
+
+def unaligned(dtype: str, *, tall: bool = True) -> dict[str, str]:
+    """The contract of each chip for products whose numbers are loaded one by one."""
+    return {chip: clauses.replace("cp.async, ", "") for chip, clauses in products(dtype, tall=tall).items()}
+
+
+def unaligned_fp32() -> dict[str, str]:
+    """The contract of each chip for float32 that is loaded number by number; ptxas spills a few bytes for occupancy."""
+    return {chip: clauses.replace("no spills", "spills <= 32 B") for chip, clauses in lean().items()}
+
+
+def pointers(names: str, dtype: str) -> dict[str, str]:
+    """Aligned pointers of one type."""
+    return dict.fromkeys(names.split(), f"*{dtype}:16")
+
+
+def integers(names: str, hint: str = ":16") -> dict[str, str]:
+    """32-bit integers, multiples of 16 unless `hint` says else."""
+    return dict.fromkeys(names.split(), f"i32{hint}")
+
+
+def weight_strides(layout: str, hint: str = ":16") -> dict[str, str]:
+    """Those of matrices in which K is contiguous ("NK") or N ("KN")."""
+    inner, outer = ("stride_wk", "stride_wn") if layout == "NK" else ("stride_wn", "stride_wk")
+    return {"stride_we": f"i32{hint}", inner: "i32:1", outer: f"i32{hint}"}
+
+
+def weight_descriptor(layout: str, dtype: str) -> dict[str, str]:
+    """The type of a descriptor of the matrices."""
+    block = {"NK": "{BLOCK_N}, {BLOCK_K}", "KN": "{BLOCK_K}, {BLOCK_N}"}[layout]
+    return {"w": f"tensordesc<{dtype}[{block}]>"}

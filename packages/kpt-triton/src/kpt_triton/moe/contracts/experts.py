@@ -1,0 +1,175 @@
+"""Contracts of all that `moe.experts` launches."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kpt_triton.aot import Program
+from kpt_triton.moe import combine, sorting
+from kpt_triton.moe.activation import GATED, PLAIN
+from kpt_triton.moe.experts_backward import slope_kernel
+from kpt_triton.moe.experts_forward import up_kernel
+
+from . import decode, grouped_mm, grouped_mm_wgrad
+from .common import (
+    BF16,
+    E4M3,
+    FP16,
+    FP32,
+    ROWS,
+    Tiles,
+    blocks,
+    every,
+    integers,
+    launches,
+    lean,
+    pointers,
+    products,
+    products_by_descriptors,
+    unaligned,
+    unaligned_fp32,
+    usual,
+    weight_descriptor,
+    weight_strides,
+)
+
+_ALWAYS = {
+    "EXPERTS": 128, "EVEN_K": True, "EVEN_N": True, "NAME": "swiglu", "IS_GATED": True, "INTERLEAVED": False,
+    "LIMITED": False, "BIAS": False, "SCALE": "", "LAYOUT": "", "PRECISION": "ieee",
+}  # fmt: skip
+_UP = {**_ALWAYS, "SAVE": True}
+_SLOPE = {**_ALWAYS, "NEED_H": True, "NEED_WEIGHTED": True, "NEED_DOTS": True}
+_ACTIVATION = dict.fromkeys(("alpha", "beta", "limit"), "fp32")
+
+
+def _up(
+    name: str,
+    dtype: str,
+    contracts: Mapping[str, str],
+    tiles: Tiles,
+    *,
+    weight: str = "",
+    layout: str = "NK",
+    hint: str = ":16",
+    types: Mapping[str, str] | None = None,
+    **constants: Any,
+) -> Program:
+    signature = {
+        **pointers("x out h bias", dtype),
+        **pointers("w", weight or dtype),
+        **pointers("scale", FP32),
+        **pointers("offsets order", "i32"),
+        **integers("N K width stride_xr stride_or stride_hr stride_be", hint),
+        **integers("rows experts top_k stride_se stride_sk stride_sn", ""),
+        **_ACTIVATION,
+        **weight_strides(layout, hint),
+        **(types or {}),
+    }
+    return Program(f"up {name}", up_kernel, signature, contracts, launches(tiles, blocks, _UP | constants))
+
+
+def _slope(
+    name: str,
+    dtype: str,
+    contracts: Mapping[str, str],
+    tiles: Tiles,
+    *,
+    weight: str = "",
+    layout: str = "KN",
+    hint: str = ":16",
+    types: Mapping[str, str] | None = None,
+    **constants: Any,
+) -> Program:
+    signature = {
+        **pointers("grad h grad_h weighted bias", dtype),
+        **pointers("w", weight or dtype),
+        **pointers("scale dots weights", FP32),
+        **pointers("offsets order", "i32"),
+        **integers("N K width stride_gr stride_hr stride_ar stride_be", hint),
+        **integers("rows experts top_k stride_dn stride_se stride_sk stride_sn", ""),
+        **_ACTIVATION,
+        **weight_strides(layout, hint),
+        **(types or {}),
+    }
+    return Program(f"slope {name}", slope_kernel, signature, contracts, launches(tiles, blocks, _SLOPE | constants))
+
+
+def _activations(make: Callable[..., Program], names: tuple[str, ...], product: str) -> Program:
+    """One program of several activations: on sm90 each, elsewhere that by the error function, which is longest."""
+    gated = names[0] in GATED
+    program = make(
+        f"bf16, {'gated' if gated else 'plain'} activations",
+        BF16,
+        products(BF16),
+        usual(product),
+        IS_GATED=gated,
+        BIAS=not gated,
+    )
+
+    def of_chip(chip: str) -> Mapping[str, Mapping[str, Any]]:
+        chosen = names if chip == "sm90" else [name for name in names if name in ("gelu", "geglu")]
+        ((tile, launch),) = program.launches(chip).items()
+        return {f"{name} {tile}": {**launch, "NAME": name} for name in chosen}
+
+    return replace(program, launches=of_chip)
+
+
+_FEW = products(BF16, tall=False)
+_FEW_UNALIGNED = unaligned(BF16, tall=False)
+_E4M3 = products(BF16, weight=E4M3)
+_BIASED: dict[str, Any] = {"INTERLEAVED": True, "LIMITED": True, "BIAS": True}
+_UNALIGNED: dict[str, Any] = {"hint": "", "EVEN_K": False, "EVEN_N": False, **_BIASED}
+_BY_DESCRIPTORS = products_by_descriptors(BF16)
+_NK: dict[str, Any] = {"types": weight_descriptor("NK", BF16), "LAYOUT": "NK"}
+_KN: dict[str, Any] = {"types": weight_descriptor("KN", BF16), "LAYOUT": "KN"}
+_WEIGHTED: dict[str, Any] = {"TAIL": False, "WEIGHTS": True}
+
+_UPS = (
+    _up("bf16", BF16, products(BF16), every("pair")),
+    _up("bf16, few rows", BF16, _FEW, every("pair", tall=False), SAVE=False),
+    _up("bf16, weights by descriptors", BF16, _BY_DESCRIPTORS, every("pair", descriptors=True), **_NK),
+    _up("bf16, interleaved, biases", BF16, products(BF16), usual("pair"), layout="KN", **_BIASED),
+    _up("bf16, unaligned", BF16, unaligned(BF16), usual("pair", aligned=False), **_UNALIGNED),
+    _up("bf16, unaligned, few rows", BF16, _FEW_UNALIGNED, usual("pair", 16, aligned=False), **_UNALIGNED),
+    _up("bf16, without a gate", BF16, products(BF16), every("crowded"), NAME="silu", IS_GATED=False),
+    _activations(_up, GATED[1:], "pair"),
+    _activations(_up, PLAIN, "crowded"),
+    _up("bf16 by e4m3, columns", BF16, _E4M3, usual("pair"), weight=E4M3, SCALE="n"),
+    _up("bf16 by e4m3, blocks", BF16, _E4M3, usual("pair"), weight=E4M3, SCALE="block"),
+    _up("fp16", FP16, products(FP16), usual("pair")),
+    _up("fp32", FP32, lean("cp.async"), usual("pair", 16, 1024, itemsize=4)),
+    _up("fp32, unaligned", FP32, unaligned_fp32(), usual("pair", 16, 1024, itemsize=4, aligned=False), **_UNALIGNED),
+)
+_SLOPES = (
+    _slope("bf16", BF16, products(BF16), every("slope")),
+    _slope("bf16, few rows", BF16, _FEW, every("slope", tall=False)),
+    _slope("bf16, weights by descriptors", BF16, _BY_DESCRIPTORS, every("slope", descriptors=True), **_KN),
+    _slope("bf16, interleaved, biases", BF16, products(BF16), usual("slope"), layout="NK", **_BIASED),
+    _slope("bf16, unaligned", BF16, unaligned(BF16), usual("slope", aligned=False), **_UNALIGNED),
+    _slope("bf16, unaligned, few rows", BF16, _FEW_UNALIGNED, usual("slope", 16, aligned=False), **_UNALIGNED),
+    _slope("bf16, gradient of h alone", BF16, products(BF16), usual("slope"), NEED_WEIGHTED=False, NEED_DOTS=False),
+    _slope("bf16, all but that", BF16, products(BF16), usual("slope"), NEED_H=False),
+    _activations(_slope, GATED[1:], "slope"),
+    _activations(_slope, PLAIN, "slope"),
+    _slope("bf16 by e4m3, K", BF16, _E4M3, usual("slope"), weight=E4M3, SCALE="k"),
+    _slope("bf16 by e4m3, blocks", BF16, _E4M3, usual("slope"), weight=E4M3, SCALE="block"),
+    _slope("fp16", FP16, products(FP16), usual("slope")),
+    _slope("fp32", FP32, lean("cp.async"), usual("slope", 16, 1024, itemsize=4)),
+    _slope(
+        "fp32, unaligned", FP32, unaligned_fp32(), usual("slope", 16, 1024, itemsize=4, aligned=False), **_UNALIGNED
+    ),
+)
+_DOWNS = (
+    grouped_mm.program("down bf16", BF16, products(BF16), usual("plain", 64, 1024), **_WEIGHTED),
+    grouped_mm.program("down bf16, few rows", BF16, _FEW, usual("plain", *ROWS[:2]), **_WEIGHTED),
+    grouped_mm.program(
+        "down bf16, gathered", BF16, products(BF16), usual("plain"), **_WEIGHTED, BIAS=True, GATHER=True
+    ),
+    grouped_mm.program("down fp32, biases", FP32, lean("cp.async"), usual("plain", itemsize=4), **_WEIGHTED, BIAS=True),
+)
+_WGRADS = (
+    grouped_mm_wgrad.program("wgrad bf16, x gathered", BF16, products(BF16), usual("wgrad"), GATHER_X=True),
+    grouped_mm_wgrad.program("wgrad bf16, gradient gathered", BF16, products(BF16), usual("wgrad"), GATHER_GRAD=True),
+)
+
+AOT = (*sorting.AOT, *_UPS, *_DOWNS, *decode.AOT, *combine.AOT, *_SLOPES, *_WGRADS)

@@ -1,0 +1,167 @@
+"""The gradient of the experts' matrices: `out[e] = x[rows of e].T @ grad[rows of e]`."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kpt_triton.numeric import dot, narrow
+from kpt_triton.tile import Tile
+
+from .checking import check_wgrad
+from .launching import inner_contiguous, on_its_device, precision, programs
+from .tiles import chip_of, default_tile
+
+_library = torch.library.Library("kpt_triton", "FRAGMENT")
+_library.define("grouped_mm_wgrad(Tensor x, Tensor grad, Tensor offsets, str tile) -> Tensor")
+
+
+@triton.jit
+def wgrad_kernel(
+    x, grad, out, offsets, order, K, N, experts, top_k, stride_xr, stride_gr, stride_oe, stride_ok,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """With GATHER_X (or GATHER_GRAD), sorted row r is row `order[r] // top_k` of x (or grad)."""
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), experts * tiles_k * tiles_n, tl.num_programs(0)):
+        expert = tile // (tiles_k * tiles_n)
+        place = tile % (tiles_k * tiles_n)
+        band = place // (GROUP * tiles_n)
+        height = tl.minimum(tiles_k - band * GROUP, GROUP)
+        tile_k = band * GROUP + place % (GROUP * tiles_n) % height
+        tile_n = place % (GROUP * tiles_n) // height
+        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert, mask=expert < experts, other=0)
+        inner = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+        for first in tl.range(start, end, BLOCK_R):
+            row = first + tl.arange(0, BLOCK_R)
+            taken = row < end
+            row = tl.where(taken, row, first)
+            token = row
+            if GATHER_X or GATHER_GRAD:
+                token = tl.load(order + row) // top_k
+            x_rows = token if GATHER_X else row
+            grad_rows = token if GATHER_GRAD else row
+            x_mask = taken[:, None]
+            grad_mask = taken[:, None]
+            if not EVEN_K:
+                x_mask = x_mask & (inner < K)[None, :]
+            if not EVEN_N:
+                grad_mask = grad_mask & (columns < N)[None, :]
+            x_tile = tl.load(x + x_rows.to(tl.int64)[:, None] * stride_xr + inner[None, :], mask=x_mask, other=0.0)
+            grad_tile = tl.load(
+                grad + grad_rows.to(tl.int64)[:, None] * stride_gr + columns[None, :], mask=grad_mask, other=0.0
+            )
+            acc = dot(tl.trans(x_tile), grad_tile, acc, PRECISION)
+        places = out + expert.to(tl.int64) * stride_oe + inner.to(tl.int64)[:, None] * stride_ok + columns[None, :]
+        inside = (inner < K)[:, None] & (columns < N)[None, :]
+        tl.store(places, narrow(acc, out.dtype.element_ty), mask=inside)
+
+
+def multiply_transposed(
+    x: Tensor,
+    grad: Tensor,
+    offsets: Tensor,
+    tile: Tile,
+    *,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    gather_x: bool = False,
+    gather_grad: bool = False,
+) -> Tensor:
+    """Launch the kernel.
+
+    Args:
+        x: `[rows, K]` sorted by expert, or `[tokens, K]` with `gather_x`.
+        grad: `[rows, N]`, or `[tokens, N]` with `gather_grad`.
+        offsets: `[experts]` int32.
+        tile: its m is the tile's size along K, n along N, k the rows of a step.
+        order: `[rows]` int32, the pair of each sorted row.
+        top_k: choices of a token.
+        gather_x: read x by the pair's token.
+        gather_grad: likewise grad.
+
+    Returns:
+        `[experts, K, N]`, contiguous, of x's dtype.
+    """
+    x, grad = inner_contiguous(x), inner_contiguous(grad)
+    experts, inner, columns = offsets.shape[0], x.shape[1], grad.shape[1]
+    out = x.new_empty(experts, inner, columns)
+    if out.numel() == 0:
+        return out
+    tiles = experts * triton.cdiv(inner, tile.m) * triton.cdiv(columns, tile.n)
+    wgrad_kernel[(programs(x.device, tiles, tile.warps),)](
+        x, grad, out, offsets, order if order is not None else offsets, inner, columns, experts, top_k,
+        x.stride(0), grad.stride(0), out.stride(0), out.stride(1),
+        BLOCK_K=tile.m, BLOCK_N=tile.n, BLOCK_R=tile.k, GROUP=tile.group,
+        EVEN_K=inner % tile.m == 0, EVEN_N=columns % tile.n == 0, GATHER_X=gather_x, GATHER_GRAD=gather_grad,
+        PRECISION=precision(x), **tile.options(),
+    )  # fmt: skip
+    return out
+
+
+@torch.library.impl(_library, "grouped_mm_wgrad", "CompositeExplicitAutograd")
+@on_its_device
+def _grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, tile: str) -> Tensor:
+    chosen = Tile.parse(tile) if tile else tile_for(x, offsets)
+    return multiply_transposed(x, grad, offsets.contiguous(), chosen)
+
+
+@torch.library.register_fake("kpt_triton::grouped_mm_wgrad", lib=_library)
+def _grouped_mm_wgrad_fake(x: Tensor, grad: Tensor, offsets: Tensor, tile: str) -> Tensor:
+    return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
+
+
+def tile_for(x: Tensor, offsets: Tensor) -> Tile:
+    """The tile of a gradient of weights where nothing was measured."""
+    return default_tile("wgrad", chip_of(x.device), x.element_size(), x.shape[0], offsets.shape[0])
+
+
+def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, *, tile: str = "") -> Tensor:
+    """Multiply, for each expert, its rows of `x` transposed by its rows of `grad`; differentiable, twice too.
+
+    Args:
+        x: `[rows, K]`, sorted by expert; float32, bfloat16 or float16, with float32 sums.
+        grad: `[rows, N]` of x's dtype.
+        offsets: `[experts]` int32, the end row of each expert.
+        tile: see `kpt_triton.tile.Tile`; "" leaves the choice to `kpt_triton.moe.tiles`.
+
+    Returns:
+        `[experts, K, N]` of x's dtype; zero for experts without rows.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit.
+    """
+    check_wgrad("grouped_mm_wgrad", x, grad, offsets)
+    return _GroupedMMWgrad.apply(x, grad, offsets, tile)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def wgrad_like(weight: Tensor, x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """The weights' gradient in the weights' own memory order, which spares autograd a copy."""
+    if weight.stride(1) < weight.stride(2):
+        return grouped_mm_wgrad(grad, x, offsets).transpose(1, 2)
+    return grouped_mm_wgrad(x, grad, offsets)
+
+
+class _GroupedMMWgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grad: Tensor, offsets: Tensor, tile: str) -> Tensor:
+        ctx.save_for_backward(x, grad, offsets)
+        return torch.ops.kpt_triton.grouped_mm_wgrad.default(x, grad, offsets, tile)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from .grouped_mm import grouped_mm
+
+        (grad_weight,) = grads
+        x, grad, offsets = ctx.saved_tensors
+        grad_x = grouped_mm(grad, grad_weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+        grad_grad = grouped_mm(x, grad_weight, offsets) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_grad, None, None

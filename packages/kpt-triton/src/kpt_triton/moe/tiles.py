@@ -1,0 +1,174 @@
+"""Which tiles the grouped products use where nothing was measured, and which ones are worth measuring.
+
+The rows of a tile follow from the rows that an expert has on average: a tile that is taller than an expert wastes what
+it is too tall. The rest follows from the chip. A step of a tile of m by n reads m + n numbers for m n products, so the
+larger a tile, the less is asked of the L2 cache; what bounds it is that the sums, and all that is done with them in the
+end, fit the registers of 8 warps without spilling. Stages are as many as hide a load's time and fit the memory.
+`kpt_triton.moe.contracts` holds every tile of this file to that.
+"""
+
+from functools import cache
+
+import torch
+
+from kpt_triton.numeric import INTERPRETED
+from kpt_triton.tile import Tile
+
+#: Chips that are alike in what decides about tiles, by the first of them.
+FAMILIES = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx9", "gfx11")
+#: The kinds of products. `pair` has a gate and an up projection, `slope` the derivative of the activation behind it,
+#: `wgrad` is the gradient of weights. `crowded` ones are plain but for what takes registers too: scales by 128 or of K,
+#: or an activation without a gate.
+PRODUCTS = ("plain", "crowded", "pair", "slope", "wgrad")
+
+_SMALL_MEMORY = ("sm86", "sm87", "sm89")
+
+_AMPERE = {
+    "plain": ("128x128x32 w8 s4 g8", "64x128x32 w4 s4 g8"),
+    "crowded": ("128x128x32 w8 s4 g8", "64x64x32 w4 s4 g8"),
+    "pair": ("128x64x32 w8 s4 g8", "64x64x32 w4 s4 g8"),
+    "slope": ("64x64x32 w8 s4 g8", "64x64x32 w8 s4 g8"),
+    "wgrad": ("128x128x32 w8 s4 g8", ""),
+}
+_HOPPER = {
+    "plain": ("128x256x64 w8 s3 g8", "64x128x64 w4 s4 g8"),
+    "crowded": ("128x128x64 w8 s3 g8", "64x128x64 w8 s3 g8"),
+    "pair": ("128x64x64 w8 s3 g8", "64x64x64 w4 s4 g8"),
+    "slope": ("64x64x64 w8 s3 g8", "64x64x64 w8 s3 g8"),
+    "wgrad": ("128x256x64 w8 s3 g8", ""),
+}
+_CDNA = {
+    "plain": ("128x128x32 w8 s2 g8", "64x128x32 w4 s2 g8"),
+    "crowded": ("128x64x32 w8 s2 g8", "64x64x32 w4 s2 g8"),
+    "pair": ("128x64x32 w8 s2 g8", "64x64x32 w4 s2 g8"),
+    "slope": ("64x64x32 w8 s2 g8", "64x64x32 w8 s2 g8"),
+    "wgrad": ("128x128x32 w8 s2 g8", ""),
+}
+#: By family and product: the tile for experts of more than 64 rows, and for 33 to 64.
+_TALL = {
+    "sm80": _AMPERE,
+    "sm86": _AMPERE,
+    "sm90": _HOPPER,
+    "sm100": _HOPPER,
+    "sm120": _AMPERE,
+    "gfx9": _CDNA,
+    "gfx11": _CDNA,
+}
+#: By family: n, k and stages for 16 and 32 rows, where reading the weights is what takes time.
+_LOW = {
+    "sm80": (64, 128, 4),
+    "sm86": (64, 64, 4),
+    "sm90": (64, 128, 4),
+    "sm100": (64, 128, 4),
+    "sm120": (64, 64, 4),
+    "gfx9": (64, 64, 2),
+    "gfx11": (64, 64, 2),
+}
+#: By family and product: what is worth measuring beside the defaults. Only loads by descriptors have tiles of their own
+#: warps, and not on sm90, where Triton 3.6 and 3.9 do not give them to this loop.
+_MORE: dict[str, dict[str, tuple[str, ...]]] = {
+    "sm80": {
+        "plain": ("128x128x64 w8 s3 g8", "128x64x32 w8 s4 g8", "64x64x32 w4 s4 g8"),
+        "pair": ("128x32x32 w8 s4 g8", "64x32x32 w4 s4 g8"),
+        "slope": ("128x32x32 w8 s4 g8", "64x32x32 w4 s4 g8"),
+        "wgrad": ("128x64x32 w8 s4 g8", "64x64x32 w4 s4 g8"),
+    },
+    "sm90": {
+        "plain": (
+            "128x128x64 w8 s3 g8", "64x64x64 w4 s4 g8", "128x256x64 w8 s3 g8 tma", "128x128x64 w8 s4 g8 tma",
+            "64x128x64 w4 s4 g8 tma",
+        ),
+        "pair": ("64x128x64 w8 s3 g8", "64x32x64 w4 s4 g8", "128x64x64 w8 s4 g8 tma", "64x64x64 w4 s4 g8 tma"),
+        "slope": ("128x32x64 w8 s3 g8", "64x32x64 w4 s4 g8", "64x64x64 w8 s4 g8 tma"),
+        "wgrad": ("128x128x64 w8 s4 g8", "64x128x64 w4 s4 g8"),
+    },
+    "sm120": {
+        "plain": ("128x128x32 w8 s4 g8 tma", "128x128x32 w8 s4 g8 tma ws"),
+        "pair": ("128x64x32 w8 s4 g8 tma",),
+        "slope": ("64x64x32 w8 s4 g8 tma",),
+    },
+    "gfx9": {
+        "plain": ("128x64x32 w8 s2 g8", "64x64x32 w4 s2 g8"),
+        "pair": ("64x32x32 w4 s2 g8",),
+        "slope": ("64x32x32 w4 s2 g8",),
+        "wgrad": ("128x64x32 w8 s2 g8",),
+    },
+}  # fmt: skip
+_MORE["sm86"] = _MORE["gfx11"] = {}
+_OWN_WARPS = ("128x256x64 w8 s3 g8 tma ws", "128x128x64 w8 s4 g8 tma ws")
+_MORE["sm100"] = _MORE["sm90"] | {"plain": (*_MORE["sm90"]["plain"], *_OWN_WARPS)}
+
+#: Stands for the chip where kernels are interpreted: an operation there takes as long for a large tile as for a small.
+INTERPRETER = "interpreter"
+_INTERPRETED = Tile(64, 128, 128)
+
+
+def family_of(chip: str) -> str:
+    """The family of a chip such as `sm89` or `gfx942`; sm80's where it is unknown, which needs least of a chip."""
+    if chip.startswith("gfx"):
+        return "gfx9" if chip.startswith("gfx9") else "gfx11"
+    if chip in _SMALL_MEMORY:
+        return "sm86"
+    if chip.startswith(("sm10", "sm11", "sm12")):
+        return "sm120" if chip.startswith("sm12") else "sm100"
+    return chip if chip in FAMILIES else "sm80"
+
+
+@cache
+def chip_of(device: torch.device) -> str:
+    """The chip of a device: `sm90`, `gfx942`; `interpreter` where kernels are not compiled."""
+    if device.type != "cuda" or INTERPRETED.value:
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+def is_aligned(*sizes: int) -> bool:
+    """Whether rows of such sizes can be read in whole vectors: Triton sees it where they are multiples of 16."""
+    return all(size % 16 == 0 for size in sizes)
+
+
+@cache
+def default_tile(product: str, chip: str, itemsize: int, rows: int, experts: int, aligned: bool = True) -> Tile:
+    """The tile for a product where nothing was measured.
+
+    Args:
+        product: one of PRODUCTS.
+        chip: such as `sm90`.
+        itemsize: bytes of an element of x: 4 or 2 (1 counts as 2).
+        rows: of all experts together.
+        experts: how many there are.
+        aligned: whether rows can be read in vectors, see `is_aligned`.
+    """
+    if chip == INTERPRETER:
+        return _INTERPRETED
+    family = family_of(chip)
+    height = _height(rows / max(experts, 1)) if product != "wgrad" else 128
+    halved = product in ("pair", "slope")
+    if itemsize == 4 or not aligned:
+        n = 32 if halved else 64
+        return _small(height, n if aligned or itemsize < 4 else n // 2, 3 if aligned and family.startswith("sm") else 2)
+    if height > 32:
+        return Tile.parse(_TALL[family][product][0 if height == 128 else 1])
+    n, k, stages = _LOW[family]
+    # Scales of K are multiplied into x, which has to fit beside what follows.
+    return Tile(height, n // 2 if halved else n, min(k, 64) if product in ("crowded", "slope") else k, 4, stages, 1)
+
+
+def _small(height: int, n: int, stages: int) -> Tile:
+    """Where registers decide: each number of unaligned rows has its address, and float32 has no matrix instructions."""
+    return Tile(32, n, 32, 4, stages, 1) if height <= 32 else Tile(64, n, 32, 8, stages)
+
+
+def _height(rows_per_expert: float) -> int:
+    """The least of 16, 32, 64 and 128 rows that holds an average expert."""
+    return next((height for height in (16, 32, 64) if rows_per_expert <= height), 128)
+
+
+def candidate_tiles(product: str, chip: str) -> tuple[Tile, ...]:
+    """The tiles for 16-bit types that are worth measuring on a chip, the defaults among them."""
+    found = {default_tile(product, chip, 2, rows, 1) for rows in (16, 32, 64, 1024)}
+    found.update(map(Tile.parse, _MORE[family_of(chip)].get(product, ())))
+    return tuple(sorted(found, key=str))

@@ -1,0 +1,43 @@
+"""Arithmetic that Triton's compiler and its interpreter must do alike: products of matrices and narrow results."""
+
+import os
+
+import triton
+import triton.language as tl
+
+#: Whether kernels run in Triton's interpreter, which has no arithmetic in bfloat16 or 8-bit numbers.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes"))
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """`acc + a @ b` in float32; PRECISION (`ieee`, `tf32`) matters for operands in float32 alone."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(value, dtype: tl.constexpr):
+    """A float32 value rounded to the nearest of `dtype`, to even in the middle; the interpreter would truncate."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    return value.to(dtype)
+
+
+@triton.jit
+def widen(value, dtype: tl.constexpr):
+    """An 8-bit value in a wider type, exactly; the interpreter takes NaN and infinity for numbers."""
+    if INTERPRETED and value.dtype.is_fp8():
+        magnitude = value.to(tl.uint8, bitcast=True) & 0x7F
+        wide = value.to(tl.float32)
+        if value.dtype == tl.float8e5:
+            wide = tl.where(magnitude == 0x7C, tl.where(wide > 0, float("inf"), float("-inf")), wide)
+            return tl.where(magnitude > 0x7C, float("nan"), wide).to(dtype)
+        else:
+            return tl.where(magnitude == 0x7F, float("nan"), wide).to(dtype)
+    else:
+        return value.to(dtype)

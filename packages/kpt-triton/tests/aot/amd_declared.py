@@ -1,0 +1,46 @@
+"""`python amd_declared.py CHIP`: the compile matrix of the kernels for a chip of AMD, for which no backend is yet.
+
+A backend that only names the kernels stands for one, so that the real one can start from code that compiles.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+import kpt_core
+from kpt_conformance.aot.__main__ import main
+from kpt_core import Kernel
+
+_CONTRACTS = "kpt_triton.moe.contracts"
+_PROGRAMS = (
+    f"{_CONTRACTS}.experts:AOT",
+    f"{_CONTRACTS}.grouped_mm:AOT",
+    f"{_CONTRACTS}.grouped_mm_wgrad:AOT",
+    f"{_CONTRACTS}.scaled_grouped_mm:AOT",
+    "kpt_triton.moe.gating:AOT",
+)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Names what is to be compiled, and nothing that runs."""
+
+    chips: tuple[str, ...]
+    name: str = "amd_declared"
+    device_type: str = "cuda"
+
+    def unavailable(self) -> str | None:
+        return "it only names what is to be compiled"
+
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        return frozenset()
+
+    def kernels(self) -> Iterable[Kernel]:
+        return [Kernel("moe.compiled", f"declared:{target}", aot=target) for target in _PROGRAMS]
+
+
+if __name__ == "__main__":
+    kpt_core.add_backend(Declared((sys.argv[1],)))
+    sys.exit(main(["--backend", "amd_declared", *sys.argv[2:]]))
