@@ -1,0 +1,64 @@
+"""Making our packages importable where they are not installed: from wheels, or from the source."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+
+def install_wheels(wheels: Path, target: Path) -> list[str]:
+    """Install all wheels of a folder into another one; no index is asked.
+
+    Raises:
+        SystemExit: there are no wheels, or pip fails.
+    """
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        raise SystemExit(f"--wheels {wheels}: no wheel is there; `nox -s gpu` builds them")
+    options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", target)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *found], check=True)
+    return [str(target)]
+
+
+def link_source(checkout: Path, target: Path) -> list[str]:
+    """Folders that make the packages of a checkout importable, their entry points included.
+
+    Entry points are read from metadata that a build makes. Here it is written from each `pyproject.toml`, since nothing
+    that builds is needed then.
+    """
+    paths = [str(target)]
+    for file in sorted(checkout.glob("packages/*/pyproject.toml")):
+        project = tomllib.loads(file.read_text())["project"]
+        module = project["name"].replace("-", "_")
+        source = file.parent / "src"
+        version = re.search(r'^__version__ = "(.+)"$', (source / module / "__init__.py").read_text(), re.M)
+        if version is None:
+            raise SystemExit(f"{source / module}/__init__.py has no line `__version__ = ...`")
+        _write_metadata(target / f"{module}-{version[1]}.dist-info", project, version[1])
+        paths.append(str(source))
+    return paths
+
+
+def _write_metadata(folder: Path, project: dict[str, object], version: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n")
+    groups = project.get("entry-points", {})
+    assert isinstance(groups, dict)
+    sections = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items()]
+    (folder / "entry_points.txt").write_text("\n".join(sections))
+
+
+def environment_with(paths: list[str], device: str) -> dict[str, str]:
+    """The environment of a worker: our packages, no choice of kernels from outside, and no look at a model hub."""
+    env = {name: value for name, value in os.environ.items() if name not in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT")}
+    tools = str(Path(__file__).resolve().parents[1])
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, tools, *inherited]))
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if device == "cpu":
+        env["TRITON_INTERPRET"] = "1"
+    else:
+        env.pop("TRITON_INTERPRET", None)
+    return env
