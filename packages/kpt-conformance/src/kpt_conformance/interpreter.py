@@ -1,7 +1,8 @@
-"""Making Triton's interpreter bearable: it prepares itself anew for each function called, and knows one thread alone."""
+"""Making Triton's interpreter bearable: it prepares itself anew for each function, and knows one thread alone."""
 
 import os
 import threading
+import warnings
 from typing import Any
 
 
@@ -14,6 +15,8 @@ def prepare_once() -> None:
     """Let a launch prepare Triton's language once, and one thread launch at a time.
 
     Kernels that call other functions then take a third of the time, and threads don't meet each other's preparations.
+    What NumPy has to say of NaN and infinity is left out: a chip computes with them without a word.
+
     Does nothing unless Triton is installed and interprets. A Triton whose interpreter looks otherwise is left alone.
     """
     if not interpreting():
@@ -28,11 +31,15 @@ def prepare_once() -> None:
         return
     prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     prepared: set[frozenset[int]] = set()
+    languages: dict[int, frozenset[int]] = {}
     depth = 0
     alone = threading.RLock()
 
     def prepare_new(function: Any) -> Any:
-        modules = frozenset(id(value) for value in function.__globals__.values() if _is_language(value))
+        modules = languages.get(id(function.__globals__))
+        if modules is None:
+            modules = frozenset(id(value) for value in function.__globals__.values() if _is_language(value))
+            languages[id(function.__globals__)] = modules
         if depth and modules in prepared:
             return interpreter._LangPatchScope()
         prepared.add(modules)
@@ -40,7 +47,8 @@ def prepare_once() -> None:
 
     def launch_once(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
-        with alone:
+        with alone, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
             if depth == 0:
                 prepared.clear()
             depth += 1

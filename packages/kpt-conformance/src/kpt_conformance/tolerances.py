@@ -14,7 +14,7 @@ class Tolerance:
         mean: factor on the reference's mean error.
         maximum: factor on the reference's largest error.
         sampling: what may be added for `n` elements, in units of the reference's error plus what rounding explains by
-            itself (`rounding`), times `n ** -(1 / 3)`.
+            itself (`rounding`), times `n ** -(1 / 3) * (1 + 1 / n)`.
         reason: why no less.
     """
 
@@ -25,7 +25,7 @@ class Tolerance:
 
     def slack(self, elements: int) -> float:
         """What `sampling` comes to for so many elements."""
-        return float(self.sampling * elements ** -(1 / 3))
+        return float(self.sampling * elements ** -(1 / 3) * (1 + 1 / elements))
 
 
 RATIO = Tolerance(
@@ -36,8 +36,8 @@ RATIO = Tolerance(
         "Two right ways of computing one sum differ in the order of its terms, so their errors are two draws from one "
         "distribution. The mean of m independent errors varies by about m ** -0.5 of itself, four deviations of which "
         "are allowed. The errors in a matrix share those of its rows and columns: of n elements between n ** 0.5 (an "
-        "outer product) and n are independent, and m = n ** (2 / 3) is taken. What rounding explains is added in the "
-        "same proportion, since a reference of few elements may be exact by luck. At a million elements this leaves "
+        "outer product) and n are independent, and m = n ** (2 / 3) is taken. A few stray further than that, hence "
+        "(1 + 1 / n). What rounding explains is added in the same proportion, since a reference of few elements may be exact by luck. At a million elements this leaves "
         "1.14; a kernel that rounds once more than the reference does has at least 1.4."
     ),
 )

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,8 @@ def test_unknown_name_ends_with_2(command, capsys, options, message):
     ("options", "message"),
     [
         (("--jobs", "0"), "must be at least 1; got 0"),
-        (("--json", "/nowhere/rows.json"), "there is no folder '/nowhere'"),
+        (("--json", "/nowhere/rows.json"), "--json: there is no folder '/nowhere'"),
+        (("--table", "/nowhere/kernels.md"), "--table: there is no folder '/nowhere'"),
     ],
 )
 def test_bad_option_ends_with_2(command, capsys, options, message):
@@ -77,6 +80,15 @@ def test_table_and_json(command, capsys, tmp_path):
     assert (row["kernel"], row["op"], row["backend"]) == ("aot_backend:matmul_0", "sample.matmul", "sample")
     assert (row["status"], row["contract"], row["spills"]) == ("ok", "mma.sync", 0)
     assert row["versions"].keys() == {"triton"}
+
+
+def test_page_is_written_with_the_compilers_version(command, tmp_path):
+    need("triton")
+    file = tmp_path / "kernels.md"
+    assert command(("aot_triton_kernels:ONE",), ("sm80",), "--table", str(file)) == 0
+    written = file.read_text()
+    assert f"with triton {version('triton')};" in written
+    assert re.search(r"^\| one \| 64x64 \| \d+ r, \d+ KiB, \d+/64 \|$", written, re.MULTILINE)
 
 
 def test_broken_contract_ends_with_1(command, capsys):

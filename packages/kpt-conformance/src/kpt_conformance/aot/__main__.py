@@ -14,6 +14,7 @@ from kpt_core import KptError, PluginWarning, write_whole
 
 from .declared import without_aot
 from .matrix import run
+from .pages import page
 from .table import table
 
 
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", action="append", metavar="NAME", help="this backend only; may be repeated")
     parser.add_argument("--chip", action="append", metavar="CHIP", help="this chip only; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write registers, memory and occupancy as Markdown")
     parser.add_argument(
         "--evidence", type=Path, metavar="DIR", help="record there what was compiled as its contract asks"
     )
@@ -31,8 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json: there is no folder {str(options.json.parent)!r}")
+    for name in ("json", "table"):
+        file: Path | None = getattr(options, name)
+        if file is not None and not file.parent.is_dir():
+            parser.error(f"--{name}: there is no folder {str(file.parent)!r}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PluginWarning)  # told below, and counted
@@ -49,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.json is not None:
         write_whole(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if options.table is not None:
+        write_whole(options.table, page(rows))
     for path in record_compiled(options.evidence, rows) if options.evidence else ():
         print(f"recorded {path}")
     print(table(rows) if rows else _nothing(options.backend, options.chip))
