@@ -67,6 +67,9 @@ def install(session: nox.Session, *packages: str, also: tuple[str, ...] = (), co
     """Install packages, their siblings, what their tests need and `also`, under constraints."""
     session.log("The first time this takes a minute or two, because torch is large.")
     session.install("-c", constraints, "--build-constraint", PINS, *requirements(*packages), *also)
+    if "kpt-triton" in set().union(*(siblings(package) for package in packages)):
+        # By itself, because a torch for CUDA asks for another Triton; without a GPU it need not be that one.
+        session.install("-c", COMPILERS, "triton")
 
 
 def run_tests(session: nox.Session, package: str, *options: str) -> None:
@@ -89,10 +92,11 @@ def tests(session: nox.Session, package: str) -> None:
 def aot(session: nox.Session) -> None:
     """Compile every kernel for every chip that its backend claims, without a GPU, and check what each must be."""
     install(session, "kpt-conformance", *(package for package in PACKAGES if package.startswith("kpt-backend-")))
-    # By themselves, because a torch for CUDA asks for another Triton; for compiling alone it need not be that one.
     compilers = project_file("kpt-conformance")["project"]["optional-dependencies"]["aot"]
     session.install("-c", COMPILERS, *compilers)
+    # By two runs: that of kpt-triton asks for the interpreter, where nothing is compiled.
     session.run("pytest", "packages/kpt-conformance/tests/aot", env={"KPT_AOT": "1"})
+    session.run("pytest", "packages/kpt-triton/tests/aot", env={"KPT_AOT": "1"})
     session.run("python", "-m", "kpt_conformance.aot", *session.posargs)
 
 
@@ -150,10 +154,30 @@ def conformance(session: nox.Session) -> None:
     run_suite(session)
 
 
-@nox.session(venv_backend="none", requires=["workspace"], default=False)
+def run_interpreted(session: nox.Session, *options: str) -> None:
+    """Run the suite over the Triton kernels in Triton's interpreter, on the CPU."""
+    env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = ("--kpt-backend=nvidia", "--kpt-device=cpu", "-q", *options, *session.posargs)
+    session.run(WORKSPACE / "pytest", *command, external=True, env=env)
+
+
+@nox.session(venv_backend="none", requires=["workspace"])
+def interpreter(session: nox.Session) -> None:
+    """Hold every Triton kernel to the conformance suite in Triton's interpreter: in float32, and values in bfloat16.
+
+    Real models' sizes and float16 are left to `nox -s evidence`: they take most of the time.
+    """
+    models = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
+    some = f"(float32 or (values and bfloat16) or declaration) and not ({models})"
+    run_interpreted(session, *(() if session.posargs else ("-k", some)))
+
+
+@nox.session(venv_backend="none", requires=["workspace", "aot"], default=False)
 def evidence(session: nox.Session) -> None:
-    """Run the suite, record in evidence/ what it proves on this machine, and write docs/support.md from the records."""
+    """Record in evidence/ what suite, interpreter and compilers prove, and write docs/support.md from the records."""
     run_suite(session, "--kpt-evidence=evidence")
+    run_interpreted(session, "--kpt-evidence=evidence")
+    session.run(Path(".nox/aot/bin/python"), "-m", "kpt_conformance.aot", "--evidence", "evidence", external=True)
     session.run(WORKSPACE / "python", "-m", "kpt_conformance.evidence", "write", external=True)
 
 
@@ -193,6 +217,19 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "install", "--no-index", "--no-build-isolation", ".")
     # The cases are small: more threads would wait for each other, longest where CI runs other sessions beside this one.
     session.run("pytest", env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """Build the wheels and prove with them what only this machine's GPU can prove (docs/gpu.md)."""
+    needed = ("torch", "transformers", "typer", "rich", "safetensors", "pytest", "hypothesis", "numpy", "nvidia-ml-py")
+    session.install("-c", PINS, "build", *needed)
+    folder = Path(session.create_tmp(), "wheels").absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in PACKAGES:
+        env = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS}
+        session.run("python", "-m", "build", "--wheel", "--outdir", str(folder), f"packages/{package}", env=env)
+    session.run("python", "tools/gpu", "--wheels", str(folder), *session.posargs)
 
 
 @nox.session(default=False)
