@@ -36,9 +36,10 @@ RATIO = Tolerance(
         "Two right ways of computing one sum differ in the order of its terms, so their errors are two draws from one "
         "distribution. The mean of m independent errors varies by about m ** -0.5 of itself, four deviations of which "
         "are allowed. The errors in a matrix share those of its rows and columns: of n elements between n ** 0.5 (an "
-        "outer product) and n are independent, and m = n ** (2 / 3) is taken. A few stray further than that, hence "
-        "(1 + 1 / n). What rounding explains is added in the same proportion, since a reference of few elements may be exact by luck. At a million elements this leaves "
-        "1.14; a kernel that rounds once more than the reference does has at least 1.4."
+        "outer product) and n are independent, and m = n ** (2 / 3) is taken. A few stray further, hence (1 + 1 / n). "
+        "What rounding explains is added in the same proportion, since a reference of few elements may be exact by "
+        "luck. At a million elements this leaves 1.14; a kernel that rounds once more than the reference does has at "
+        "least 1.4."
     ),
 )
 
