@@ -9,6 +9,7 @@ from in_float64 import experts as reference
 
 from kpt_triton.moe.activation import GATED, PLAIN
 from kpt_triton.moe.decode import Strip, decode
+from kpt_triton.moe.experts import experts
 from kpt_triton.moe.experts_forward import Gating
 
 NAN = float("nan")
@@ -122,3 +123,18 @@ def test_any_size_and_routing(data, tokens, top_k, hidden, inner):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = data.draw(st.lists(st.integers(-1, 4), min_size=tokens * top_k, max_size=tokens * top_k))
     check(torch.tensor(ids).view(tokens, top_k), hidden, inner, device)
+
+
+def test_scales_that_a_strip_cannot_follow_are_refused(device):
+    index = torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match=r"k of the strip at most 128; got scales of \('block', 'block'\) and k 256"):
+        check(index, 8, 4, device, scales_of="block", strip=Strip(k=256))
+
+
+def test_a_down_bias_is_added_where_there_is_nothing_to_multiply(device):
+    x, index = torch.ones(2, 4, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    weights, bias = torch.full((2, 1), 0.5, device=device), torch.arange(12.0, device=device).view(3, 4)
+    up, down = torch.ones(3, 0, 4, device=device), torch.ones(3, 4, 0, device=device)
+    with torch.no_grad():
+        out = experts(x, index, weights, up, down, None, bias, activation="silu")
+    assert torch.equal(out, bias[:1].expand(2, 4) * 0.5)

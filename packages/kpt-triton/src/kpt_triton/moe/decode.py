@@ -166,7 +166,15 @@ def decode(
         scales_of: "n", "block" or "" of each.
         act: the activation.
         strip: the configuration.
+
+    Raises:
+        ValueError: k of the strip is over 128 and scales are of blocks, or scales are of inputs.
     """
+    if "k" in scales_of or ("block" in scales_of and strip.k > SCALE_BLOCK.value):
+        raise ValueError(
+            f"decode: scales must be of columns, or of blocks with k of the strip at most {SCALE_BLOCK.value}; "
+            f"got scales of {scales_of} and k {strip.k}"
+        )
     x = inner_contiguous(x)
     tokens, top_k = top_k_index.shape
     experts, inner, hidden = down.shape

@@ -222,7 +222,8 @@ def _forward(
     act = Gating(activation, interleaved, alpha, beta, limit)
     tensors = (top_k_weights.contiguous(), up, down, _contiguous(up_bias), _contiguous(down_bias), up_scale, down_scale)
     tokens, top_k = top_k_index.shape
-    if not tiles and 0 < tokens <= _FEW_TOKENS and tokens * top_k <= up.shape[0]:
+    few = 0 < tokens <= _FEW_TOKENS and tokens * top_k <= up.shape[0]
+    if few and not tiles and down.shape[1] > 0:
         of = scales_of(up_scale, up), scales_of(down_scale, down)
         return decode(x, top_k_index.contiguous(), *tensors, of, act, Strip(k=128 if "block" in of else 256))
     return _sorted_forward(x, top_k_index, *tensors, act, ExpertsTiles.parse(tiles), save=False)[0]
