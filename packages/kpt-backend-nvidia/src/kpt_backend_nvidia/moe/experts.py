@@ -95,7 +95,7 @@ def configs(
 ) -> list[dict[str, str]]:
     """What is worth measuring for a call: each product's candidates, the others left at their defaults."""
     chip = chip_of(x.device)
-    products = {"up": "pair" if activation in GATED else "plain", "down": "plain"}
+    products = {"up": "pair" if activation in GATED else "crowded", "down": "plain"}
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, top_k_weights)):
         products |= {"slope": "slope", "wgrad": "wgrad"}
     return [

@@ -21,7 +21,7 @@ from .grouped_mm import multiply
 from .grouped_mm_wgrad import multiply_transposed
 from .launching import on_its_device
 from .sorting import sort_pairs
-from .tiles import chip_of, default_tile
+from .tiles import chip_of, default_tile, is_aligned, product_of
 
 _library = torch.library.Library("kpt_triton", "FRAGMENT")
 _library.define(
@@ -192,8 +192,11 @@ def _scale_of_stored(scale: Tensor | None, transposed: bool) -> Tensor | None:
     return scale if transposed else scale.mT
 
 
-def _tile(written: str, product: str, x: Tensor, rows: int, experts: int) -> Tile:
-    return Tile.parse(written) if written else default_tile(product, chip_of(x.device), x.element_size(), rows, experts)
+def _tile(written: str, product: str, x: Tensor, weight: Tensor, rows: int) -> Tile:
+    if written:
+        return Tile.parse(written)
+    experts, *sizes = weight.shape
+    return default_tile(product, chip_of(x.device), x.element_size(), rows, experts, is_aligned(*sizes))
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -279,7 +282,7 @@ def _sorted_forward(
         offsets,
         top_k,
         act,
-        _tile(tiles.up, act.product, x, rows, num_experts),
+        _tile(tiles.up, act.product, x, up, rows),
         bias=up_bias,
         scale=up_scale,
         scales_of=scales_of(up_scale, up),
@@ -289,7 +292,7 @@ def _sorted_forward(
         activated,
         down,
         offsets,
-        _tile(tiles.down, "plain", x, rows, num_experts),
+        _tile(tiles.down, product_of(scales_of(down_scale, down)), x, down, rows),
         order=order,
         weights=top_k_weights,
         bias=down_bias,
@@ -331,7 +334,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
     act, chosen = Gating(activation, interleaved, alpha, beta, limit), ExpertsTiles.parse(tiles)
-    rows, num_experts, top_k = order.shape[0], up.shape[0], top_k_weights.shape[1]
+    rows, top_k = order.shape[0], top_k_weights.shape[1]
     weights = top_k_weights.contiguous()
     down_scale = None if down_scale is None else down_scale.mT
     up_scale = None if up_scale is None else up_scale.mT
@@ -343,7 +346,7 @@ def _backward(
         order,
         offsets,
         act,
-        _tile(chosen.slope, "slope", x, rows, num_experts),
+        _tile(chosen.slope, "slope", x, down, rows),
         need_h=need_x or need_up or need_up_bias,
         need_weighted=need_down,
         need_dots=need_weights,
@@ -360,19 +363,20 @@ def _backward(
             experts_of_rows = _expert_of_rows(offsets, rows)[position]
             of_pairs = of_pairs + by_expert.gather(1, experts_of_rows.view_as(weights)).flatten()
         grad_weights = torch.where(position < offsets[-1:], of_pairs, 0).view_as(weights).to(weights.dtype)
-    wgrad_tile = _tile(chosen.wgrad, "wgrad", x, rows, num_experts)
     gathered: dict[str, Any] = {"order": order, "top_k": top_k}
     if need_down:
+        tile = _tile(chosen.wgrad, "wgrad", x, down, rows)
         grad_down = (
-            multiply_transposed(grad, weighted, offsets, wgrad_tile, gather_x=True, **gathered).mT
+            multiply_transposed(grad, weighted, offsets, tile, gather_x=True, **gathered).mT
             if _stored_as_output_by_input(down)
-            else multiply_transposed(weighted, grad, offsets, wgrad_tile, gather_grad=True, **gathered)
+            else multiply_transposed(weighted, grad, offsets, tile, gather_grad=True, **gathered)
         )
     if need_up:
+        tile = _tile(chosen.wgrad, "wgrad", x, up, rows)
         grad_up = (
-            multiply_transposed(grad_h, x, offsets, wgrad_tile, gather_grad=True, **gathered).mT
+            multiply_transposed(grad_h, x, offsets, tile, gather_grad=True, **gathered).mT
             if _stored_as_output_by_input(up)
-            else multiply_transposed(x, grad_h, offsets, wgrad_tile, gather_x=True, **gathered)
+            else multiply_transposed(x, grad_h, offsets, tile, gather_x=True, **gathered)
         )
     if need_up_bias:
         grad_up_bias = segment_sum(grad_h, offsets, None, x.dtype)
@@ -384,7 +388,7 @@ def _backward(
             grad_h,
             up.mT,
             offsets,
-            _tile(chosen.down, "plain", x, rows, num_experts),
+            _tile(chosen.down, product_of(scales_of(up_scale, up.mT)), x, up, rows),
             scale=up_scale,
             scales_of=scales_of(up_scale, up.mT),
         )

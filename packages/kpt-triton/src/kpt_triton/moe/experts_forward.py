@@ -47,7 +47,7 @@ class Gating:
     @property
     def product(self) -> str:
         """The kind of product that makes the pre-activation, for `kpt_triton.moe.tiles`."""
-        return "pair" if self.gated else "plain"
+        return "pair" if self.gated else "crowded"
 
     def numbers(self) -> tuple[float, float, float]:
         """The parameters, as a launch takes them."""

@@ -24,7 +24,7 @@ from .launching import (
     weight_descriptor,
 )
 from .mainloop import accumulate, last_tiles, place_of, rows_of
-from .tiles import chip_of, default_tile
+from .tiles import chip_of, default_tile, is_aligned, product_of
 
 _library = torch.library.Library("kpt_triton", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor offsets, str tile) -> Tensor")
@@ -166,9 +166,11 @@ def _grouped_mm_fake(x: Tensor, weight: Tensor, offsets: Tensor, tile: str) -> T
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-def tile_for(x: Tensor, weight: Tensor) -> Tile:
-    """The tile of a plain product where nothing was measured."""
-    return default_tile("plain", chip_of(x.device), x.element_size(), x.shape[0], weight.shape[0])
+def tile_for(x: Tensor, weight: Tensor, scales_of: str = "") -> Tile:
+    """The tile of a product where nothing was measured."""
+    experts, *sizes = weight.shape
+    aligned = is_aligned(*sizes)
+    return default_tile(product_of(scales_of), chip_of(x.device), x.element_size(), x.shape[0], experts, aligned)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, *, tile: str = "") -> Tensor:

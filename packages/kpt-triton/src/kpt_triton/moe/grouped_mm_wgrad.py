@@ -12,7 +12,7 @@ from kpt_triton.tile import Tile
 
 from .checking import check_wgrad
 from .launching import inner_contiguous, on_its_device, precision, programs
-from .tiles import chip_of, default_tile
+from .tiles import chip_of, default_tile, is_aligned
 
 _library = torch.library.Library("kpt_triton", "FRAGMENT")
 _library.define("grouped_mm_wgrad(Tensor x, Tensor grad, Tensor offsets, str tile) -> Tensor")
@@ -110,7 +110,7 @@ def multiply_transposed(
 @torch.library.impl(_library, "grouped_mm_wgrad", "CompositeExplicitAutograd")
 @on_its_device
 def _grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, tile: str) -> Tensor:
-    chosen = Tile.parse(tile) if tile else tile_for(x, offsets)
+    chosen = Tile.parse(tile) if tile else tile_for(x, grad, offsets)
     return multiply_transposed(x, grad, offsets.contiguous(), chosen)
 
 
@@ -119,9 +119,10 @@ def _grouped_mm_wgrad_fake(x: Tensor, grad: Tensor, offsets: Tensor, tile: str) 
     return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
 
 
-def tile_for(x: Tensor, offsets: Tensor) -> Tile:
+def tile_for(x: Tensor, grad: Tensor, offsets: Tensor) -> Tile:
     """The tile of a gradient of weights where nothing was measured."""
-    return default_tile("wgrad", chip_of(x.device), x.element_size(), x.shape[0], offsets.shape[0])
+    aligned = is_aligned(x.shape[1], grad.shape[1])
+    return default_tile("wgrad", chip_of(x.device), x.element_size(), x.shape[0], offsets.shape[0], aligned)
 
 
 def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, *, tile: str = "") -> Tensor:

@@ -30,14 +30,15 @@ def _scaled_grouped_mm(
     out_dtype: torch.dtype,
     tile: str,
 ) -> Tensor:
-    chosen = Tile.parse(tile) if tile else tile_for(x, weight)
+    of = scales_of(scale, weight)
+    chosen = Tile.parse(tile) if tile else tile_for(x, weight, of)
     return multiply(
         x,
         weight,
         offsets.contiguous(),
         chosen,
         scale=scale,
-        scales_of=scales_of(scale, weight),
+        scales_of=of,
         x_scale=None if x_scale is None else x_scale.contiguous(),
         out_dtype=out_dtype,
         zero_rest=True,

@@ -130,6 +130,11 @@ def is_aligned(*sizes: int) -> bool:
     return all(size % 16 == 0 for size in sizes)
 
 
+def product_of(scales_of: str) -> str:
+    """The kind of a plain product whose matrices have such scales ("" for none)."""
+    return "crowded" if scales_of in ("block", "k") else "plain"
+
+
 @cache
 def default_tile(product: str, chip: str, itemsize: int, rows: int, experts: int, aligned: bool = True) -> Tile:
     """The tile for a product where nothing was measured.
