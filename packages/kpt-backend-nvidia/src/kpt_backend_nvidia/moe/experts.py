@@ -9,6 +9,7 @@ from torch import Tensor
 from kpt_core import tuned_config
 from kpt_triton.moe import experts as library
 from kpt_triton.moe.activation import GATED
+from kpt_triton.moe.sorting import MAX_EXPERTS
 from kpt_triton.moe.tiles import candidate_tiles, chip_of
 
 from .float8 import refusal_of_float8
@@ -37,6 +38,8 @@ def unsupported(
     """Why a call is not for this kernel, or None."""
     if top_k_weights.dtype is torch.float64:
         return "routing weights in float64; needs float32, bfloat16 or float16"
+    if gate_up_proj.shape[0] > MAX_EXPERTS:
+        return f"{gate_up_proj.shape[0]} experts; this kernel sorts by {MAX_EXPERTS} at most"
     return refusal_of_float8(x, gate_up_proj, down_proj)
 
 
@@ -93,11 +96,16 @@ def configs(
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
 ) -> list[dict[str, str]]:
-    """What is worth measuring for a call: each product's candidates, the others left at their defaults."""
+    """What is worth measuring for a call: each product's candidates, the others left at their defaults.
+
+    Nothing is where a few tokens are computed pair by pair, without tiles.
+    """
     chip = chip_of(x.device)
     products = {"up": "pair" if activation in GATED else "crowded", "down": "plain"}
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, top_k_weights)):
         products |= {"slope": "slope", "wgrad": "wgrad"}
+    elif library.is_few(x.shape[0], top_k_index.shape[1], gate_up_proj.shape[0]):
+        return []
     return [
         asdict(library.ExpertsTiles(**{name: str(tile)}))
         for name, product in products.items()

@@ -73,3 +73,24 @@ def check_experts(
     tensors = (top_k_index, top_k_weights, up, down, up_bias, down_bias)
     if any(tensor is not None and tensor.device != x.device for tensor in tensors):
         raise ValueError(f"{name}: all must be on the device of x, {x.device}; move the others there")
+
+
+def check_scale(name: str, weight: Tensor, scale: Tensor | None) -> None:
+    """Raise `ValueError` unless a weight of 8 bits has a scale `[experts, a, b]` for all experts, and another one none.
+
+    What a and b may be is told where the scale is read.
+    """
+    if (scale is not None) != (weight.dtype in FLOAT8):
+        raise _misfit(name, "a scale for a weight of 8 bits, and none for another one", weight)
+    if scale is not None and (scale.dim() != 3 or scale.shape[0] != weight.shape[0] or scale.device != weight.device):
+        raise _misfit(name, "a scale of three dimensions for all experts, on the weight's device", weight, scale)
+
+
+def check_x_scale(name: str, x: Tensor, x_scale: Tensor | None) -> None:
+    """Raise `ValueError` unless an 8-bit x has a scale `[rows, 1 or blocks of 128 along K]`, and another x none."""
+    if (x_scale is not None) != (x.dtype in FLOAT8):
+        raise _misfit(name, "an x_scale for an x of 8 bits, and none for another one", x)
+    if x_scale is not None and (
+        x_scale.dim() != 2 or x_scale.shape[0] != x.shape[0] or x_scale.shape[1] not in (1, -(-x.shape[1] // 128))
+    ):
+        raise _misfit(name, "an x_scale [rows, 1 or ceil(K / 128)]", x, x_scale)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kpt_triton.tile import Tile
 
-from .checking import check_experts
+from .checking import check_experts, check_scale
 from .combine import combine, segment_sum
 from .decode import Strip, decode
 from .experts_backward import multiply_and_differentiate
@@ -43,6 +43,11 @@ _library.define(
 
 #: Up to so many tokens are computed pair by pair, unless several of them are likely to share an expert.
 _FEW_TOKENS = 8
+
+
+def is_few(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether so many tokens are computed pair by pair: an expert of two of them would be read twice."""
+    return tokens == 1 or (0 < tokens <= _FEW_TOKENS and tokens * top_k * 4 <= experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,8 @@ def experts(
     up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
     check_experts(x, top_k_index, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, activation)
     scales = _scale_of_stored(gate_up_scale, transposed), _scale_of_stored(down_scale, transposed)
+    check_scale("experts", up, scales[0])
+    check_scale("experts", down, scales[1])
     options = (activation, interleaved, alpha, beta, limit, str(tiles or ""))
     floats = (x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
@@ -225,8 +232,9 @@ def _forward(
     act = Gating(activation, interleaved, alpha, beta, limit)
     tensors = (top_k_weights.contiguous(), up, down, _contiguous(up_bias), _contiguous(down_bias), up_scale, down_scale)
     tokens, top_k = top_k_index.shape
-    few = 0 < tokens <= _FEW_TOKENS and tokens * top_k <= up.shape[0]
-    if few and not tiles and down.shape[1] > 0:
+    # Weights whose columns are contiguous would be read in pieces of two bytes, pair by pair.
+    fast = up.stride(1) == 1 and down.stride(1) == 1 and down.shape[1] > 0
+    if fast and is_few(tokens, top_k, up.shape[0]):
         of = scales_of(up_scale, up), scales_of(down_scale, down)
         return decode(x, top_k_index.contiguous(), *tensors, of, act, Strip(k=128 if "block" in of else 256))
     return _sorted_forward(x, top_k_index, *tensors, act, ExpertsTiles.parse(tiles), save=False)[0]

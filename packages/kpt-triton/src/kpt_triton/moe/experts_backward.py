@@ -14,7 +14,7 @@ from .launching import check_scales, inner_contiguous, most_tiles, padded, preci
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def slope_kernel(
     grad, w, h, grad_h, weighted, dots, offsets, order, weights, bias, scale,
     rows, N, K, width, experts, top_k, alpha, beta, limit,

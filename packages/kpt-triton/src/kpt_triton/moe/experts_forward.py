@@ -60,7 +60,7 @@ class Gating:
         return {"NAME": self.name, "IS_GATED": self.gated, "INTERLEAVED": interleaved, "LIMITED": limited}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def up_kernel(
     x, w, out, h, offsets, order, bias, scale, rows, N, K, width, experts, top_k, alpha, beta, limit,
     stride_xr, stride_we, stride_wk, stride_wn, stride_or, stride_hr, stride_be, stride_se, stride_sk, stride_sn,

@@ -30,7 +30,7 @@ _library = torch.library.Library("kpt_triton", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor offsets, str tile) -> Tensor")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def grouped_mm_kernel(
     x, w, out, offsets, order, bias, weights, scale, x_scale, rows, N, K, experts, top_k,
     stride_xr, stride_we, stride_wk, stride_wn, stride_or, stride_be, stride_se, stride_sk, stride_sn, stride_xsr,

@@ -40,26 +40,33 @@ def wgrad_kernel(
         inner = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+        steps = tl.arange(0, BLOCK_R)
+        # Which rows to gather is read a step ahead: a load that waits for another one in its own step is not pipelined.
+        ahead = steps
+        if GATHER_X or GATHER_GRAD:
+            ahead = tl.load(order + start + steps, mask=start + steps < end, other=0)
         for first in tl.range(start, end, BLOCK_R):
-            row = first + tl.arange(0, BLOCK_R)
+            row = first + steps
             taken = row < end
-            row = tl.where(taken, row, first)
             token = row
             if GATHER_X or GATHER_GRAD:
-                token = tl.load(order + row) // top_k
+                token = ahead // top_k
+                following = row + BLOCK_R
+                ahead = tl.load(order + following, mask=following < end, other=0)
             x_rows = token if GATHER_X else row
             grad_rows = token if GATHER_GRAD else row
-            x_mask = taken[:, None]
+            x_mask = taken[None, :]
             grad_mask = taken[:, None]
             if not EVEN_K:
-                x_mask = x_mask & (inner < K)[None, :]
+                x_mask = x_mask & (inner < K)[:, None]
             if not EVEN_N:
                 grad_mask = grad_mask & (columns < N)[None, :]
-            x_tile = tl.load(x + x_rows.to(tl.int64)[:, None] * stride_xr + inner[None, :], mask=x_mask, other=0.0)
+            # Loaded as it is multiplied: what is turned between load and product is not pipelined before sm90.
+            x_tile = tl.load(x + x_rows.to(tl.int64)[None, :] * stride_xr + inner[:, None], mask=x_mask, other=0.0)
             grad_tile = tl.load(
                 grad + grad_rows.to(tl.int64)[:, None] * stride_gr + columns[None, :], mask=grad_mask, other=0.0
             )
-            acc = dot(tl.trans(x_tile), grad_tile, acc, PRECISION)
+            acc = dot(x_tile, grad_tile, acc, PRECISION)
         places = out + expert.to(tl.int64) * stride_oe + inner.to(tl.int64)[:, None] * stride_ok + columns[None, :]
         inside = (inner < K)[:, None] & (columns < N)[None, :]
         tl.store(places, narrow(acc, out.dtype.element_ty), mask=inside)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kpt_triton.tile import Tile
 
-from .checking import FLOAT8, check_product
+from .checking import FLOAT8, check_product, check_scale, check_x_scale
 from .experts_forward import scales_of
 from .grouped_mm import multiply, tile_for
 from .launching import on_its_device
@@ -92,6 +92,8 @@ def scaled_grouped_mm(
     if out_dtype is None:
         out_dtype = torch.bfloat16 if x.dtype.itemsize == 1 else x.dtype
     scale = (scale.unsqueeze(1) if scale.dim() == 2 else scale).float()
+    check_scale("scaled_grouped_mm", weight, scale)
+    check_x_scale("scaled_grouped_mm", x, x_scale)
     x_scale = None if x_scale is None else x_scale.float()
     return _ScaledGroupedMM.apply(  # type: ignore[no-any-return,no-untyped-call]
         x, weight, scale, x_scale, offsets, out_dtype, tile

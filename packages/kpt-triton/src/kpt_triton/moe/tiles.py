@@ -7,7 +7,7 @@ end, fit the registers of 8 warps without spilling. Stages are as many as hide a
 `kpt_triton.moe.contracts` holds every tile of this file to that.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -135,7 +135,7 @@ def product_of(scales_of: str) -> str:
     return "crowded" if scales_of in ("block", "k") else "plain"
 
 
-@cache
+@lru_cache(maxsize=4096)
 def default_tile(product: str, chip: str, itemsize: int, rows: int, experts: int, aligned: bool = True) -> Tile:
     """The tile for a product where nothing was measured.
 
