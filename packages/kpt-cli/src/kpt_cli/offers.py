@@ -43,6 +43,7 @@ class Serving:
         reference: whether the PyTorch reference runs where no kernel takes a call.
         explicit: the choice in force (`KPT_USE`), None if it is automatic.
         tuned: for how many sizes `kpt tune` has measured what comes first.
+        modelled: for how many a shipped table has a model's choice of configuration, and nothing was measured.
         broken: the contradiction between op and kernel that makes every call fail, if there is one.
     """
 
@@ -54,6 +55,7 @@ class Serving:
     reference: bool = False
     explicit: str | None = None
     tuned: int = 0
+    modelled: int = 0
     broken: str | None = None
 
     @property
@@ -100,6 +102,7 @@ def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
         raise
     except kpt_core.KptError as error:  # a kernel whose signature is not the op's
         return Serving(op=op.name, device=device, dtype=dtype, broken=str(error))
+    methods = [] if found.tuned is None else [entry.method for entry in found.tuned.entries.values()]
     return Serving(
         op=op.name,
         device=device,
@@ -116,7 +119,8 @@ def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
         refused=tuple(Refused(backend=r.backend, kernel=r.kernel, reason=r.reason) for r in found.refusals),
         reference=found.reference,
         explicit=found.explicit,
-        tuned=0 if found.tuned is None else len(found.tuned.entries),
+        tuned=methods.count("measured"),
+        modelled=methods.count("modelled"),
     )
 
 

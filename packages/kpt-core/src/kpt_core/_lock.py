@@ -17,7 +17,7 @@ from ._files import write_whole
 from ._registry import get_op, packages_of
 from ._selection import REFERENCE, Selection
 from ._tuning import device_name
-from ._tuning_files import Key, is_config, is_key, load_json
+from ._tuning_files import MODELLED, Key, is_config, is_key, load_json
 
 FORMAT = 1
 
@@ -211,7 +211,9 @@ def _differences(entry: LockEntry) -> Iterator[str]:
         what = "nothing would run now" if runs is None else f"{runs} would run now"
         yield f"{entry.calls}: {entry.kernel} was locked, {what} because {_why(found, entry, runs, package is None)}"
     elif (config := _config(found, entry)) != entry.config:
-        yield f"{entry.calls}: tuning differs: {_told(entry.config)} was locked for {runs}, {_told(config)} is in force"
+        tuned = None if found.tuned is None else found.tuned.entries.get(entry.key)
+        now = f"{_told(config)}{' (modelled)' if tuned is not None and tuned.method == MODELLED else ''}"
+        yield f"{entry.calls}: tuning differs: {_told(entry.config)} was locked for {runs}, {now} is in force"
 
 
 def _devices(device_type: str) -> dict[str, torch.device]:

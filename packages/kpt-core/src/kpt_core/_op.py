@@ -20,7 +20,7 @@ from ._selection import REFERENCE, Refusal, Selection
 from ._settings import Scope, current, effective, scoped
 from ._tracing import dispatch_traced, traced_candidates
 from ._tuning import configured, tuned_choices
-from ._tuning_files import Key, TuningEntry
+from ._tuning_files import MODELLED, Key, TuningEntry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,8 +212,8 @@ class Op(Generic[P, R]):
         found, direct = self.candidates(first.device, first.dtype), self._direct
         result = self._run(found, scope, first, args, kwargs)
         # Unless the kernels changed while it ran, in this thread or in another.
-        # What is tuned depends on each call's sizes, for which the short path has no eye.
-        steady = current.scope is None and found.tuned is None
+        # What was measured depends on each call's sizes, for which the short path has no eye.
+        steady = current.scope is None and (found.tuned is None or not found.tuned.reorders)
         if steady and self._found.get((first.device, first.dtype, scope)) is found:
             if not found.accepted:
                 direct[first.device, first.dtype] = (self.reference, None, found)
@@ -331,6 +331,7 @@ class Op(Generic[P, R]):
             children=children,
             tuned=tuned is not None,
             config=None if tuned is None else tuned.config,
+            modelled=tuned is not None and tuned.method == MODELLED,
             dtype=str(first.dtype).removeprefix("torch."),
             key=call_key(self.size_key, args, kwargs),
         )

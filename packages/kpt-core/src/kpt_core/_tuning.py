@@ -1,4 +1,4 @@
-"""What was measured on this device, and its effect on dispatch: which kernel comes first, and its configuration."""
+"""What tuning tables say of this device, and its effect on dispatch: which kernel comes first, and how configured."""
 
 import os
 import platform
@@ -19,22 +19,25 @@ from ._candidates import GRADIENT, call_key, needs_gradient
 from ._errors import InputError, TuningWarning, warn_caller
 from ._settings import KPT_TUNING
 from ._tracing import traced_candidates
-from ._tuning_files import Key, TuningEntry, read_table
+from ._tuning_files import MEASURED, MODELLED, Key, TuningEntry, read_table
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was measured for an op on a device, in a dtype.
+    """What tables say of an op on a device, in a dtype.
 
     Attributes:
         entries: by the key of a call.
-        common: the entry of all calls without (False) and with (True) a gradient, where every key has the same winner.
-            Compiled code reads these alone: sizes may be symbols there, and to look at them would mean a graph of its
-            own for each.
+        common: the measured entry of all calls without (False) and with (True) a gradient, where every key has the same
+            winner. Compiled code reads these alone: sizes may be symbols there, and to look at them would mean a graph
+            of its own for each. Modelled entries are for single sizes, and say nothing of the others.
+        reorders: whether dispatch has to look at a call's sizes. Modelled entries alone configure the kernel that comes
+            first anyway, and it asks for its configuration itself.
     """
 
     entries: dict[Key, TuningEntry]
     common: dict[bool, TuningEntry]
+    reorders: bool
 
 
 def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Sequence[str]) -> Tuned | None:
@@ -53,31 +56,44 @@ def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Se
         name = device_name(device)
     except Exception:  # fake tensors may be on a device that is not here
         return None
-    known = _registry._state.tuning  # `refresh` puts another in its place while tables are read
-    entries = known.get(name)
+    tables = _registry._state.tuning  # `refresh` puts another in its place while tables are read
+    entries = tables.get(name)
     if entries is None:
-        entries = known[name] = _read_tables(name, folder)
+        entries = tables[name] = _read_tables(name, folder)
     wanted = str(dtype).removeprefix("torch.")
     found = {}
     for entry in entries:
         if entry.op == op and entry.dtype == wanted:
-            newcomer = _newcomer(entry, kernels)
-            if newcomer is None:
+            if entry.method == MODELLED and entry.kernel == kernels[0]:
                 found[entry.key] = entry
-            else:
-                _ignore(f"what was measured for {op} in {wanted}", f"{newcomer} comes first and was not there then")
+            elif entry.method == MEASURED:
+                newcomer = _newcomer(entry, kernels)
+                if newcomer is None:
+                    found[entry.key] = entry
+                else:
+                    reason = f"{newcomer} comes first and was not there then"
+                    _ignore(f"what was measured for {op} in {wanted}", reason)
+    measured = {key: entry for key, entry in found.items() if entry.method == MEASURED}
+    # Of sizes that were measured with or without a gradient, a model says nothing.
+    known = {_sizes(key) for key in measured}
+    found = {key: entry for key, entry in found.items() if key in measured or _sizes(key) not in known}
     if not found:
         return None
     common = {}
     for gradient in (False, True):
-        group = [entry for key, entry in found.items() if (key[-1:] == (GRADIENT,)) is gradient]
+        group = [entry for key, entry in measured.items() if (key[-1:] == (GRADIENT,)) is gradient]
         if group and all((e.kernel, e.config) == (group[0].kernel, group[0].config) for e in group):
             common[gradient] = group[0]
-    return Tuned(found, common)
+    return Tuned(found, common, reorders=bool(measured))
+
+
+def _sizes(key: Key) -> Key:
+    """A key without the mark of calls that need a gradient."""
+    return key[:-1] if key[-1:] == (GRADIENT,) else key
 
 
 def tuned_config(op: str, kernel: str, /, *args: Any, **kwargs: Any) -> Mapping[str, Any] | None:
-    """The configuration that `kpt tune` found best for a kernel and a call; for use inside the kernel.
+    """The configuration that a tuning table has for a kernel and a call; for use inside the kernel.
 
     `Kernel(..., configs="package.module:name")` names what is tried beside the kernel's default: a sequence of
     dictionaries or frozen dataclasses that JSON gives back as they are, or a function with the op's parameters that
@@ -111,7 +127,7 @@ def tuned_config(op: str, kernel: str, /, *args: Any, **kwargs: Any) -> Mapping[
         return None
     key = call_key(declared.size_key, args, kwargs)
     # Inside an autograd function nothing tells whether a gradient is needed: its forward runs with autograd off.
-    other = key[:-1] if key[-1:] == (GRADIENT,) else (*key, GRADIENT)
+    other = _sizes(key) if key[-1:] == (GRADIENT,) else (*key, GRADIENT)
     found = (tuned.entries.get(key), tuned.entries.get(other))
     return next((entry.config for entry in found if entry is not None and entry.kernel == kernel), None)
 
@@ -203,10 +219,16 @@ def _cache() -> Path | None:
 
 
 def _read_tables(device: str, folder: Path) -> list[TuningEntry]:
-    """The usable entries for a device: the user's, and from backends what the user has not measured."""
+    """The usable entries for a device: the user's, and from backends what the user has not measured.
+
+    A modelled entry gives way to a measured one, whosever they are.
+    """
     found: dict[tuple[str, str, Key], TuningEntry] = {}
     for path in (*_shipped(device), folder / table_name(device)):
-        found |= {entry.calls: entry for entry in _usable(path, device)}
+        for entry in _usable(path, device):
+            before = found.get(entry.calls)
+            if before is None or entry.method == MEASURED or before.method == MODELLED:
+                found[entry.calls] = entry
     return list(found.values())
 
 
@@ -257,7 +279,9 @@ def _outdated(entry: TuningEntry) -> str | None:
         measured, installed = (
             " ".join(filter(None, each)) or "this process" for each in ((entry.distribution, entry.version), package)
         )
-        return f"kernel {entry.kernel} of {entry.op} was measured as of {measured}, and comes from {installed} now"
+        return (
+            f"kernel {entry.kernel} of {entry.op} was {entry.method} as of {measured}, and comes from {installed} now"
+        )
     return None
 
 

@@ -106,7 +106,9 @@ def try_case(
         if not is_key(key):
             raise RegistrationError(f"op {op.name}: its size_key gave {key!r}; expected a tuple of ints and strings")
         left_out = list(found.refusals)
-        options = list(_options(op, found.accepted, arguments, left_out, table.gradients if training else ()))
+        in_force = found.tuned.entries.get(key) if found.tuned is not None else None
+        gradients = table.gradients if training else ()
+        options = list(_options(op, found.accepted, arguments, left_out, gradients, in_force))
         right = list(_right(op, table, arguments, options, left_out)) if options else []
         entry = None
         if any(option.kernel != REFERENCE for option in right):
@@ -145,6 +147,7 @@ def _options(
     arguments: Arguments,
     left_out: list[Refusal],
     gradients: tuple[str, ...],
+    in_force: TuningEntry | None,
 ) -> Iterator[_Option]:
     """What may run, the choice without tuning first; nothing if that is the reference."""
     taking = []
@@ -156,7 +159,10 @@ def _options(
             left_out.append(Refusal(candidate.backend, candidate.kernel.target, reason, of_call=True))
     for candidate in taking:
         target = candidate.kernel.target
-        for config in (None, *_configs(candidate, arguments, left_out)):
+        configs: list[Config] = [None, *_configs(candidate, arguments, left_out)]
+        if in_force is not None and in_force.kernel == target and in_force.config not in configs:
+            configs.append(in_force.config)
+        for config in configs:
             run = _call(op.name, target, candidate.call, config, arguments, gradients)
             yield _Option(candidate.backend, target, config, run)
     if taking:  # a composite reference may call kernels that together are faster

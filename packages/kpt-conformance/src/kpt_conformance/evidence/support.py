@@ -23,7 +23,10 @@ than they prove. `nox -s evidence` runs the suite on this machine, adds its reco
 
 A record names the hash of the files that its kernel is made of. Once one of them changes, the record is stale, and the kernel
 is merely *claimed* until it is proven again. "Needs" are the device type, capabilities of the device and dtypes of the first
-tensor. None of this says how fast a kernel is.
+tensor.
+
+The table says nothing of speed. What shipped tuning tables say of it is *modelled* where no such device was at hand, and
+each entry tells ([tuning.md](tuning.md)).
 """  # noqa: E501  it is read as Markdown
 
 

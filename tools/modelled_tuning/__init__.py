@@ -1,0 +1,1 @@
+"""The program that writes the tuning tables of devices that are not at hand, from a model (docs/tuning.md)."""
