@@ -26,6 +26,7 @@ COMPILERS = "constraints/aot.txt"
 DIST = Path("dist")
 WORKSPACE = Path(".nox/workspace/bin").absolute()
 OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
+NATIVE = "packages/kpt-backend-cpu/tests/native"
 
 
 def project_file(package: str) -> dict[str, Any]:
@@ -77,7 +78,8 @@ def run_tests(session: nox.Session, package: str, *options: str) -> None:
     env = {"HF_HUB_OFFLINE": "1"}
     if package == "kpt-conformance":
         env["OMP_NUM_THREADS"] = "1"  # its cases are so small that more threads only wait for each other
-    session.run("pytest", f"packages/{package}/tests", f"--ignore={OUT_OF_TREE}", *options, *session.posargs, env=env)
+    left_out = (f"--ignore={OUT_OF_TREE}", f"--ignore={NATIVE}")  # by `wheels` and `native`
+    session.run("pytest", f"packages/{package}/tests", *left_out, *options, *session.posargs, env=env)
 
 
 @nox.session
@@ -172,6 +174,22 @@ def interpreter(session: nox.Session) -> None:
     run_interpreted(session, *(() if session.posargs else ("-k", some)))
 
 
+@nox.session(venv_backend="none", requires=["workspace"])
+def native(session: nox.Session) -> None:
+    """Test the native CPU kernels in C++, under sanitizers too, on what hypothesis draws, and by the conformance suite.
+
+    The suite is whole for this machine's best instruction set; of the others it compares values alone.
+    """
+    session.run(WORKSPACE / "python", f"{NATIVE}/sanitize.py", *session.posargs, external=True)
+    session.run(WORKSPACE / "pytest", NATIVE, external=True)
+    names = "from kpt_backend_cpu.native import library; print(*library().there)"
+    found = subprocess.run([WORKSPACE / "python", "-c", names], stdout=subprocess.PIPE, text=True, check=True)
+    for place, name in enumerate(found.stdout.split()):
+        only = ("-k", "values") if place > 0 else ()
+        command = ("--kpt-backend=cpu", "-q", *only)
+        session.run(WORKSPACE / "pytest", *command, external=True, env={"KPT_CPU_ISA": name})
+
+
 @nox.session(venv_backend="none", requires=["workspace", "aot"], default=False)
 def evidence(session: nox.Session) -> None:
     """Record in evidence/ what suite, interpreter and compilers prove, and write docs/support.md from the records."""
@@ -189,8 +207,8 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["workspace"])
 def bench(session: nox.Session) -> None:
-    """Run `kpt bench moe`; what follows `--` is handed to it."""
-    session.run(WORKSPACE / "kpt", "bench", "moe", *session.posargs, external=True)
+    """Run `kpt bench cpu`; what follows `--` is handed to it."""
+    session.run(WORKSPACE / "kpt", "bench", "cpu", *session.posargs, external=True)
 
 
 @nox.session(reuse_venv=False)
@@ -206,8 +224,10 @@ def wheels(session: nox.Session) -> None:
     session.install("-c", PINS, *built, "pytest", "hypothesis", "hatchling")
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/check_wheels.py", DIST)
+    session.run("python", "tools/check_native.py")
     if OUT_OF_TREE.exists():
         session.run("pytest", OUT_OF_TREE, env={"KPT_WHEELS": str(DIST.absolute())})
+    root = Path.cwd()
     session.chdir(session.create_tmp())  # away from the source
     session.run("python", "-m", "kpt_core")
     session.run("kpt", "doctor")
@@ -217,6 +237,21 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "install", "--no-index", "--no-build-isolation", ".")
     # The cases are small: more threads would wait for each other, longest where CI runs other sessions beside this one.
     session.run("pytest", env={"OMP_NUM_THREADS": "1"})
+    without_compiler(session, root)
+
+
+def without_compiler(session: nox.Session, root: Path) -> None:
+    """Put a wheel of the native kernels that was built without a compiler in the place of the other, and try it."""
+    session.chdir(root)
+    pure = Path(session.create_tmp(), "pure").absolute()
+    shutil.rmtree(pure, ignore_errors=True)
+    # From the source distribution: the libraries beside the source stay.
+    (source,) = DIST.glob("kpt_backend_cpu-*.tar.gz")
+    env = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS, "KPT_CPU_BUILD": "0"}
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", pure, source, env=env)
+    session.install("--no-deps", "--force-reinstall", *map(str, pure.glob("*.whl")))
+    session.run("python", "tools/check_wheels.py", pure)
+    session.run("python", "tools/check_native.py", "KPT_CPU_BUILD=0")
 
 
 @nox.session(default=False)

@@ -1,4 +1,4 @@
-"""Check built wheels and what they installed: licence and type marker inside, every entry point loads.
+"""Check built wheels and what they installed: licence and type marker inside, a fitting tag, every entry point loads.
 
 Run where the wheels are installed: `python tools/check_wheels.py dist`.
 """
@@ -21,6 +21,14 @@ def missing_files(wheel: Path) -> list[str]:
     ]
 
 
+def wrong_tag(wheel: Path) -> list[str]:
+    """Return a sentence if a wheel with compiled files is for any platform, or one without them is not."""
+    compiled = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    if bool(compiled) == wheel.name.endswith("-py3-none-any.whl"):
+        return [f"{wheel.name}: the tag does not fit its {len(compiled)} compiled files"]
+    return []
+
+
 def broken_entry_points(name: str) -> list[str]:
     """Return the entry points of an installed distribution that don't load, a sentence for each."""
     broken = []
@@ -40,6 +48,7 @@ def main(dist: Path) -> int:
     faults = [] if wheels else [f"no wheels in {dist}"]
     for wheel in wheels:
         faults += missing_files(wheel)
+        faults += wrong_tag(wheel)
         faults += broken_entry_points(wheel.name.split("-")[0])
     for fault in faults:
         print(fault, file=sys.stderr)

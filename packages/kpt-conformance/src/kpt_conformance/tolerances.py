@@ -13,8 +13,8 @@ class Tolerance:
     Attributes:
         mean: factor on the reference's mean error.
         maximum: factor on the reference's largest error.
-        sampling: what may be added for `n` elements, in units of the reference's error plus what rounding explains by
-            itself (`rounding`), times `n ** -(1 / 3) * (1 + 1 / n)`.
+        sampling: what may be added for `n` elements that differ, in units of the reference's error plus what rounding
+            explains by itself (`rounding`), times `n ** -(1 / 3) * (1 + 1 / n)`.
         reason: why no less.
     """
 

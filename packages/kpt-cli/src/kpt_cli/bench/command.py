@@ -1,7 +1,6 @@
 """The command `kpt bench`."""
 
 import json
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
+    from .cpu.contest import Row
     from .moe import Line, Result, Shape
     from .training import Line as TrainingLine
     from .training import Result as TrainingResult
@@ -84,6 +84,57 @@ def moe_training(
     _report("moe-training", running, _training_table, _TRAINING_LEGEND, output, as_json)
 
 
+@app.command()
+def cpu(
+    quick: Annotated[bool, typer.Option(help="Small sizes and few rounds, some seconds.")] = False,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(help="decode, product, prefill, step, gating or sorting; may be repeated. All if not given."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long the timing of each row takes.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the figures as JSON, and a plot beside it (.svg).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """The CPU's kernels beside KPT's references, transformers and PyTorch, and beside what the machine can do at best.
+
+    Every result is compared with float64 before it is timed: nothing is reported if one is wrong.
+    """
+    import torch
+
+    from kpt_core import UnknownNameError
+
+    from .cpu import rows as benchmark
+    from .cpu.ceilings import last_cache, measure_ceilings
+    from .cpu.plot import as_svg, speed_figure
+    from .cpu.report import LEGEND, native_kernels, table_of
+    from .machine import machine
+
+    for name in group or ():
+        if name not in benchmark.GROUPS:
+            raise UnknownNameError("group", name, benchmark.GROUPS)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    ceilings = measure_ceilings(quick=quick)
+    natives = native_kernels()
+    if not as_json:
+        say(f"{natives}. {torch.get_num_threads()} threads.")
+        say(f"This machine at best: {ceilings.summary()}.\n")
+    plan = benchmark.QUICK if quick else benchmark.FULL
+    running = benchmark.rows(plan, ceilings, group or benchmark.GROUPS, min(seconds, 0.2) if quick else seconds, seed)
+    facts = {"native_kernels": natives, "ceilings": ceilings.as_dict(), "last_cache_bytes": last_cache()}
+
+    def plot(measured: "list[Row]") -> str:
+        where = machine()
+        title = f"{where['processor']}, {where['threads']} threads, torch {where['torch']}"
+        return as_svg(speed_figure(measured, title))
+
+    _report("cpu", running, table_of, LEGEND, output, as_json, facts, plot)
+
+
 def _dtypes(names: list[str] | None, threads: int | None) -> "tuple[torch.dtype, ...]":
     import torch
 
@@ -106,11 +157,26 @@ def _report(
     legend: str,
     output: Path | None,
     as_json: bool,
+    facts: dict[str, Any] | None = None,
+    plot: "Callable[[list[Any]], str] | None" = None,
 ) -> None:
-    """Show lines as they come, and write them."""
+    """Show lines as they come, and write them.
+
+    Args:
+        name: of the benchmark.
+        running: gives the lines.
+        make_table: of the lines so far.
+        legend: printed below the table.
+        output: where JSON is written; a plot stands beside it.
+        as_json: print JSON instead.
+        facts: what the report says beside the machine and the lines.
+        plot: gives the text of an SVG file.
+    """
     from rich.live import Live
 
     from kpt_core import write_whole
+
+    from .machine import machine
 
     lines: list[Any] = []
     if as_json:
@@ -121,11 +187,14 @@ def _report(
                 lines.append(line)
                 live.update(make_table(lines))
         say(legend)
-    report = {"benchmark": name, "machine": _machine(), "lines": [line.as_dict() for line in lines]}
+    dicts = [line.as_dict() for line in lines]
+    report = {"benchmark": name, "machine": machine(), **(facts or {}), "lines": dicts}
     if as_json:
         print_json(report)
     if output is not None:
         write_whole(output, json.dumps(report, indent=2) + "\n")
+        if plot is not None:
+            write_whole(output.with_suffix(".svg"), plot(lines))
 
 
 def _table(lines: "list[Line]") -> "Table":
@@ -179,25 +248,3 @@ def _sizes(shape: "Shape", dtype: str) -> tuple[str, ...]:
 
 def _times(other: "Result | TrainingResult") -> str:
     return f"{'~' if abs(other.gain - 1) < 2 * other.noise else ''}{other.gain:.2f}x"
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-    from transformers import __version__ as transformers_version
-
-    return {
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-    }
-
-
-def _processor() -> str:
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
-    except OSError:
-        return platform.processor()
-    return next((value.strip() for key, value in fields.items() if key.strip() == "model name"), platform.processor())

@@ -1,5 +1,6 @@
 """The MoE benchmark: experts served by KPT, by transformers, and a dense product of the same operations."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -174,17 +175,35 @@ def require_right_output(shape: Shape, module: Any, x: Tensor, routings: list[tu
         )
 
 
-def _exact(shape: Shape, module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The experts' output in float64."""
-    up = module.gate_up_proj if shape.gated else module.up_proj
+def exact_experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Callable[[int], Tensor],
+    down: Callable[[int], Tensor],
+    *,
+    gated: bool,
+) -> Tensor:
+    """The experts' output in float64, given what an expert's matrices `[outputs, inputs]` are in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for expert in index.unique().tolist():
         token, choice = torch.where(index == expert)
-        h = F.linear(x[token].double(), up[expert].double())
-        a = F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if shape.gated else F.gelu(h)
-        y = F.linear(a, module.down_proj[expert].double())
-        out.index_add_(0, token, y * weights[token, choice, None].double())
+        a = activate(F.linear(x[token].double(), up(expert)), gated=gated)
+        out.index_add_(0, token, F.linear(a, down(expert)) * weights[token, choice, None].double())
     return out
+
+
+def activate(h: Tensor, *, gated: bool) -> Tensor:
+    """SwiGLU of two halves, or GELU."""
+    return F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if gated else F.gelu(h)
+
+
+def _exact(shape: Shape, module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The output of transformers' experts in float64."""
+    up = module.gate_up_proj if shape.gated else module.up_proj
+    return exact_experts(
+        x, index, weights, lambda e: up[e].double(), lambda e: module.down_proj[e].double(), gated=shape.gated
+    )
 
 
 def _measure(shape: Shape, module: Any, generator: torch.Generator, seconds: float) -> Line:
@@ -204,7 +223,7 @@ def _measure(shape: Shape, module: Any, generator: torch.Generator, seconds: flo
 
     require_right_output(shape, module, x, routings)
     names = ("kpt", *PEERS, "dense")
-    contest = [*(experts(name) for name in names[:-1]), _dense(shape, x, generator)]
+    contest = [*(experts(name) for name in names[:-1]), _dense(shape, x, module)]
     with torch.inference_mode():
         times = interleaved_times(contest, x.device, seconds)
     results = []
@@ -215,26 +234,34 @@ def _measure(shape: Shape, module: Any, generator: torch.Generator, seconds: flo
     return Line(shape, str(dtype).removeprefix("torch."), tuple(results))
 
 
-def _dense(shape: Shape, x: Tensor, generator: torch.Generator) -> Callable[[], object]:
-    """A dense feed-forward of as many operations: one wide expert for few tokens, one expert for many rows."""
-    rows, width = shape.tokens * shape.top_k, shape.intermediate_size
-    copies = 1
-    if shape.tokens < shape.num_experts:
-        rows, width = shape.tokens, shape.intermediate_size * shape.top_k
-        copies = max(1, shape.num_experts // shape.top_k)
-    gate = 2 if shape.gated else 1
+def dense_layers(shape: Shape, module: Any) -> list[tuple[Tensor, Tensor]]:
+    """The experts' numbers as dense feed-forwards of as many operations, input and output matrix of each.
 
-    def weight(*size: int) -> Tensor:
-        return torch.empty(*size, dtype=x.dtype).uniform_(-0.05, 0.05, generator=generator)
+    A wide one of `top_k` experts for few tokens, an expert itself for many rows.
+    """
+    up = module.gate_up_proj if shape.gated else module.up_proj
+    if shape.tokens >= shape.num_experts:
+        return [(up[0], module.down_proj[0])]
+    count = max(1, shape.num_experts // shape.top_k)
+    experts = count * shape.top_k
+    # The numbers of the down projection lie in another order than in the experts: it is one dense matrix of them.
+    ups = up[:experts].view(count, -1, shape.hidden_size)
+    downs = module.down_proj[:experts].reshape(count, shape.hidden_size, -1)
+    return list(zip(ups, downs, strict=True))
 
-    layers = [(weight(gate * width, shape.hidden_size), weight(shape.hidden_size, width)) for _ in range(copies)]
-    inputs = x.repeat(rows // shape.tokens, 1)
-    turns = iter(range(10**9))
 
-    def call() -> object:
-        up, down = layers[next(turns) % copies]
-        h = F.linear(inputs, up)
-        a = F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if shape.gated else F.gelu(h)
-        return F.linear(a, down)
+def dense_inputs(shape: Shape, x: Tensor) -> Tensor:
+    """What a dense feed-forward is called on."""
+    return x if shape.tokens < shape.num_experts else x.repeat(shape.top_k, 1)
 
-    return call
+
+def dense_forward(x: Tensor, up: Tensor, down: Tensor, *, gated: bool) -> Tensor:
+    """A dense feed-forward."""
+    return F.linear(activate(F.linear(x, up), gated=gated), down)
+
+
+def _dense(shape: Shape, x: Tensor, module: Any) -> Callable[[], object]:
+    """A dense feed-forward of as many operations."""
+    layers, inputs = dense_layers(shape, module), dense_inputs(shape, x)
+    turns = itertools.cycle(layers)
+    return lambda: dense_forward(inputs, *next(turns), gated=shape.gated)

@@ -4,7 +4,7 @@ import difflib
 import os
 
 #: What KPT reads.
-KNOWN = ("KPT_DEBUG", "KPT_DISABLE", "KPT_STRICT", "KPT_TUNING", "KPT_USE")
+KNOWN = ("KPT_CPU_BUILD", "KPT_CPU_ISA", "KPT_DEBUG", "KPT_DISABLE", "KPT_STRICT", "KPT_TUNING", "KPT_USE")
 
 
 def variables() -> dict[str, str]:

@@ -1,0 +1,92 @@
+// Products of few rows of x with large weights: the time is that of reading the weights, so each is read once.
+#pragma once
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace kpt {
+
+// Rows and columns that share one scale.
+constexpr int64_t scale_block = 128;
+
+// How rows of x lie ready: as bfloat16 where that is exact and the weights multiply by VDPBF16PS, else as float32; with
+// zeros up to a multiple of 64. `octets`: eights of each 64 numbers in the order that 8-bit weights are decoded to.
+struct Staging {
+    static constexpr int64_t group = 64;
+    bool bf16, octets;
+    int64_t inner;
+    int64_t padded() const { return (inner + group - 1) / group * group; }
+    int64_t bytes() const { return padded() * (bf16 ? 2 : 4); }
+};
+
+Staging staging_for(int32_t x_dtype, const kpt_matrices& weight, int64_t inner);
+
+// Stage `count` numbers from index `begin` of a row on, a multiple of 64, with the zeros up to the next multiple.
+void stage(const Staging& staging, const float* values, int64_t begin, int64_t count, void* row);
+
+// Widen `count` numbers of any dtype.
+void widen_all(const void* values, int32_t dtype, int64_t count, float* out);
+
+// Round `count` numbers to any float dtype.
+void narrow_all(const float* values, int64_t count, int32_t dtype, void* out);
+
+// `out[m][n - begin] = sum_k x[m][k] * weight[expert][k][n] * its scale` for the columns begin..end. Scales of K are
+// multiplied into x when it is staged. So is x_scale, of each row and 128 of K, where it is not staged as bfloat16.
+struct Product {
+    const kpt_matrices& weight;
+    int64_t expert, begin, end, columns;
+    Staging staging;
+    const void* const* x;
+    int64_t rows;
+    const float* x_scale;
+    int64_t x_scale_stride;
+    float* out;
+    int64_t out_stride;
+};
+
+void multiply(const Product& product);
+
+// Threads for reading so many bytes of weights: to start another one takes as long as reading 64 KiB.
+KPT_INLINE int threads_to_read(int64_t bytes, int threads) { return bytes < (1 << 17) ? 1 : threads; }
+
+// An expert with rows: which in sorted order, of `first` on.
+struct Active {
+    int64_t expert, first, rows;
+};
+
+// Call `body(active, begin, end)` for this thread's part of all columns of all experts with rows, cut at multiples of
+// `step`. All threads get as many bytes of weights, unless there are so many rows that the arithmetic takes longer.
+template <class Body>
+KPT_INLINE void for_share(
+    const Member& member, const Active* active, int64_t count, int64_t columns, int64_t step, Body&& body) {
+    const int64_t steps = (columns + step - 1) / step;
+    const auto cost = [&](int64_t i) { return active[i].rows < 8 ? int64_t{8} : active[i].rows; };
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; i++) total += steps * cost(i);
+    int64_t low = total * member.rank / member.size, high = total * (member.rank + 1) / member.size;
+    for (int64_t i = 0; i < count; i++) {
+        const auto at = [&](int64_t position) {
+            const int64_t column = position <= 0 ? 0 : (position + cost(i) - 1) / cost(i) * step;
+            return column < columns ? column : columns;
+        };
+        if (at(low) < at(high)) body(active[i], at(low), at(high));
+        low -= steps * cost(i);
+        high -= steps * cost(i);
+    }
+}
+
+// Columns that one `multiply` is to be asked for: their results should stay in the nearest caches.
+constexpr int64_t most_results = 8192, most_columns = 512;
+
+KPT_INLINE int64_t columns_at_once(int64_t rows) {
+    const int64_t columns = most_results / (rows > 0 ? rows : 1) / Staging::group * Staging::group;
+    return columns < Staging::group ? Staging::group : columns > most_columns ? most_columns : columns;
+}
+
+// Enough for the results of any number of rows up to this.
+KPT_INLINE int64_t results_at_once(int64_t most_rows) {
+    const int64_t narrow = most_rows * Staging::group;
+    return narrow > most_results ? narrow : most_results;
+}
+
+}  // namespace kpt

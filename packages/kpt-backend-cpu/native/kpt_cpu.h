@@ -1,0 +1,162 @@
+/* The C interface of KPT's native CPU kernels: what Python calls through ctypes. Needs no PyTorch.
+ *
+ * The same sources are compiled once for each instruction set, into a library of its own: inline functions of one must not
+ * be merged with those of another. Every kernel takes one struct of arguments and returns 0, or KPT_NO_MEMORY. The caller has checked all sizes and
+ * dtypes; kernels read and write nothing outside of what the struct describes, at any alignment. Strides count elements.
+ */
+#ifndef KPT_CPU_H
+#define KPT_CPU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever a struct or function below changes: the library of another version is not used. */
+#define KPT_CPU_INTERFACE 1
+
+enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
+
+enum kpt_dtype { KPT_FLOAT32 = 0, KPT_BFLOAT16 = 1, KPT_FLOAT16 = 2, KPT_FLOAT8_E4M3FN = 3, KPT_FLOAT8_E5M2 = 4 };
+
+/* What the scales of 8-bit weights [experts, K, N] are of: nothing, a column of N, a row of K, blocks of 128 by 128. */
+enum kpt_scales { KPT_SCALES_NONE = 0, KPT_SCALES_N = 1, KPT_SCALES_K = 2, KPT_SCALES_BLOCK = 3 };
+
+enum kpt_activation {
+    KPT_SWIGLU = 0, KPT_GEGLU = 1, KPT_GEGLU_TANH = 2, KPT_REGLU = 3, /* gated: gate and up */
+    KPT_SILU = 4, KPT_GELU = 5, KPT_GELU_TANH = 6, KPT_RELU = 7, KPT_RELU2 = 8 /* plain */
+};
+
+/* How logits become scores: softmax over all experts, over the chosen ones, or a sigmoid of each. */
+enum kpt_score { KPT_SOFTMAX = 0, KPT_SOFTMAX_AFTER = 1, KPT_SIGMOID = 2 };
+
+/* Rows of numbers [rows, columns]; a row is contiguous. */
+struct kpt_rows {
+    void* data;
+    int64_t stride;
+    int32_t dtype;
+};
+
+/* The matrices of the experts, [experts, K, N]; K or N is contiguous (stride 1). */
+struct kpt_matrices {
+    const void* data;
+    int64_t stride_e, stride_k, stride_n;
+    int32_t dtype;
+    int32_t scales_of;
+    const float* scale;
+    int64_t stride_se, stride_sk, stride_sn;
+};
+
+struct kpt_activation_settings {
+    int32_t kind;        /* enum kpt_activation */
+    int32_t interleaved; /* gate and up alternate instead of being halves */
+    int32_t limited;     /* whether `limit` holds */
+    float alpha, beta, limit;
+};
+
+/* `out[r] = (x[r] * x_scale[r]) @ (weight[e] * scale[e])`; rows at and past the last offset become zero.
+ * x_scale is [rows, 1] or [rows, ceil(K / 128)] (x_scale_columns), only for an x of 8 bits. */
+struct kpt_grouped_mm {
+    struct kpt_rows x, out;
+    struct kpt_matrices weight;
+    const float* x_scale;
+    int64_t x_scale_columns;
+    const int32_t* offsets; /* [experts], the end row of each */
+    int64_t rows, inner, columns, experts;
+    int32_t threads;
+};
+
+/* `out[e] = x[rows of e]^T @ grad[rows of e]`, [experts, K, N] contiguous; zero for an expert without rows. */
+struct kpt_grouped_mm_wgrad {
+    struct kpt_rows x, grad;
+    void* out; /* of x's dtype */
+    const int32_t* offsets;
+    int64_t rows, inner, columns, experts;
+    int32_t threads;
+};
+
+/* moe.experts. `up` is [experts, hidden, width] and `down` [experts, intermediate, hidden] however they are stored.
+ * Scales are of N or of blocks. Ids that are negative or at and above `experts` contribute nothing. kpt_experts_decode sorts
+ * by itself and reads no order, offsets and h; the others need the first two (see kpt_sort). */
+struct kpt_experts {
+    struct kpt_rows x, out;
+    const void* index; /* [tokens, top_k] contiguous, int64 or int32 */
+    int32_t index_is_int64;
+    struct kpt_rows weights; /* [tokens, top_k] contiguous, float32, bfloat16 or float16 */
+    struct kpt_matrices up, down;
+    struct kpt_rows up_bias, down_bias; /* [experts, width], [experts, hidden]; data NULL for none */
+    struct kpt_activation_settings act;
+    const int32_t* order;   /* [pairs] */
+    const int32_t* offsets; /* [experts] */
+    struct kpt_rows h;      /* the pre-activation without bias, [pairs, width], data NULL unless it is to be kept */
+    int64_t tokens, top_k, experts, hidden, width, intermediate;
+    int32_t threads;
+};
+
+/* The gradients of moe.experts. `forward` is as given to the forward, with order, offsets and h; its `out` is unused.
+ * What is not wanted has data NULL. */
+struct kpt_experts_backward {
+    struct kpt_experts forward;
+    struct kpt_rows grad;                     /* [tokens, hidden], of x's dtype */
+    struct kpt_rows grad_x;                   /* [tokens, hidden] */
+    struct kpt_rows grad_weights;             /* [tokens, top_k] contiguous, of the dtype of the weights */
+    struct kpt_matrices grad_up, grad_down;   /* written, in the order of their strides; of x's dtype */
+    struct kpt_rows grad_up_bias, grad_down_bias;
+};
+
+/* Sort the pairs by expert, stable: order[j] is the pair of sorted row j, offsets[e] the end row of expert e. Pairs of no
+ * expert here come last, in their order. */
+struct kpt_sort {
+    const void* index; /* [pairs] contiguous */
+    int32_t index_is_int64;
+    int32_t* order;   /* [pairs] */
+    int32_t* offsets; /* [experts] */
+    int64_t pairs, experts;
+};
+
+struct kpt_top_k_gating {
+    struct kpt_rows logits;
+    const float* correction_bias; /* [experts] or NULL */
+    float* weights;               /* [tokens, top_k] */
+    int64_t* index;               /* [tokens, top_k] */
+    int64_t tokens, experts, top_k, num_groups, top_groups;
+    int32_t score;
+    int32_t renormalize;
+    float scale;
+    int32_t threads;
+};
+
+/* The gradient of the logits, [tokens, experts] of the logits' dtype, given that of the weights. */
+struct kpt_top_k_gating_backward {
+    struct kpt_top_k_gating forward; /* weights and index as it gave them */
+    const float* grad;               /* [tokens, top_k] */
+    struct kpt_rows grad_logits;
+};
+
+#define KPT_EXPORT __attribute__((visibility("default")))
+
+KPT_EXPORT int kpt_grouped_mm(const struct kpt_grouped_mm*);
+KPT_EXPORT int kpt_grouped_mm_wgrad(const struct kpt_grouped_mm_wgrad*);
+KPT_EXPORT int kpt_experts_decode(const struct kpt_experts*);
+KPT_EXPORT int kpt_experts_forward(const struct kpt_experts*);
+KPT_EXPORT int kpt_experts_backward(const struct kpt_experts_backward*);
+KPT_EXPORT int kpt_sort(const struct kpt_sort*);
+KPT_EXPORT int kpt_top_k_gating(const struct kpt_top_k_gating*);
+KPT_EXPORT int kpt_top_k_gating_backward(const struct kpt_top_k_gating_backward*);
+
+/* KPT_CPU_INTERFACE as it was when the library was compiled. */
+KPT_EXPORT int32_t kpt_cpu_interface(void);
+
+/* The instruction sets that this machine has, of "avx512_bf16 avx512 avx2 baseline", best first, separated by blanks.
+ * There is a library for each; that of `baseline` runs everywhere, so ask it. */
+KPT_EXPORT const char* kpt_cpu_instruction_sets(void);
+
+/* Run parallel regions in an OpenMP runtime that is loaded already (PyTorch's), given the addresses of GOMP_parallel,
+ * omp_get_thread_num and omp_get_num_threads; all NULL for threads of the library's own. */
+KPT_EXPORT void kpt_cpu_use_openmp(void* parallel, void* thread_num, void* num_threads);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,208 @@
+#include "product.h"
+
+#include "packing.h"
+
+namespace kpt {
+
+namespace {
+
+// Rows whose sums are kept in registers: with two vectors of columns each, and what is multiplied, they fill them.
+#if defined(__AVX512F__)
+constexpr int kTall = 14;
+#elif defined(__AVX2__)
+constexpr int kTall = 6;
+#else
+constexpr int kTall = 4;
+#endif
+
+// `c = left right (scales) [+ c]` for M rows and a panel of columns.
+template <class Kind, int M>
+void multiply_panel(
+    const slot* left, const slot* right, int64_t depth, float* c, int64_t stride, const float* scales, bool add) {
+    vf sums[M][2] = {};
+    for (int64_t s = 0; s < depth; s++) {
+        const vf first = load(reinterpret_cast<const float*>(right + s * kPanel));
+        const vf second = load(reinterpret_cast<const float*>(right + s * kPanel + W));
+#pragma GCC unroll 16
+        for (int i = 0; i < M; i++) {
+            const vf own = (vf)splat_int(static_cast<int32_t>(left[i * kPitch + s]));
+            sums[i][0] = Kind::multiply_add(own, first, sums[i][0]);
+            sums[i][1] = Kind::multiply_add(own, second, sums[i][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            float* p = c + i * stride + half * W;
+            vf value = sums[i][half];
+            if (scales != nullptr) value *= load(scales + half * W);
+            store(p, add ? load(p) + value : value);
+        }
+    }
+}
+
+template <class Kind, int M>
+void multiply_rows(
+    int rows, const slot* left, const slot* right, int64_t depth, float* c, int64_t stride, const float* scales, bool add) {
+    if constexpr (M > 0) {
+        if (rows == M) multiply_panel<Kind, M>(left, right, depth, c, stride, scales, add);
+        else multiply_rows<Kind, M - 1>(rows, left, right, depth, c, stride, scales, add);
+    }
+}
+
+// `c = left right (scales) [+ c]` for packed blocks; scales of the columns, or null.
+template <class Kind>
+void multiply_packed(
+    const slot* left, int64_t rows, const slot* right, int64_t panel_depth, int64_t columns, int64_t depth, float* c,
+    int64_t stride, const float* scales, bool add) {
+    const int64_t groups = (rows + kTall - 1) / kTall;
+    for (int64_t g = 0; g < groups; g++) {
+        // Of nearly the same height: a last group of a row or two would wait for loads.
+        const int64_t row = rows * g / groups, next = rows * (g + 1) / groups;
+        for (int64_t column = 0; column < columns; column += kPanel) {
+            multiply_rows<Kind, kTall>(
+                static_cast<int>(next - row), left + row * kPitch, right + column * panel_depth, depth,
+                c + row * stride + column, stride, scales != nullptr ? scales + column : nullptr, add);
+        }
+    }
+}
+
+// Scales of 8-bit weights that are applied to sums: those of a column, for all of the inner size or for 128 of it.
+struct ColumnScales {
+    const kpt_matrices* matrices = nullptr;
+    int64_t expert = 0;
+    // Where the factor's columns are the matrices' N; else its K.
+    bool columns_are_n = true;
+
+    float at(int64_t column, int64_t k) const {
+        const kpt_matrices& m = *matrices;
+        const float* own = m.scale + expert * m.stride_se;
+        if (m.scales_of == KPT_SCALES_N) return own[column * m.stride_sn];
+        const int64_t along_k = columns_are_n ? k : column, along_n = columns_are_n ? column : k;
+        return own[(along_k >> 7) * m.stride_sk + (along_n >> 7) * m.stride_sn];
+    }
+};
+
+// `numbers` of the inner size from `k` on are packed at a time.
+struct Part {
+    int64_t k, numbers, depth;
+};
+
+template <class Kind>
+Part part_of(int64_t inner, int64_t k) {
+    const int64_t most = kDepth * Kind::per_slot, numbers = inner - k < most ? inner - k : most;
+    return {k, numbers, (numbers + Kind::per_slot - 1) / Kind::per_slot};
+}
+
+// Add the product of packed blocks to the sums, column scales applied.
+template <class Kind>
+void add_product(
+    const Block& block, int64_t rows, const slot* right, const Part& part, const Columns& columns,
+    const ColumnScales& scales) {
+    const int64_t width = columns.width();
+    if (scales.matrices == nullptr) {
+        multiply_packed<Kind>(
+            block.left, rows, right, part.depth, width, part.depth, block.sums, width, nullptr, part.k > 0);
+        return;
+    }
+    const int64_t step = scales.matrices->scales_of == KPT_SCALES_BLOCK ? 128 / Kind::per_slot : kDepth;
+    for (int64_t s = 0; s < part.depth; s += step) {
+        float own[kColumns];
+        for (int64_t c = 0; c < width; c++) {
+            const int64_t place = c % columns.padded();
+            const int64_t column = (c < columns.padded() ? columns.first : columns.second) + place;
+            own[c] = place < columns.count ? scales.at(column, part.k + s * Kind::per_slot) : 0.0f;
+        }
+        const int64_t depth = part.depth - s < step ? part.depth - s : step;
+        multiply_packed<Kind>(
+            block.left + s, rows, right + s * kPanel, part.depth, width, depth, block.sums, width, own, part.k + s > 0);
+    }
+}
+
+// With `scales` the right factor has none of its own.
+template <class Kind>
+void multiply(
+    const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
+    int64_t inner, const ColumnScales& scales, const Finish& finish) {
+    const int64_t width = columns.width();
+    slot* to = block.right;
+    for (int64_t k = 0; k < inner; k += kDepth * Kind::per_slot) {
+        const Part part = part_of<Kind>(inner, k);
+        pack_panels<Kind>(right, columns.first, columns.count, k, part.numbers, to);
+        if (columns.second >= 0) {
+            pack_panels<Kind>(right, columns.second, columns.count, k, part.numbers, to + columns.padded() * part.depth);
+        }
+        to += width * part.depth;
+    }
+    const int64_t blocks = (rows + kRows - 1) / kRows;
+    for (int64_t i = 0; i < blocks; i++) {
+        const int64_t first = row + rows * i / blocks, own = row + rows * (i + 1) / blocks - first;
+        if (inner == 0) memset(block.sums, 0, own * width * sizeof(float));
+        const slot* from = block.right;
+        for (int64_t k = 0; k < inner; k += kDepth * Kind::per_slot) {
+            const Part part = part_of<Kind>(inner, k);
+            pack_lines<Kind>(left, first, own, k, part.numbers, block.left);
+            add_product<Kind>(block, own, from, part, columns, scales);
+            from += width * part.depth;
+        }
+        finish(first, own, block.sums);
+    }
+}
+
+// One expert's matrix as a right factor, with its scales; its columns are N and the inner size K, or the other way round.
+KPT_INLINE Factor factor_of_matrix(const kpt_matrices& m, int64_t expert, bool columns_are_n, bool scaled) {
+    const int64_t along_inner = columns_are_n ? m.stride_k : m.stride_n;
+    const int64_t along_columns = columns_are_n ? m.stride_n : m.stride_k;
+    const bool along = along_inner == 1;
+    const char* data = static_cast<const char*>(m.data) + expert * m.stride_e * size_of(m.dtype);
+    Factor factor{data, along ? along_columns : along_inner, nullptr, m.dtype, along, {}};
+    if (scaled && m.scales_of != KPT_SCALES_NONE) {
+        const int64_t of_n = m.scales_of == KPT_SCALES_K ? 0 : m.stride_sn;
+        const int64_t of_k = m.scales_of == KPT_SCALES_N ? 0 : m.stride_sk;
+        const int shift = m.scales_of == KPT_SCALES_BLOCK ? 7 : 0;
+        const bool line_is_n = along == columns_are_n;
+        factor.scale = {m.scale + expert * m.stride_se, line_is_n ? of_n : of_k, line_is_n ? of_k : of_n, shift, shift};
+    }
+    return factor;
+}
+
+// Whether rows and matrices are multiplied as pairs of bfloat16, exactly but for the sums.
+KPT_INLINE bool multiplies_pairs(int dtype, const kpt_matrices& m, bool columns_are_n) {
+    const bool fits = m.dtype == KPT_BFLOAT16 || m.dtype == KPT_FLOAT8_E4M3FN || m.dtype == KPT_FLOAT8_E5M2;
+    const bool of_columns = m.scales_of == KPT_SCALES_N && columns_are_n;
+    const bool applicable = m.scales_of == KPT_SCALES_NONE || m.scales_of == KPT_SCALES_BLOCK || of_columns;
+    return KPT_HAS_BF16_DOT && dtype == KPT_BFLOAT16 && fits && applicable;
+}
+
+}  // namespace
+
+void multiply_matrix(
+    const Block& block, const Factor& left, int64_t row, int64_t rows, const kpt_matrices& m, int64_t expert,
+    bool columns_are_n, const Columns& columns, int64_t inner, const Finish& finish) {
+#if KPT_HAS_BF16_DOT
+    if (multiplies_pairs(left.dtype, m, columns_are_n)) {
+        const Factor right = factor_of_matrix(m, expert, columns_are_n, false);
+        ColumnScales scales;
+        if (m.scales_of != KPT_SCALES_NONE) scales = {&m, expert, columns_are_n};
+        multiply<Pairs>(block, left, row, rows, right, columns, inner, scales, finish);
+        return;
+    }
+#endif
+    const Factor right = factor_of_matrix(m, expert, columns_are_n, true);
+    multiply<Singles>(block, left, row, rows, right, columns, inner, {}, finish);
+}
+
+void multiply_plain(
+    const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
+    int64_t inner, const Finish& finish) {
+#if KPT_HAS_BF16_DOT
+    if (left.dtype == KPT_BFLOAT16 && right.dtype == KPT_BFLOAT16) {
+        multiply<Pairs>(block, left, row, rows, right, columns, inner, {}, finish);
+        return;
+    }
+#endif
+    multiply<Singles>(block, left, row, rows, right, columns, inner, {}, finish);
+}
+
+}  // namespace kpt

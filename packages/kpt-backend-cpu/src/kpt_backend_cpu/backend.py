@@ -1,0 +1,63 @@
+"""The backend: what the core asks of it."""
+
+import importlib
+import platform
+
+import torch
+
+from kpt_core import Capability, InputError, Kernel
+
+from .native import INSTRUCTION_SETS, LibraryError, library
+
+
+class CPUBackend:
+    """KPT's backend for CPUs, satisfying `kpt_core.Backend`.
+
+    Making one costs nothing: the native library is loaded when something is asked.
+    """
+
+    name = "cpu"
+    device_type = "cpu"
+
+    def __repr__(self) -> str:
+        return "CPUBackend()"
+
+    def unavailable(self) -> str | None:
+        """None if kernels can run here, else why not and what to do, in a sentence.
+
+        Raises:
+            InputError: `KPT_CPU_ISA` names no instruction set that can be used here.
+        """
+        try:
+            library()
+        except LibraryError as error:
+            return str(error)
+        return None
+
+    def capabilities(self, device: torch.device) -> frozenset[Capability]:
+        """What the kernels use of the CPU; `KPT_CPU_ISA` hides what is above the instruction set that it names.
+
+        Instruction sets: `baseline`, `avx2`, `avx512`, `avx512_bf16`, `amx_bf16`, and `neon` on ARM. `bf16` and `fp16`
+        are read and written by all of them. Nothing if there is no library.
+
+        Raises:
+            InputError: the device is of another type, or `KPT_CPU_ISA` names no instruction set that can be used here.
+        """
+        if device.type != "cpu":
+            raise InputError(f"the CPU backend describes cpu devices; got {device}")
+        try:
+            used, there, _ = library()
+        except LibraryError:
+            return frozenset()
+        known = {"bf16", "fp16", *INSTRUCTION_SETS[INSTRUCTION_SETS.index(used) :]}.intersection(
+            {"bf16", "fp16", *there}
+        )
+        if platform.machine().lower() in ("arm64", "aarch64"):
+            known.add("neon")
+        if used == there[0] and torch.cpu._is_amx_tile_supported():
+            known.add("amx_bf16")
+        return frozenset(known)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Every kernel, also where none can run; no library is loaded."""
+        return tuple(importlib.import_module("kpt_backend_cpu.moe").KERNELS)

@@ -1,0 +1,68 @@
+"""`moe.experts` of a few tokens natively: the weights are read once, in one parallel region, and nothing is sorted."""
+
+import torch
+from torch import Tensor
+
+from .experts import scale_of_stored
+from .experts import unsupported as unsupported_by_all
+
+#: From more tokens on the products of `experts` are faster.
+MAX_TOKENS = 64
+#: So many rows that share an expert, on average, are better multiplied as a matrix.
+MAX_ROWS_OF_EXPERT = 8
+
+
+def unsupported(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> str | None:
+    """Why a call is not for this kernel, or None."""
+    tokens, top_k = top_k_index.shape
+    if tokens > MAX_TOKENS:
+        return f"{tokens} tokens; this kernel is for {MAX_TOKENS} at most"
+    if tokens * top_k > MAX_ROWS_OF_EXPERT * gate_up_proj.shape[0]:
+        return f"{tokens * top_k} rows for {gate_up_proj.shape[0]} experts; needs {MAX_ROWS_OF_EXPERT} each at most"
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func is active, and this kernel has no gradients to transform"
+    return unsupported_by_all(x, top_k_index, top_k_weights, gate_up_proj, down_proj)
+
+
+def experts_decode(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Tensor:
+    """`moe.experts`, summed in float32, without gradients."""
+    up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
+    scales = scale_of_stored(gate_up_scale, transposed), scale_of_stored(down_scale, transposed)
+    tensors = (x, top_k_index, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, *scales)
+    return torch.ops.kpt_backend_cpu.experts.default(  # type: ignore[no-any-return]
+        *tensors, activation, interleaved, alpha, beta, limit, True
+    )

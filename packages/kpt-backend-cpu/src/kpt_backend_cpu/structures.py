@@ -1,0 +1,190 @@
+"""The C interface of the native kernels as ctypes has it; `native/kpt_cpu.h` says what each part means.
+
+Order and types are those of that file, to which a test holds them. Pointers are passed as addresses: whoever fills a
+structure keeps the tensors alive until the call returns.
+"""
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+#: KPT_CPU_INTERFACE: libraries of another one are not used.
+INTERFACE = 1
+
+#: What `scales_of` may be.
+SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
+
+#: Values of `kind`.
+ACTIVATIONS = {
+    name: kind
+    for kind, name in enumerate(
+        ("swiglu", "geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2")
+    )
+}
+#: Those that take gate and up.
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
+
+#: Values of `score`.
+SCORES = {"softmax": 0, "softmax_after": 1, "sigmoid": 2}
+
+
+class Rows(Structure):
+    """`struct kpt_rows`; all zero for none."""
+
+    _fields_ = (("data", c_void_p), ("stride", c_int64), ("dtype", c_int32))
+
+
+class Matrices(Structure):
+    """`struct kpt_matrices`; all zero for none."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("stride_e", c_int64),
+        ("stride_k", c_int64),
+        ("stride_n", c_int64),
+        ("dtype", c_int32),
+        ("scales_of", c_int32),
+        ("scale", c_void_p),
+        ("stride_se", c_int64),
+        ("stride_sk", c_int64),
+        ("stride_sn", c_int64),
+    )
+
+
+class ActivationSettings(Structure):
+    """`struct kpt_activation_settings`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("interleaved", c_int32),
+        ("limited", c_int32),
+        ("alpha", c_float),
+        ("beta", c_float),
+        ("limit", c_float),
+    )
+
+
+class GroupedMM(Structure):
+    """`struct kpt_grouped_mm`."""
+
+    _fields_ = (
+        ("x", Rows),
+        ("out", Rows),
+        ("weight", Matrices),
+        ("x_scale", c_void_p),
+        ("x_scale_columns", c_int64),
+        ("offsets", c_void_p),
+        ("rows", c_int64),
+        ("inner", c_int64),
+        ("columns", c_int64),
+        ("experts", c_int64),
+        ("threads", c_int32),
+    )
+
+
+class GroupedMMWgrad(Structure):
+    """`struct kpt_grouped_mm_wgrad`."""
+
+    _fields_ = (
+        ("x", Rows),
+        ("grad", Rows),
+        ("out", c_void_p),
+        ("offsets", c_void_p),
+        ("rows", c_int64),
+        ("inner", c_int64),
+        ("columns", c_int64),
+        ("experts", c_int64),
+        ("threads", c_int32),
+    )
+
+
+class Experts(Structure):
+    """`struct kpt_experts`."""
+
+    _fields_ = (
+        ("x", Rows),
+        ("out", Rows),
+        ("index", c_void_p),
+        ("index_is_int64", c_int32),
+        ("weights", Rows),
+        ("up", Matrices),
+        ("down", Matrices),
+        ("up_bias", Rows),
+        ("down_bias", Rows),
+        ("act", ActivationSettings),
+        ("order", c_void_p),
+        ("offsets", c_void_p),
+        ("h", Rows),
+        ("tokens", c_int64),
+        ("top_k", c_int64),
+        ("experts", c_int64),
+        ("hidden", c_int64),
+        ("width", c_int64),
+        ("intermediate", c_int64),
+        ("threads", c_int32),
+    )
+
+
+class ExpertsBackward(Structure):
+    """`struct kpt_experts_backward`."""
+
+    _fields_ = (
+        ("forward", Experts),
+        ("grad", Rows),
+        ("grad_x", Rows),
+        ("grad_weights", Rows),
+        ("grad_up", Matrices),
+        ("grad_down", Matrices),
+        ("grad_up_bias", Rows),
+        ("grad_down_bias", Rows),
+    )
+
+
+class Sort(Structure):
+    """`struct kpt_sort`."""
+
+    _fields_ = (
+        ("index", c_void_p),
+        ("index_is_int64", c_int32),
+        ("order", c_void_p),
+        ("offsets", c_void_p),
+        ("pairs", c_int64),
+        ("experts", c_int64),
+    )
+
+
+class TopKGating(Structure):
+    """`struct kpt_top_k_gating`."""
+
+    _fields_ = (
+        ("logits", Rows),
+        ("correction_bias", c_void_p),
+        ("weights", c_void_p),
+        ("index", c_void_p),
+        ("tokens", c_int64),
+        ("experts", c_int64),
+        ("top_k", c_int64),
+        ("num_groups", c_int64),
+        ("top_groups", c_int64),
+        ("score", c_int32),
+        ("renormalize", c_int32),
+        ("scale", c_float),
+        ("threads", c_int32),
+    )
+
+
+class TopKGatingBackward(Structure):
+    """`struct kpt_top_k_gating_backward`."""
+
+    _fields_ = (("forward", TopKGating), ("grad", c_void_p), ("grad_logits", Rows))
+
+
+#: Name of a kernel to the structure that it takes.
+KERNELS: dict[str, type[Structure]] = {
+    "kpt_grouped_mm": GroupedMM,
+    "kpt_grouped_mm_wgrad": GroupedMMWgrad,
+    "kpt_experts_decode": Experts,
+    "kpt_experts_forward": Experts,
+    "kpt_experts_backward": ExpertsBackward,
+    "kpt_sort": Sort,
+    "kpt_top_k_gating": TopKGating,
+    "kpt_top_k_gating_backward": TopKGatingBackward,
+}

@@ -1,0 +1,36 @@
+"""With AMX (simulated: torch says that it is there) PyTorch multiplies many rows in bfloat16."""
+
+import pytest
+import torch
+
+import kpt_core
+import kpt_moe
+from kpt_backend_cpu.moe.experts import unsupported
+
+
+@pytest.mark.parametrize(("dtype", "asked", "refused"), [
+    (torch.bfloat16, None, True),
+    (torch.bfloat16, "avx2", False),
+    (torch.float32, None, False),
+    (torch.float16, None, False),
+])  # fmt: skip
+def test_many_rows_of_bfloat16_are_left_to_pytorch_unless_an_instruction_set_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, asked: str | None, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv("KPT_CPU_ISA", raising=False)
+    if asked:
+        monkeypatch.setenv("KPT_CPU_ISA", asked)
+    up, down = torch.randn(2, 8, 4, dtype=dtype), torch.randn(2, 4, 4, dtype=dtype)
+    reason = unsupported(torch.randn(3, 4, dtype=dtype), torch.zeros(3, 1).long(), torch.ones(3, 1), up, down)
+    assert ("AMX" in (reason or "")) is refused
+
+
+def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv("KPT_CPU_ISA", raising=False)
+    x, weight = torch.randn(5, 3).bfloat16(), torch.randn(1, 3, 2).bfloat16()
+    with kpt_core.record() as log:
+        out = kpt_moe.grouped_mm(x, weight, torch.tensor([5], dtype=torch.int32))
+    assert [selection.kernel for selection in log] == ["reference"]
+    torch.testing.assert_close(out, x @ weight[0])

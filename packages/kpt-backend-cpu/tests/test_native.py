@@ -1,0 +1,228 @@
+"""Which library is loaded, what is said where none can be, and that threads and processes don't disturb each other."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kpt_backend_cpu import BACKEND, KPT_CPU_ISA, native
+from kpt_backend_cpu.structures import Sort
+from kpt_core import InputError
+
+
+def of_this_machine() -> tuple[str, ...]:
+    """What can be loaded here; a placeholder without a library, so that its tests are skipped and not lost."""
+    return native.library().there if BACKEND.unavailable() is None else ("baseline",)
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """The library is loaded anew by what follows, and as it was before afterwards."""
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.delenv(KPT_CPU_ISA, raising=False)
+
+
+def is_right(kernels, rows: int = 40, threads: int | None = None) -> bool:
+    """Whether `grouped_mm` gives what it has to, on so many threads."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 37, generator=generator), torch.randn(3, 37, 21, generator=generator)
+    ends = [rows // 4, rows // 4, rows]
+    want = torch.cat([x[a:b].double() @ w.double() for w, a, b in zip(weight, [0, *ends], ends, strict=False)])
+    offsets, before = torch.tensor(ends, dtype=torch.int32), torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    got = kernels["grouped_mm"](x, weight, offsets)
+    torch.set_num_threads(before)
+    return torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_the_best_library_is_loaded(unloaded, kernels):
+    found = native.library()
+    assert found.instruction_set == found.there[0]
+    assert found.there[-1] == "baseline"
+    assert type(found.functions) is ctypes.CDLL  # which lets other Python threads run meanwhile
+
+
+@pytest.mark.parametrize("name", of_this_machine())
+def test_an_instruction_set_can_be_forced_and_computes_right(name, kernels, unloaded, monkeypatch):
+    monkeypatch.setenv(KPT_CPU_ISA, name)
+    assert native.library().instruction_set == name
+    told = BACKEND.capabilities(torch.device("cpu"))
+    better = native.INSTRUCTION_SETS[: native.INSTRUCTION_SETS.index(name)]
+    assert name in told
+    assert told.isdisjoint(better), "what is above the forced one is hidden"
+    assert is_right(kernels)
+
+
+@pytest.mark.parametrize("value", ["avx", "AVX2", "avx512_bf16x"])
+def test_an_unknown_instruction_set_is_refused_naming_those_that_are_there(value, kernels, unloaded, monkeypatch):
+    monkeypatch.setenv(KPT_CPU_ISA, value)
+    with pytest.raises(InputError, match=f"KPT_CPU_ISA .* one of .*baseline; got '{value}'"):
+        BACKEND.unavailable()
+    monkeypatch.delenv(KPT_CPU_ISA)
+    assert BACKEND.unavailable() is None, "and nothing is remembered of it"
+
+
+def test_an_instruction_set_without_a_library_is_refused(kernels, unloaded, monkeypatch, tmp_path):
+    shutil.copy(native.LIBRARIES / "kpt_cpu_baseline.so", tmp_path)
+    monkeypatch.setattr(native, "LIBRARIES", tmp_path)
+    monkeypatch.setenv(KPT_CPU_ISA, "avx2")
+    with pytest.raises(InputError, match="one of baseline; got 'avx2'"):
+        native.library()
+    monkeypatch.delenv(KPT_CPU_ISA)
+    assert native.library().there == ("baseline",)
+    assert is_right(kernels)
+
+
+def test_a_machine_is_offered_only_what_it_runs(kernels, unloaded, monkeypatch):
+    """The machine is simulated: the library says that it has AVX2 alone."""
+    baseline = native._path("baseline")
+
+    def simulated(name):
+        functions = ctypes.CDLL(str(baseline))
+        functions.kpt_cpu_instruction_sets = lambda: b"avx2 baseline"
+        return functions
+
+    monkeypatch.setattr(native, "_open", simulated)
+    monkeypatch.setattr(native, "_path", lambda name: baseline)
+    assert native.library().there == ("avx2", "baseline")
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setenv(KPT_CPU_ISA, "avx512")
+    with pytest.raises(InputError, match="avx2, baseline; got 'avx512'"):
+        native.library()
+
+
+def test_without_libraries_the_reason_of_the_build_is_told(unloaded, monkeypatch, tmp_path):
+    (tmp_path / "missing.txt").write_text(
+        "no C++ compiler was found: install one, then install kpt-backend-cpu again\n"
+    )
+    monkeypatch.setattr(native, "LIBRARIES", tmp_path)
+    assert BACKEND.unavailable() == (
+        "it has no native libraries: no C++ compiler was found: install one, then install kpt-backend-cpu again"
+    )
+    assert BACKEND.capabilities(torch.device("cpu")) == frozenset()
+
+
+def test_without_a_build_the_remedy_is_told(unloaded, monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "LIBRARIES", tmp_path)
+    reason = BACKEND.unavailable()
+    assert reason is not None
+    assert str(tmp_path) in reason
+    assert "install kpt-backend-cpu" in reason
+
+
+def test_a_library_of_another_interface_is_not_used(kernels, unloaded, monkeypatch):
+    monkeypatch.setattr(native, "INTERFACE", 99)
+    reason = BACKEND.unavailable()
+    assert reason is not None
+    assert "this package 99" in reason
+    assert "install kpt-backend-cpu again" in reason
+
+
+def test_a_library_without_one_of_the_kernels_is_not_used(kernels, unloaded, monkeypatch):
+    monkeypatch.setattr(native, "KERNELS", {**native.KERNELS, "kpt_of_tomorrow": Sort})
+    assert "lacks kpt_of_tomorrow" in (BACKEND.unavailable() or "")
+
+
+def test_a_file_that_is_no_library_is_told(unloaded, monkeypatch, tmp_path):
+    (tmp_path / "kpt_cpu_baseline.so").write_bytes(b"nothing of the kind")
+    monkeypatch.setattr(native, "LIBRARIES", tmp_path)
+    reason = BACKEND.unavailable() or ""
+    assert "kpt_cpu_baseline.so can't be used" in reason
+    assert "install kpt-backend-cpu again" in reason
+
+
+WITHOUT = """
+import sys
+from pathlib import Path
+import torch
+import kpt_backend_cpu.native as native
+native.LIBRARIES = Path(sys.argv[1])
+import kpt_core.__main__
+from kpt_core import ops
+logits = torch.randn(5, 4)
+weights, index = ops()["moe.top_k_gating"](logits, top_k=2)
+assert torch.equal(index, logits.topk(2).indices)
+raise SystemExit(kpt_core.__main__.main())
+"""
+
+
+def test_without_libraries_the_references_serve_and_the_core_s_report_names_the_reason(tmp_path):
+    (tmp_path / "missing.txt").write_text("the reason of the build\n")
+    done = subprocess.run([sys.executable, "-c", WITHOUT, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "it has no native libraries: the reason of the build" in done.stdout
+    assert "op moe.top_k_gating on cpu (float32): reference" in done.stdout
+
+
+def test_a_kernel_without_memory_raises_memory_error(unloaded, monkeypatch):
+    """The library is simulated: its kernel finds no memory."""
+    monkeypatch.setattr(native, "_library", native.Library("baseline", (), SimpleNamespace(kpt_sort=lambda a: 1)))
+    with pytest.raises(MemoryError, match="kpt_sort"):
+        native.run("kpt_sort", Sort())
+
+
+def test_torch_s_own_pool_of_threads_is_found():
+    if "OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux":
+        pytest.skip("this torch does not compute with OpenMP's threads")
+    assert None not in native._openmp_of_torch()
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's pool", "own threads"])
+def test_python_threads_compute_right_at_once(own, kernels, unloaded, monkeypatch, two_threads):
+    monkeypatch.setattr(native, "_forked", own)
+    start, wrong = threading.Barrier(4), []
+
+    def work(number):
+        start.wait()
+        for turn in range(20):
+            if not is_right(kernels, rows=20 + number * 31 + turn):
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+class Products(torch.utils.data.Dataset):
+    """Computed in workers, which are forked from a process that used its pool of threads."""
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        # More than torch gives a worker: a pool that was left behind in the parent would be waited for.
+        return is_right(self.kernels, rows=200 + index, threads=2), native._forked, os.getpid()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_workers_of_a_data_loader_compute_right(kernels, two_threads):
+    assert is_right(kernels)
+    loader = torch.utils.data.DataLoader(
+        Products(kernels), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
+    results = list(loader)
+    assert [right for right, *_ in results] == [True] * 4
+    assert all(forked for _, forked, _ in results)
+    assert os.getpid() not in {pid for *_, pid in results}
+    assert is_right(kernels), "and the parent goes on"
