@@ -29,10 +29,14 @@ KPT_CPU_BUILD = "KPT_CPU_BUILD"
 
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
-    *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-static-libgcc"),
+    *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
 #: The C++ runtime is linked by default; as nothing of it is used, this leaves it out.
-LINKING = ("-Wl,-dead_strip_dylibs",) if platform.system() == "Darwin" else ("-Wl,--as-needed", "-Wl,-z,defs")
+LINKING = (
+    ("-Wl,-dead_strip_dylibs",)
+    if platform.system() == "Darwin"
+    else ("-static-libgcc", "-Wl,--as-needed", "-Wl,-z,defs")
+)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *_AVX2)
 #: What an instruction set is compiled with; each machine runs some.

@@ -114,7 +114,7 @@ void activate_pairs(
 void gate_and_up(const Decode& d, const Active& own, int64_t begin, int64_t end, const Buffers& buffers) {
     const kpt_experts& args = d.args;
     const bool interleaved = d.gated && args.act.interleaved;
-    const int64_t step = columns_at_once(own.rows), width = d.gated ? 2 * step : step;
+    const int64_t step = columns_for_rows(own.rows), width = d.gated ? 2 * step : step;
     const auto product = [&](int64_t from, int64_t count, int64_t place) {
         multiply(Product{
             args.up, own.expert, from, from + count, args.width, d.of_x, d.x_rows + own.first, own.rows, nullptr, 0,
@@ -149,7 +149,7 @@ void gate_and_up(const Decode& d, const Active& own, int64_t begin, int64_t end,
 // Add what an expert gives to the columns begin..end, weighted by the routing.
 void add_down(const Decode& d, const Active& own, int64_t begin, int64_t end, const Buffers& buffers) {
     const kpt_experts& args = d.args;
-    const int64_t step = columns_at_once(own.rows);
+    const int64_t step = columns_for_rows(own.rows);
     for (int64_t n = begin; n < end; n += step) {
         const int64_t count = end - n < step ? end - n : step;
         multiply(Product{

@@ -78,7 +78,7 @@ KPT_INLINE void for_share(
 // Columns that one `multiply` is to be asked for: their results should stay in the nearest caches.
 constexpr int64_t most_results = 8192, most_columns = 512;
 
-KPT_INLINE int64_t columns_at_once(int64_t rows) {
+KPT_INLINE int64_t columns_for_rows(int64_t rows) {
     const int64_t columns = most_results / (rows > 0 ? rows : 1) / Staging::group * Staging::group;
     return columns < Staging::group ? Staging::group : columns > most_columns ? most_columns : columns;
 }

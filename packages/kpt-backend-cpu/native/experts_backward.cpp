@@ -119,10 +119,17 @@ void sum_rows(
     member.share(columns, W, begin, end);
     for (int64_t expert = 0; expert < p.experts; expert++) {
         for (int64_t j = begin; j < end; j += W) {
-            vf sum = {};
-            for (int64_t r = first_row(p.offsets, expert); r < p.offsets[expert]; r++) {
-                sum += load(row(r) + j, end - j) * weight(r);
+            // One running sum of many rows would round away what is added last.
+            constexpr int64_t run = 256;
+            double sums[W] = {};
+            for (int64_t r = first_row(p.offsets, expert), stop; r < p.offsets[expert]; r = stop) {
+                stop = r + run < p.offsets[expert] ? r + run : p.offsets[expert];
+                vf part = {};
+                for (int64_t i = r; i < stop; i++) part += load(row(i) + j, end - j) * weight(i);
+                for (int i = 0; i < W; i++) sums[i] += static_cast<double>(part[i]);
             }
+            vf sum = {};
+            for (int i = 0; i < W; i++) sum[i] = static_cast<float>(sums[i]);
             store(row_of<T>(out, expert, j), sum, end - j);
         }
     }
@@ -162,6 +169,13 @@ int backward(const struct kpt_experts_backward& given) {
         need_weighted ? reinterpret_cast<T*>(memory + weighted_at) : nullptr,
         need_dots ? reinterpret_cast<float*>(memory + dots_at) : nullptr,
         reinterpret_cast<T*>(memory + rows_at)};
+
+    const auto expect_gradients = [&](const kpt_matrices& out) {
+        const int64_t bytes = p.experts * out.stride_e * static_cast<int64_t>(sizeof(T));
+        if (out.data != nullptr) expect_large(const_cast<void*>(out.data), bytes);
+    };
+    expect_gradients(given.grad_up);
+    expect_gradients(given.grad_down);
 
     const Factor of_grad = factor_of_rows(given.grad, tokens);
     const Factor of_grad_h{b.grad_h, p.width, nullptr, p.x.dtype, true, {}};

@@ -21,8 +21,6 @@ struct Rows {
     int64_t results_size;
 };
 
-int64_t clamped(int64_t value, int64_t most) { return value < 0 ? 0 : value < most ? value : most; }
-
 // Scales of x that are not left for the result: those of blocks where the product is not of bfloat16.
 bool scales_when_staged(const Rows& r) {
     return r.args.x_scale != nullptr && r.args.x_scale_columns > 1 && !r.staging.bf16;
@@ -74,7 +72,7 @@ void multiply_part(const Rows& r, const Active& own, int64_t begin, int64_t end,
     const bool scaled_ranges = args.x_scale != nullptr && args.x_scale_columns > 1 && r.staging.bf16;
     const bool scaled_rows = args.x_scale != nullptr && args.x_scale_columns == 1;
     const float* x_scale = args.x_scale + own.first * args.x_scale_columns;
-    const int64_t step = columns_at_once(own.rows);
+    const int64_t step = columns_for_rows(own.rows);
     for (int64_t n = begin; n < end; n += step) {
         const int64_t count = end - n < step ? end - n : step;
         multiply(Product{
@@ -97,7 +95,7 @@ void multiply_part(const Rows& r, const Active& own, int64_t begin, int64_t end,
 bool serves_few_rows(const struct kpt_grouped_mm& args) {
     int64_t experts = 0, end = 0;
     for (int64_t e = 0; e < args.experts; e++) {
-        const int64_t next = clamped(args.offsets[e], args.rows);
+        const int64_t next = int64_t{args.offsets[e]};
         if (next > end) {
             experts++;
             end = next;
@@ -113,7 +111,7 @@ int grouped_mm_few_rows(const struct kpt_grouped_mm& args) {
     r.active = static_cast<Active*>(active.get());
     if (r.active == nullptr) return KPT_NO_MEMORY;
     for (int64_t e = 0; e < args.experts; e++) {
-        const int64_t end = clamped(args.offsets[e], args.rows), rows = end - r.assigned;
+        const int64_t end = int64_t{args.offsets[e]}, rows = end - r.assigned;
         if (rows <= 0) continue;
         r.active[r.num_active++] = Active{e, r.assigned, rows};
         r.assigned = end;

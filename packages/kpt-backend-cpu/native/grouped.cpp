@@ -23,13 +23,12 @@ extern "C" int kpt_grouped_mm(const struct kpt_grouped_mm* given) {
         const Block block = Block::at(space.get(), size, member.rank);
         for (int64_t task = next.next(); task < tasks; task = next.next()) {
             const RowBlock& rows = blocks[task / columns.count];
-            const int64_t column = columns.first(task % columns.count), size = columns.size(task % columns.count);
-            const Columns own{column, size};
+            const Columns own{columns.first(task % columns.count), columns.size(task % columns.count)};
             const auto finish = [&](int64_t first, int64_t count, const float* sums) {
                 with_float_type(p.out.dtype, [&](auto type) {
                     using T = decltype(type);
                     for (int64_t r = 0; r < count; r++) {
-                        store_run(row_of<T>(p.out, first + r, column), sums + r * own.width(), own.count);
+                        store_run(row_of<T>(p.out, first + r, own.first), sums + r * own.width(), own.count);
                     }
                 });
             };
@@ -46,6 +45,7 @@ extern "C" int kpt_grouped_mm_wgrad(const struct kpt_grouped_mm_wgrad* given) {
     const int64_t size = Block::bytes(most_rows(p.offsets, p.experts));
     const Scratch space(size * threads);
     if (space.get() == nullptr) return KPT_NO_MEMORY;
+    expect_large(p.out, p.experts * p.inner * p.columns * size_of(p.x.dtype));
     const kpt_matrices out{p.out, p.inner * p.columns, p.columns, 1, p.x.dtype, KPT_SCALES_NONE, nullptr, 0, 0, 0};
     const WeightGradient work{p.x, nullptr, p.grad, nullptr, out, p.inner, p.columns, p.offsets, p.experts};
     Counter next;

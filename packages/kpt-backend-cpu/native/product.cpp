@@ -120,19 +120,27 @@ void add_product(
     }
 }
 
+template <class Kind>
+void pack_columns(const Factor& right, const Columns& columns, const Part& part, slot* out) {
+    pack_panels<Kind>(right, columns.first, columns.count, part.k, part.numbers, out);
+    if (columns.second >= 0) {
+        pack_panels<Kind>(
+            right, columns.second, columns.count, part.k, part.numbers, out + columns.padded() * part.depth);
+    }
+}
+
 // With `scales` the right factor has none of its own.
 template <class Kind>
 void multiply(
     const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
     int64_t inner, const ColumnScales& scales, const Finish& finish) {
+    constexpr int64_t step = kDepth * Kind::per_slot;
     const int64_t width = columns.width();
+    const bool fits = (inner + Kind::per_slot - 1) / Kind::per_slot * width * 4 <= kPackedBytes;
     slot* to = block.right;
-    for (int64_t k = 0; k < inner; k += kDepth * Kind::per_slot) {
+    for (int64_t k = 0; fits && k < inner; k += step) {
         const Part part = part_of<Kind>(inner, k);
-        pack_panels<Kind>(right, columns.first, columns.count, k, part.numbers, to);
-        if (columns.second >= 0) {
-            pack_panels<Kind>(right, columns.second, columns.count, k, part.numbers, to + columns.padded() * part.depth);
-        }
+        pack_columns<Kind>(right, columns, part, to);
         to += width * part.depth;
     }
     const int64_t blocks = (rows + kRows - 1) / kRows;
@@ -140,11 +148,12 @@ void multiply(
         const int64_t first = row + rows * i / blocks, own = row + rows * (i + 1) / blocks - first;
         if (inner == 0) memset(block.sums, 0, own * width * sizeof(float));
         const slot* from = block.right;
-        for (int64_t k = 0; k < inner; k += kDepth * Kind::per_slot) {
+        for (int64_t k = 0; k < inner; k += step) {
             const Part part = part_of<Kind>(inner, k);
+            if (!fits) pack_columns<Kind>(right, columns, part, block.right);
             pack_lines<Kind>(left, first, own, k, part.numbers, block.left);
             add_product<Kind>(block, own, from, part, columns, scales);
-            from += width * part.depth;
+            if (fits) from += width * part.depth;
         }
         finish(first, own, block.sums);
     }

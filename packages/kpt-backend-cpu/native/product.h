@@ -25,11 +25,14 @@ constexpr int64_t kColumns = 512;
 
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// So many columns of a right factor are packed at a time: they are to stay in a core's part of the third cache.
+// Packed columns are to stay in a core's part of the third cache.
 constexpr int64_t kPackedBytes = int64_t{1} << 23;
+
+// So many columns of a right factor are packed at a time. Where too few would fit, all are taken, and packed again for each
+// block of rows.
 constexpr int64_t columns_at_once(int64_t inner) {
     const int64_t fitting = kPackedBytes / 4 / (inner > 0 ? inner : 1) / (2 * kPanel) * (2 * kPanel);
-    return fitting > kColumns ? kColumns : fitting < 2 * kPanel ? 2 * kPanel : fitting;
+    return fitting < kColumns / 4 || fitting > kColumns ? kColumns : fitting;
 }
 
 // What a thread packs and sums in.
@@ -43,10 +46,8 @@ struct Block {
 
     // Room for products of such an inner size, or a smaller one.
     static constexpr int64_t bytes(int64_t inner) {
-        const int64_t own = columns_at_once(inner) * inner * 4;
-        // Fewer columns of a larger inner size may be less than all columns of a smaller one.
-        const int64_t most = own < kPackedBytes && columns_at_once(inner) < kColumns ? kPackedBytes : own;
-        return round_up(left_bytes + sums_bytes + most + kColumns * 4, 4096);
+        const int64_t all = kColumns * inner * 4;
+        return round_up(left_bytes + sums_bytes + (all < kPackedBytes ? all : kPackedBytes), 4096);
     }
     // That of a thread, where `memory` has `size` bytes for each.
     static Block at(void* memory, int64_t size, int rank) {

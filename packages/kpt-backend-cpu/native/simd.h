@@ -79,6 +79,13 @@ KPT_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 KPT_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
 KPT_INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
 
+// g++ has _Float16 on ARM from 13 on alone.
+#if defined(__aarch64__)
+typedef __fp16 half_float;
+#else
+typedef _Float16 half_float;
+#endif
+
 // One number each.
 
 KPT_INLINE float widen(float value) { return value; }
@@ -94,7 +101,7 @@ KPT_INLINE float widen(float16 value) {
 #if defined(__F16C__)
     return _cvtsh_ss(value.bits);
 #else
-    _Float16 half;
+    half_float half;
     memcpy(&half, &value.bits, 2);
     return static_cast<float>(half);
 #endif
@@ -123,7 +130,7 @@ KPT_INLINE void narrow(float value, float16* out) {
 #if defined(__F16C__)
     out->bits = _cvtss_sh(value, 0);
 #else
-    const _Float16 half = static_cast<_Float16>(value);
+    const half_float half = static_cast<half_float>(value);
     memcpy(&out->bits, &half, 2);
 #endif
 }

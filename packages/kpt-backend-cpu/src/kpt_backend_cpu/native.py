@@ -47,6 +47,11 @@ _library: Library | None = None
 _forked = False
 
 
+def asked_instruction_set() -> str:
+    """What `KPT_CPU_ISA` names, "" where it is unset or empty."""
+    return os.environ.get(KPT_CPU_ISA, "").strip()
+
+
 def library() -> Library:
     """The library, loaded by the first call.
 
@@ -79,7 +84,7 @@ def run(kernel: str, arguments: Structure) -> None:
 
 
 def _load() -> Library:
-    asked = os.environ.get(KPT_CPU_ISA, "").strip()
+    asked = asked_instruction_set()
     baseline = _open("baseline")
     baseline.kpt_cpu_instruction_sets.restype = ctypes.c_char_p
     told = baseline.kpt_cpu_instruction_sets().decode().split()

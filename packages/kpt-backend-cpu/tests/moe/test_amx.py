@@ -5,6 +5,7 @@ import torch
 
 import kpt_core
 import kpt_moe
+from kpt_backend_cpu.moe import decode
 from kpt_backend_cpu.moe.experts import unsupported
 
 
@@ -24,6 +25,15 @@ def test_many_rows_of_bfloat16_are_left_to_pytorch_unless_an_instruction_set_is_
     up, down = torch.randn(2, 8, 4, dtype=dtype), torch.randn(2, 4, 4, dtype=dtype)
     reason = unsupported(torch.randn(3, 4, dtype=dtype), torch.zeros(3, 1).long(), torch.ones(3, 1), up, down)
     assert ("AMX" in (reason or "")) is refused
+
+
+def test_decoding_reads_weights_and_is_not_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv("KPT_CPU_ISA", raising=False)
+    up, down = torch.randn(2, 8, 4).bfloat16(), torch.randn(2, 4, 4).bfloat16()
+    assert (
+        decode.unsupported(torch.randn(1, 4).bfloat16(), torch.zeros(1, 1).long(), torch.ones(1, 1), up, down) is None
+    )
 
 
 def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

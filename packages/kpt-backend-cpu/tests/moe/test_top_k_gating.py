@@ -102,3 +102,18 @@ def test_it_compiles_as_one_graph(kernels):
     with torch.no_grad():
         compiled = torch.compile(gating, fullgraph=True, backend="aot_eager")
         assert all(map(torch.equal, compiled(logits, top_k=3), gating(logits, top_k=3)))
+
+
+def test_the_second_derivative_is_refused_and_the_remedy_that_is_named_works() -> None:
+    logits = torch.randn(3, 5, dtype=torch.float32, requires_grad=True)
+    pull = torch.randn(3, 2)
+
+    def first_derivative() -> torch.Tensor:
+        weights, _ = kpt_core.ops()["moe.top_k_gating"](logits, top_k=2, score="sigmoid")
+        return torch.autograd.grad((weights * pull).sum(), logits, create_graph=True)[0]
+
+    with pytest.raises(KptError, match=r"use\('reference', op='moe\.top_k_gating'\)"):
+        torch.autograd.grad(first_derivative().square().sum(), logits)
+    with kpt_core.use("reference", op="moe.top_k_gating"):
+        (second,) = torch.autograd.grad(first_derivative().square().sum(), logits)
+    assert second.abs().sum() > 0

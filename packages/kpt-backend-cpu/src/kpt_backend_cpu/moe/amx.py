@@ -1,14 +1,12 @@
 """Where PyTorch multiplies faster than these kernels: on processors with AMX, which oneDNN uses and these do not."""
 
-import os
-
 import torch
 
-from kpt_backend_cpu.native import KPT_CPU_ISA
+from kpt_backend_cpu.native import asked_instruction_set
 
 
 def refusal_for_amx(dtype: torch.dtype) -> str | None:
     """Why products of many rows are left to PyTorch, or None; `KPT_CPU_ISA` keeps them here."""
-    if dtype is torch.bfloat16 and not os.environ.get(KPT_CPU_ISA) and torch.cpu._is_amx_tile_supported():
+    if dtype is torch.bfloat16 and not asked_instruction_set() and torch.cpu._is_amx_tile_supported():
         return "bfloat16 on a processor with AMX, whose matrix units PyTorch uses and this kernel does not"
     return None

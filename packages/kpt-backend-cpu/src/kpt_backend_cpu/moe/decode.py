@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from .experts import scale_of_stored
-from .experts import unsupported as unsupported_by_all
+from .experts import refusal_of_weights, scale_of_stored
 
 #: From more tokens on the products of `experts` are faster.
 MAX_TOKENS = 64
@@ -38,7 +37,7 @@ def unsupported(
         return f"{tokens * top_k} rows for {gate_up_proj.shape[0]} experts; needs {MAX_ROWS_OF_EXPERT} each at most"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active, and this kernel has no gradients to transform"
-    return unsupported_by_all(x, top_k_index, top_k_weights, gate_up_proj, down_proj)
+    return refusal_of_weights(top_k_weights)
 
 
 def experts_decode(

@@ -33,9 +33,17 @@ def unsupported(
     down_scale: Tensor | None = None,
 ) -> str | None:
     """Why a call is not for this kernel, or None."""
+    if top_k_index.numel() >= 2**31:
+        return f"{top_k_index.numel()} pairs; this kernel counts them in 32 bits"
+    refused = refusal_for_amx(x.dtype) if gate_up_proj.dtype is x.dtype else None
+    return refusal_of_weights(top_k_weights) or refused
+
+
+def refusal_of_weights(top_k_weights: Tensor) -> str | None:
+    """Why routing weights can't be read, or None."""
     if top_k_weights.dtype is torch.float64:
         return "routing weights in float64; needs float32, bfloat16 or float16"
-    return refusal_for_amx(x.dtype) if gate_up_proj.dtype is x.dtype else None
+    return None
 
 
 def experts(

@@ -86,7 +86,7 @@ class _GatingGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise KptError(
             "moe.top_k_gating has no second derivative in kpt_backend_cpu; its reference has one: "
-            "kpt_core.use('moe.top_k_gating=reference')"
+            "kpt_core.use('reference', op='moe.top_k_gating')"
         )
 
 
