@@ -170,13 +170,6 @@ int backward(const struct kpt_experts_backward& given) {
         need_dots ? reinterpret_cast<float*>(memory + dots_at) : nullptr,
         reinterpret_cast<T*>(memory + rows_at)};
 
-    const auto expect_gradients = [&](const kpt_matrices& out) {
-        const int64_t bytes = p.experts * out.stride_e * static_cast<int64_t>(sizeof(T));
-        if (out.data != nullptr) expect_large(const_cast<void*>(out.data), bytes);
-    };
-    expect_gradients(given.grad_up);
-    expect_gradients(given.grad_down);
-
     const Factor of_grad = factor_of_rows(given.grad, tokens);
     const Factor of_grad_h{b.grad_h, p.width, nullptr, p.x.dtype, true, {}};
     const kpt_rows grad_h_rows{b.grad_h, p.width, p.x.dtype}, weighted_rows{b.weighted, p.intermediate, p.x.dtype};

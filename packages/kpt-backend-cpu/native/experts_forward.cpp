@@ -123,7 +123,6 @@ int forward(const struct kpt_experts& p) {
     for (int64_t row = 0; row < taken; row++) tokens[row] = static_cast<int32_t>(p.order[row] / p.top_k);
     const Factor of_tokens = factor_of_rows(p.x, tokens);
     const Factor of_activated{activated, p.intermediate, nullptr, p.x.dtype, true, {}};
-    if (p.h.data != nullptr) expect_large(p.h.data, pairs * p.h.stride * static_cast<int64_t>(sizeof(T)));
     if (p.h.data != nullptr) zero_rows(p.h, taken, pairs, p.width);
     Counter up_tasks, down_tasks;
     parallel(threads, [&](const Member& member) {

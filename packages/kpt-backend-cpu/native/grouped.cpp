@@ -45,7 +45,6 @@ extern "C" int kpt_grouped_mm_wgrad(const struct kpt_grouped_mm_wgrad* given) {
     const int64_t size = Block::bytes(most_rows(p.offsets, p.experts));
     const Scratch space(size * threads);
     if (space.get() == nullptr) return KPT_NO_MEMORY;
-    expect_large(p.out, p.experts * p.inner * p.columns * size_of(p.x.dtype));
     const kpt_matrices out{p.out, p.inner * p.columns, p.columns, 1, p.x.dtype, KPT_SCALES_NONE, nullptr, 0, 0, 0};
     const WeightGradient work{p.x, nullptr, p.grad, nullptr, out, p.inner, p.columns, p.offsets, p.experts};
     Counter next;

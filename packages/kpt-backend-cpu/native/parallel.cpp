@@ -112,23 +112,13 @@ void run_parallel(int threads, void (*body)(const Member&, void*), void* data) {
     }
 }
 
-void expect_large(void* data, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 4096, begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-    // Advice alone: where it is refused, small pages serve.
-    if (bytes >= 2 * huge_page) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-    (void)data;
-    (void)bytes;
-#endif
-}
-
 Scratch::Scratch(int64_t bytes) : data_(nullptr), bytes_(bytes > 0 ? bytes : 1) {
     if (bytes_ >= huge_page) {
         bytes_ = (bytes_ + huge_page - 1) / huge_page * huge_page;
         if (posix_memalign(&data_, huge_page, bytes_) != 0) data_ = nullptr;
-        if (data_ != nullptr) expect_large(data_, bytes_);
+#ifdef MADV_HUGEPAGE
+        if (data_ != nullptr) madvise(data_, bytes_, MADV_HUGEPAGE);
+#endif
     } else if (posix_memalign(&data_, cache_line, bytes_) != 0) {
         data_ = nullptr;
     }

@@ -54,9 +54,6 @@ void parallel(int threads, Body&& body) {
         threads, [](const Member& member, void* data) { (*static_cast<Body*>(data))(member); }, &body);
 }
 
-// Ask for huge pages behind memory that is about to be written for the first time, where it is large.
-void expect_large(void* data, int64_t bytes);
-
 // Memory for a call, in huge pages where it is large: fresh small pages cost more than the arithmetic on them. Null `get()`
 // if there is none.
 class Scratch {
