@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -59,6 +60,9 @@ def environment_with(paths: list[str], device: str) -> dict[str, str]:
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if device == "cpu":
         env["TRITON_INTERPRET"] = "1"
+        if find_spec("kpt_backend_cpu") is not None:
+            # Its kernels are for this device, and would serve the calls that are tried here.
+            env["KPT_DISABLE"] = "cpu"
     else:
         env.pop("TRITON_INTERPRET", None)
     return env
