@@ -75,7 +75,7 @@ def platform_tag() -> str:
 def build(sources: Path, libraries: Path) -> dict[str, str]:
     """Make `kpt_cpu_<instruction set>.so` of the sources, or `missing.txt` with the reason why there is none.
 
-    What was compiled before from the same sources, in the same way, stays.
+    What was compiled before from the same sources, in the same way, stays. `sources.txt` says what the sources were.
 
     Returns:
         The instruction sets without a library, and why: those whose flags the compiler does not know, or all of them.
@@ -117,7 +117,21 @@ def _build(sources: Path, libraries: Path) -> dict[str, str]:
     else:
         missing.write_text(left_out["baseline"] + "\n")
     (libraries / "built.json").write_text(json.dumps(built, indent=2) + "\n")
+    (libraries / "sources.txt").write_text(digests_of(sources))
     return left_out
+
+
+def digests_of(sources: Path) -> str:
+    """Name and SHA-256 of each file of the native code, and of this one, which says how it is compiled."""
+    lines = []
+    for path in (*_files(sources), Path(__file__)):
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        lines.append(f"{path.name} {hashlib.sha256(content).hexdigest()}\n")
+    return "".join(lines)
+
+
+def _files(sources: Path) -> list[Path]:
+    return sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])
 
 
 def find_compiler() -> tuple[list[str], str]:
@@ -144,7 +158,7 @@ def _compile_all(
     """Why some have no library, and a digest of what each of the others was made of."""
     files = sorted(sources.glob("*.cpp"))
     digest = hashlib.sha256(repr((compiler, _version(compiler), platform_tag())).encode())
-    for path in sorted([*files, *sources.glob("*.h")]):
+    for path in _files(sources):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
 
     def one(name: str) -> tuple[str, str]:

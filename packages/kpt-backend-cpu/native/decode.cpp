@@ -1,6 +1,8 @@
 // moe.experts for few tokens: both products, the activation and the weighted sum in one parallel region.
 #include "activation.h"
 #include "dot.h"
+#include "routing.h"
+#include "scratch.h"
 
 namespace kpt {
 
@@ -28,12 +30,6 @@ struct Decode {
     Active* active;
     int64_t num_active;
 };
-
-int64_t expert_of(const kpt_experts& args, int64_t pair) {
-    const int64_t expert = args.index_is_int64 ? static_cast<const int64_t*>(args.index)[pair]
-                                               : static_cast<const int32_t*>(args.index)[pair];
-    return expert >= 0 && expert < args.experts ? expert : -1;
-}
 
 // Sort the pairs by expert; `ends` has an entry for each expert.
 void sort_pairs(Decode& d, int64_t* ends) {
@@ -64,11 +60,10 @@ const char* at(const kpt_rows& rows, int64_t row, int64_t column) {
     return static_cast<const char*>(rows.data) + (row * rows.stride + column) * size_of(rows.dtype);
 }
 
-void stage_x(const Decode& d, const Member& member) {
+// Stage groups of 64 numbers of x, counted over all tokens.
+void stage_x(const Decode& d, int64_t begin, int64_t end) {
     const kpt_experts& args = d.args;
     const int64_t groups = d.of_x.padded() / group;
-    int64_t begin, end;
-    member.share(args.tokens * groups, 1, begin, end);
     for (int64_t i = begin; i < end; i++) {
         const int64_t token = i / groups, k = i % groups * group;
         const int64_t count = args.hidden - k < group ? args.hidden - k : group;
@@ -111,7 +106,7 @@ void activate_pairs(
 }
 
 // The pre-activations begin..end of an expert, and their activation, staged for the second product.
-void gate_and_up(const Decode& d, const Active& own, int64_t begin, int64_t end, const Buffers& buffers) {
+void activate_part(const Decode& d, const Active& own, int64_t begin, int64_t end, const Buffers& buffers) {
     const kpt_experts& args = d.args;
     const bool interleaved = d.gated && args.act.interleaved;
     const int64_t step = columns_for_rows(own.rows), width = d.gated ? 2 * step : step;
@@ -158,8 +153,7 @@ void add_down(const Decode& d, const Active& own, int64_t begin, int64_t end, co
         read_bias(args.down_bias, own.expert, n, count, buffers.biases);
         for (int64_t m = 0; m < own.rows; m++) {
             const int64_t pair = d.order[own.first + m];
-            float weight;
-            widen_all(at(args.weights, 0, pair), args.weights.dtype, 1, &weight);
+            const float weight = weight_of(args, pair);
             const float* y = buffers.results + m * step;
             float* sums = d.sums + pair / args.top_k * args.hidden + n;
             for (int64_t i = 0; i < count; i += W) {
@@ -170,11 +164,9 @@ void add_down(const Decode& d, const Active& own, int64_t begin, int64_t end, co
     }
 }
 
-void down_and_out(const Decode& d, const Member& member, const Buffers& buffers) {
+// The columns begin..end of the result.
+void down_and_out(const Decode& d, int64_t begin, int64_t end, const Buffers& buffers) {
     const kpt_experts& args = d.args;
-    int64_t begin, end;
-    member.share(args.hidden, group, begin, end);
-    if (begin == end) return;
     const int64_t bytes = (end - begin) * static_cast<int64_t>(sizeof(float));
     for (int64_t t = 0; t < args.tokens; t++) memset(d.sums + t * args.hidden + begin, 0, bytes);
     for (int64_t i = 0; i < d.num_active; i++) add_down(d, d.active[i], begin, end, buffers);
@@ -184,41 +176,6 @@ void down_and_out(const Decode& d, const Member& member, const Buffers& buffers)
     }
 }
 
-// Hands out the parts of one allocation; first, without memory, adds up how much they need.
-class Carver {
-public:
-    explicit Carver(void* data) : data_(static_cast<char*>(data)) {}
-    template <class T>
-    T* take(int64_t count) {
-        T* part = data_ == nullptr ? nullptr : reinterpret_cast<T*>(data_ + used_);
-        used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-        return part;
-    }
-    int64_t used() const { return used_; }
-
-private:
-    char* data_;
-    int64_t used_ = 0;
-};
-
-struct Parts {
-    int64_t* ends;
-    float* buffers;
-};
-
-Parts take_parts(Decode& d, Carver& carver, int64_t buffer_size) {
-    const kpt_experts& args = d.args;
-    d.x = carver.take<char>(args.tokens * d.of_x.bytes());
-    d.act = carver.take<char>(d.pairs * d.of_act.bytes());
-    d.sums = carver.take<float>(args.tokens * args.hidden);
-    d.order = carver.take<int32_t>(d.pairs);
-    d.x_rows = carver.take<const void*>(d.pairs);
-    d.act_rows = carver.take<const void*>(d.pairs);
-    d.active = carver.take<Active>(args.experts);
-    int64_t* ends = carver.take<int64_t>(args.experts);
-    return Parts{ends, carver.take<float>(buffer_size * args.threads)};
-}
-
 }  // namespace
 
 }  // namespace kpt
@@ -226,30 +183,39 @@ Parts take_parts(Decode& d, Carver& carver, int64_t buffer_size) {
 extern "C" int kpt_experts_decode(const struct kpt_experts* given) {
     using namespace kpt;
     const kpt_experts& args = *given;
-    const int64_t pairs = args.tokens * args.top_k;
-    Decode d{args, pairs, false, {}, {}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0};
-    with_activation(args.act, [&](auto act) { d.gated = act.gated; });
-    d.of_x = staging_for(args.x.dtype, args.up, args.hidden);
-    d.of_act = staging_for(args.x.dtype, args.down, args.intermediate);
-    const int64_t results = 2 * results_at_once(d.pairs), biases = 2 * most_columns;  // of gate and up
-    Carver sizes(nullptr);
-    take_parts(d, sizes, results + biases);
-    const Scratch scratch(sizes.used());
+    const int64_t pairs = pairs_of(args);
+    const Staging of_x = staging_for(args.x.dtype, args.up, args.hidden);
+    const Staging of_act = staging_for(args.x.dtype, args.down, args.intermediate);
+    const int64_t results = 2 * results_at_once(pairs), biases = 2 * most_columns;  // of gate and up
+    Layout layout;
+    const auto x = layout.add<char>(args.tokens * of_x.bytes());
+    const auto act = layout.add<char>(pairs * of_act.bytes());
+    const auto sums = layout.add<float>(args.tokens * args.hidden);
+    const auto order = layout.add<int32_t>(pairs);
+    const auto x_rows = layout.add<const void*>(pairs), act_rows = layout.add<const void*>(pairs);
+    const auto active = layout.add<Active>(args.experts);
+    const auto ends = layout.add<int64_t>(args.experts);
+    const auto buffers_at = layout.add<float>((results + biases) * args.threads);
+    const Scratch scratch(layout.size());
     if (scratch.get() == nullptr) return KPT_NO_MEMORY;
-    Carver carver(scratch.get());
-    const Parts parts = take_parts(d, carver, results + biases);
-    sort_pairs(d, parts.ends);
-    const int64_t bytes = d.num_active * (args.width + args.intermediate) * args.hidden * size_of(args.up.dtype);
-    parallel(threads_to_read(bytes, args.threads), [&](const Member& member) {
-        float* own = parts.buffers + member.rank * (results + biases);
+    Decode d{
+        args, pairs, is_gated(args), of_x, of_act, x.in(scratch), act.in(scratch), sums.in(scratch), order.in(scratch),
+        x_rows.in(scratch), act_rows.in(scratch), active.in(scratch), 0};
+    sort_pairs(d, ends.in(scratch));
+    const int64_t size = size_of(args.up.dtype), up_columns = is_gated(args) ? 2 : 1;
+    const Parts ups(d.active, d.num_active, args.intermediate, up_columns * args.hidden * size);
+    const int64_t bytes = d.num_active * (args.width + args.intermediate) * args.hidden * size;
+    Tasks staging, upwards, downwards;
+    parallel(threads_to_read(bytes, args.threads), [&](int rank) {
+        float* own = buffers_at.in(scratch) + rank * (results + biases);
         const Buffers buffers{own, own + results};
-        stage_x(d, member);
-        member.wait();
-        for_share(
-            member, d.active, d.num_active, args.intermediate, group,
-            [&](const Active& active, int64_t begin, int64_t end) { gate_and_up(d, active, begin, end, buffers); });
-        member.wait();
-        down_and_out(d, member, buffers);
+        staging.in_steps(args.tokens * of_x.padded() / group, 32, [&](int64_t begin, int64_t end) {
+            stage_x(d, begin, end);
+        });
+        ups.run(upwards, [&](const Active& expert, int64_t begin, int64_t end) {
+            activate_part(d, expert, begin, end, buffers);
+        });
+        downwards.in_steps(args.hidden, group, [&](int64_t begin, int64_t end) { down_and_out(d, begin, end, buffers); });
     });
     return KPT_OK;
 }

@@ -54,26 +54,28 @@ struct Active {
     int64_t expert, first, rows;
 };
 
-// Call `body(active, begin, end)` for this thread's part of all columns of all experts with rows, cut at multiples of
-// `step`. All threads get as many bytes of weights, unless there are so many rows that the arithmetic takes longer.
-template <class Body>
-KPT_INLINE void for_share(
-    const Member& member, const Active* active, int64_t count, int64_t columns, int64_t step, Body&& body) {
-    const int64_t steps = (columns + step - 1) / step;
-    const auto cost = [&](int64_t i) { return active[i].rows < 8 ? int64_t{8} : active[i].rows; };
-    int64_t total = 0;
-    for (int64_t i = 0; i < count; i++) total += steps * cost(i);
-    int64_t low = total * member.rank / member.size, high = total * (member.rank + 1) / member.size;
-    for (int64_t i = 0; i < count; i++) {
-        const auto at = [&](int64_t position) {
-            const int64_t column = position <= 0 ? 0 : (position + cost(i) - 1) / cost(i) * step;
-            return column < columns ? column : columns;
-        };
-        if (at(low) < at(high)) body(active[i], at(low), at(high));
-        low -= steps * cost(i);
-        high -= steps * cost(i);
+// The columns of all experts with rows in parts for threads to take, of 64 KiB of weights or more.
+class Parts {
+public:
+    // `column_bytes` are those of a column of weights; parts begin at multiples of Staging::group.
+    Parts(const Active* active, int64_t num_active, int64_t columns, int64_t column_bytes)
+        : active_(active), columns_(columns),
+          step_(((int64_t{1} << 16) / (column_bytes + 1) / Staging::group + 1) * Staging::group),
+          each_((columns + step_ - 1) / step_), count_(each_ * num_active) {}
+
+    // Call `body(active, begin, end)` for every part, and wait until all are done.
+    template <class Body>
+    void run(Tasks& tasks, Body&& body) const {
+        tasks.all(count_, [&](int64_t part) {
+            const int64_t begin = part % each_ * step_, end = begin + step_;
+            body(active_[part / each_], begin, end < columns_ ? end : columns_);
+        });
     }
-}
+
+private:
+    const Active* active_;
+    int64_t columns_, step_, each_, count_;
+};
 
 // Columns that one `multiply` is to be asked for: their results should stay in the nearest caches.
 constexpr int64_t most_results = 8192, most_columns = 512;

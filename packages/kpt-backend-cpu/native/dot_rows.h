@@ -29,7 +29,7 @@ KPT_INLINE void sums_of_four(const vf* v, float* out) {
 
 // Four rows of weights from some k on, and those that will be wanted next (NULL for none).
 template <class T>
-struct Columns {
+struct FourColumns {
     const T* now[tile_columns];
     const T* next[tile_columns];
 };
@@ -46,7 +46,7 @@ struct Scales {
 // The columns are those from `from` on, N of them.
 template <class D, int M, int N, bool SCALED>
 KPT_INLINE void tile(
-    const Columns<typename D::Weight>& w, int from, const typename D::Staged* const* x, int64_t count,
+    const FourColumns<typename D::Weight>& w, int from, const typename D::Staged* const* x, int64_t count,
     const Scales& scales, vf (*total)[tile_columns]) {
     constexpr int64_t line = 64 / sizeof(typename D::Weight);
     const typename D::Weight* now[N];
@@ -110,7 +110,7 @@ KPT_INLINE void tile(
 
 template <class D, int M>
 void tile_of(
-    int64_t rows, const Columns<typename D::Weight>& w, const typename D::Staged* const* x, int64_t count,
+    int64_t rows, const FourColumns<typename D::Weight>& w, const typename D::Staged* const* x, int64_t count,
     bool scaled, const Scales& scales, vf (*total)[tile_columns]) {
     if constexpr (M > 1) {
         if (rows < M) return tile_of<D, M - 1>(rows, w, x, count, scaled, scales, total);
@@ -124,7 +124,7 @@ void tile_of(
 
 // `count` numbers of four rows of weights as they are multiplied, with zeros up to whole vectors.
 template <class D>
-void decode(const Columns<typename D::Weight>& w, int64_t count, typename D::Staged* out, int64_t stride) {
+void decode(const FourColumns<typename D::Weight>& w, int64_t count, typename D::Staged* out, int64_t stride) {
     constexpr int64_t line = 64 / sizeof(typename D::Weight);
     for (int64_t k = 0; k < count; k += D::numbers) {
         for (int j = 0; j < tile_columns; j++) {
@@ -176,7 +176,7 @@ private:
         const int64_t count = last ? p_.staging.inner - k : range_;
         const bool of_weight = w.scales_of == KPT_SCALES_BLOCK, of_x = p_.x_scale != nullptr;
         static constexpr float one = 1.0f;
-        Columns<Weight> columns;
+        FourColumns<Weight> columns;
         Scales scales;
         scales.weight_step = of_weight ? w.stride_sk : 0;
         scales.x_stride = p_.x_scale_stride;
@@ -196,7 +196,7 @@ private:
         }
         if (!prefetching) columns.next[0] = nullptr;
         const bool decoding = D::buffers && rows > D::most_rows;
-        Columns<Staged> decoded{};
+        FourColumns<Staged> decoded{};
         if (decoding) {
             decode<D>(columns, count, decoded_, decoded_numbers);
             for (int j = 0; j < tile_columns; j++) decoded.now[j] = decoded_ + j * decoded_numbers;

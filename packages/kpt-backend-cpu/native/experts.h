@@ -2,48 +2,18 @@
 #pragma once
 
 #include "activation.h"
+#include "routing.h"
+#include "scratch.h"
 #include "tasks.h"
 
 namespace kpt {
 
-KPT_INLINE int64_t pairs_of(const struct ::kpt_experts& p) { return p.tokens * p.top_k; }
 // Sorted rows that belong to an expert here.
 KPT_INLINE int64_t rows_here(const struct ::kpt_experts& p) { return p.experts > 0 ? p.offsets[p.experts - 1] : 0; }
-
-KPT_INLINE bool is_here(const struct ::kpt_experts& p, int64_t pair) {
-    const int64_t id = p.index_is_int64 ? static_cast<const int64_t*>(p.index)[pair]
-                                        : static_cast<const int32_t*>(p.index)[pair];
-    return id >= 0 && id < p.experts;
-}
-
-KPT_INLINE bool is_gated(const struct ::kpt_experts& p) { return p.act.kind <= KPT_REGLU; }
 
 KPT_INLINE int64_t multiplications_of(const struct ::kpt_experts& p) {
     return pairs_of(p) * p.hidden * (p.width + p.intermediate);
 }
-
-KPT_INLINE float weight_of(const kpt_rows& weights, int64_t pair) {
-    float value = 0;
-    with_float_type(weights.dtype, [&](auto type) {
-        using T = decltype(type);
-        value = widen(static_cast<const T*>(weights.data)[pair]);
-    });
-    return value;
-}
-
-// Blocks of memory behind one another, each on a cache line of its own: first their sizes, then their addresses.
-class Layout {
-public:
-    int64_t add(int64_t bytes) {
-        const int64_t at = size_;
-        size_ += round_up(bytes, 64);
-        return at;
-    }
-    int64_t size() const { return size_; }
-
-private:
-    int64_t size_ = 0;
-};
 
 // Columns of gate and up that make the activation's columns `first .. first + count`.
 KPT_INLINE Columns gate_and_up(const struct ::kpt_experts& p, int64_t first, int64_t count) {
@@ -51,6 +21,36 @@ KPT_INLINE Columns gate_and_up(const struct ::kpt_experts& p, int64_t first, int
     if (p.act.interleaved) return {2 * first, 2 * count};
     return {first, count, p.intermediate + first};
 }
+
+// Blocks of rows whose intermediate results are kept at a time: fresh memory costs more than the arithmetic on it. Their
+// number follows from what a row needs, and each thread is to have some tasks of them.
+struct Groups {
+    const RowBlock* blocks;
+    int64_t count, row_bytes, tasks_of_block;
+    int threads;
+    bool whole_experts;
+
+    // The block behind the group that begins with `first`.
+    int64_t end(int64_t first) const {
+        constexpr int64_t bytes = int64_t{1} << 23;
+        int64_t rows = 0, i = first;
+        const auto belongs = [&] {
+            return rows * row_bytes < bytes || (i - first) * tasks_of_block < 8 * threads ||
+                   (whole_experts && blocks[i].expert == blocks[i - 1].expert);
+        };
+        while (i < count && belongs()) rows += blocks[i++].rows;
+        return i;
+    }
+    int64_t rows(int64_t first) const {
+        const int64_t last = end(first) - 1;
+        return blocks[last].first + blocks[last].rows - blocks[first].first;
+    }
+    int64_t most_rows() const {
+        int64_t most = 0;
+        for (int64_t first = 0; first < count; first = end(first)) most = rows(first) > most ? rows(first) : most;
+        return most;
+    }
+};
 
 // A run of a pre-activation row, gate and up apart in float32, and back. Runs are at most kColumns of each.
 template <class T>
@@ -81,11 +81,13 @@ KPT_INLINE void join_gates(T* h, bool gated, bool interleaved, int64_t up, int64
     if (gated) store_run(h + up, ups, count);
 }
 
-// `out[t]` is the sum of the rows of t's pairs that are here; rows lie in the order of pairs, and weights are in them.
+// Tokens that are summed in one task.
+constexpr int64_t tokens_of_task = 16;
+
+// For the tokens begin..end: `out[t]` is the sum of the rows of t's pairs that are here; rows lie in the order of pairs,
+// and weights are in them.
 template <class T>
-void sum_pairs(const struct ::kpt_experts& p, const T* rows, const kpt_rows& out, const Member& member) {
-    int64_t begin, end;
-    member.share(p.tokens, 1, begin, end);
+void sum_pairs(const struct ::kpt_experts& p, const T* rows, const kpt_rows& out, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
         T* to = row_of<T>(out, t);
         const T* own = rows + t * p.top_k * p.hidden;
@@ -93,7 +95,7 @@ void sum_pairs(const struct ::kpt_experts& p, const T* rows, const kpt_rows& out
         for (int64_t j = 0; j < p.hidden; j += many * W) {
             vf sums[many] = {};
             for (int64_t k = 0; k < p.top_k; k++) {
-                if (!is_here(p, t * p.top_k + k)) continue;
+                if (expert_of(p, t * p.top_k + k) < 0) continue;
                 for (int i = 0; i < many; i++) {
                     const int64_t at = j + i * W;
                     if (at < p.hidden) sums[i] += load(own + k * p.hidden + at, p.hidden - at);

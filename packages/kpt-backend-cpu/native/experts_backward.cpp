@@ -15,13 +15,13 @@ struct Backward {
     const struct kpt_experts_backward& given;
     const struct kpt_experts& p;
     int64_t taken;
-    const RowBlock* blocks;
-    int64_t block_count;
     const int32_t* tokens; // of sorted rows
-    T* grad_h;             // [rows, width]
-    T* weighted;           // [rows, intermediate], the activation times the routing weight
-    float* dots;           // [blocks of columns, rows]
-    T* grad_rows;          // [pairs, hidden]
+    // Of the rows of a group, from its first one (`base`) on:
+    T* grad_h;   // [rows, width]
+    T* weighted; // [rows, intermediate], the activation times the routing weight
+    // Of all:
+    float* dots;  // [blocks of columns, rows]
+    T* grad_rows; // [pairs, hidden]
 };
 
 // The first `count` numbers of a vector, the rest zero.
@@ -35,8 +35,8 @@ KPT_INLINE vf first_of(vf value, int64_t count) {
 // With `sums` the gradient behind the down projection before the routing weight: what the activation makes of it.
 template <class T>
 void differentiate_sums(
-    const Backward<T>& b, int64_t expert, int64_t first_row, int64_t rows, const Columns& columns, int64_t column_block,
-    const float* sums) {
+    const Backward<T>& b, int64_t base, int64_t expert, int64_t first_row, int64_t rows, const Columns& columns,
+    int64_t column_block, const float* sums) {
     const struct kpt_experts& p = b.p;
     const bool gated = is_gated(p), interleaved = p.act.interleaved && gated;
     const int64_t first = columns.first, count = columns.count, of_h = interleaved ? 2 * first : first;
@@ -48,7 +48,7 @@ void differentiate_sums(
         float gates[kColumns], ups[kColumns] = {};
         for (int64_t r = 0; r < rows; r++) {
             const int64_t row = first_row + r;
-            const float weight = weight_of(p.weights, p.order[row]);
+            const float weight = weight_of(p, p.order[row]);
             const float* own = sums + r * columns.width();
             split_gates(row_of<T>(p.h, row, of_h), gated, interleaved, p.intermediate, count, gates, ups);
             vf dot = {};
@@ -59,7 +59,7 @@ void differentiate_sums(
                 const int64_t own_columns = count - j;
                 dot += own_columns >= W ? grad * value : first_of(grad * value, own_columns);
                 if (b.weighted != nullptr) {
-                    store(b.weighted + row * p.intermediate + first + j, value * weight, count - j);
+                    store(b.weighted + (row - base) * p.intermediate + first + j, value * weight, count - j);
                 }
                 vf grad_gate, grad_up;
                 act.slope(grad * weight, gate, up, grad_gate, grad_up);
@@ -68,70 +68,75 @@ void differentiate_sums(
             }
             if (b.dots != nullptr) b.dots[column_block * b.taken + row] = sum_of(dot);
             if (b.grad_h != nullptr) {
-                T* to = b.grad_h + row * p.width + of_h;
+                T* to = b.grad_h + (row - base) * p.width + of_h;
                 join_gates(to, gated, interleaved, p.intermediate, count, gates, ups);
             }
         }
     });
 }
 
-// Gradients of the routing weights from their parts, for this thread's share of the pairs.
+// Gradients of the routing weights of the sorted rows begin..end, from their parts.
 template <class T>
-void store_weight_gradients(const Backward<T>& b, int64_t parts, const Member& member) {
-    const struct kpt_experts& p = b.p;
-    int64_t begin, end;
+void store_weight_gradients(const Backward<T>& b, int64_t parts, int64_t begin, int64_t end) {
     with_float_type(b.given.grad_weights.dtype, [&](auto type) {
         using U = decltype(type);
         U* out = static_cast<U*>(b.given.grad_weights.data);
-        member.share(pairs_of(p), 1, begin, end);
         for (int64_t row = begin; row < end; row++) {
-            const int64_t pair = p.order[row];
             float sum = 0;
             if (row < b.taken) {
                 for (int64_t part = 0; part < parts; part++) sum += b.dots[part * b.taken + row];
             }
-            narrow(sum, out + pair);
+            narrow(sum, out + b.p.order[row]);
         }
     });
 }
 
-// <grad, bias of the down projection> of each row, as one more part of the inner products.
+// <grad, bias of the down projection> of each row of a block, as one more part of the inner products.
 template <class T>
-void dot_with_bias(const Backward<T>& b, int64_t part, const Member& member) {
+void dot_with_bias(const Backward<T>& b, int64_t part, const RowBlock& rows) {
     const struct kpt_experts& p = b.p;
-    for (int64_t i = member.rank; i < b.block_count; i += member.size) {
-        const RowBlock& rows = b.blocks[i];
-        const T* bias = row_of<T>(p.down_bias, rows.expert);
-        for (int64_t row = rows.first; row < rows.first + rows.rows; row++) {
-            const T* grad = row_of<T>(b.given.grad, b.tokens[row]);
-            vf dot = {};
-            for (int64_t j = 0; j < p.hidden; j += W) dot += load(grad + j, p.hidden - j) * load(bias + j, p.hidden - j);
-            b.dots[part * b.taken + row] = sum_of(dot);
-        }
+    const T* bias = row_of<T>(p.down_bias, rows.expert);
+    for (int64_t row = rows.first; row < rows.first + rows.rows; row++) {
+        const T* grad = row_of<T>(b.given.grad, b.tokens[row]);
+        vf dot = {};
+        for (int64_t j = 0; j < p.hidden; j += W) dot += load(grad + j, p.hidden - j) * load(bias + j, p.hidden - j);
+        b.dots[part * b.taken + row] = sum_of(dot);
     }
 }
 
-// `out[e]` is the sum over e's rows of `row(r)` times `weight(r)`, for this thread's share of the columns.
+// `out[expert]` is the sum over the expert's rows of `row(r)` times `weight(r)`.
 template <class T, class Row, class Weight>
 void sum_rows(
-    const struct kpt_experts& p, const kpt_rows& out, int64_t columns, const Member& member, Row row, Weight weight) {
-    int64_t begin, end;
-    member.share(columns, W, begin, end);
-    for (int64_t expert = 0; expert < p.experts; expert++) {
-        for (int64_t j = begin; j < end; j += W) {
-            // One running sum of many rows would round away what is added last.
-            constexpr int64_t run = 256;
-            double sums[W] = {};
-            for (int64_t r = first_row(p.offsets, expert), stop; r < p.offsets[expert]; r = stop) {
-                stop = r + run < p.offsets[expert] ? r + run : p.offsets[expert];
-                vf part = {};
-                for (int64_t i = r; i < stop; i++) part += load(row(i) + j, end - j) * weight(i);
-                for (int i = 0; i < W; i++) sums[i] += static_cast<double>(part[i]);
-            }
-            vf sum = {};
-            for (int i = 0; i < W; i++) sum[i] = static_cast<float>(sums[i]);
-            store(row_of<T>(out, expert, j), sum, end - j);
+    const struct kpt_experts& p, const kpt_rows& out, int64_t expert, int64_t columns, Row row, Weight weight) {
+    for (int64_t j = 0; j < columns; j += W) {
+        // One running sum of many rows would round away what is added last.
+        constexpr int64_t run = 256;
+        double sums[W] = {};
+        for (int64_t r = first_row(p.offsets, expert), stop; r < p.offsets[expert]; r = stop) {
+            stop = r + run < p.offsets[expert] ? r + run : p.offsets[expert];
+            vf part = {};
+            for (int64_t i = r; i < stop; i++) part += load(row(i) + j, columns - j) * weight(i);
+            for (int i = 0; i < W; i++) sums[i] += static_cast<double>(part[i]);
         }
+        vf sum = {};
+        for (int i = 0; i < W; i++) sum[i] = static_cast<float>(sums[i]);
+        store(row_of<T>(out, expert, j), sum, columns - j);
+    }
+}
+
+template <class T>
+void sum_bias_gradients(const Backward<T>& b, int64_t base, int64_t expert) {
+    const struct kpt_experts& p = b.p;
+    if (b.given.grad_down_bias.data != nullptr) {
+        sum_rows<T>(
+            p, b.given.grad_down_bias, expert, p.hidden,
+            [&](int64_t r) { return row_of<T>(b.given.grad, b.tokens[r]); },
+            [&](int64_t r) { return weight_of(p, p.order[r]); });
+    }
+    if (b.given.grad_up_bias.data != nullptr) {
+        sum_rows<T>(
+            p, b.given.grad_up_bias, expert, p.width, [&](int64_t r) { return b.grad_h + (r - base) * p.width; },
+            [](int64_t) { return 1.0f; });
     }
 }
 
@@ -142,84 +147,98 @@ int backward(const struct kpt_experts_backward& given) {
     const int threads = threads_for(multiplications_of(p), p.threads);
     const ColumnBlocks inner = ColumnBlocks::of(p.intermediate, columns_at_once(p.hidden));
     const ColumnBlocks outer = ColumnBlocks::of(p.hidden, columns_at_once(p.width));
-    const int64_t highest = most_rows(p.offsets, p.experts);
-    const int64_t size = Block::bytes(most_of(p.hidden, p.width, highest));
-    const bool of_bias = p.down_bias.data != nullptr;
-    const bool need_h = given.grad_x.data != nullptr || given.grad_up.data != nullptr || given.grad_up_bias.data != nullptr;
+    const int64_t size = Block::bytes(most_of(p.hidden, p.width, most_rows(p.offsets, p.experts)));
+    const bool of_bias = p.down_bias.data != nullptr, need_x = given.grad_x.data != nullptr;
+    const bool need_biases = given.grad_down_bias.data != nullptr || given.grad_up_bias.data != nullptr;
+    const bool need_h = need_x || given.grad_up.data != nullptr || given.grad_up_bias.data != nullptr;
     const bool need_dots = given.grad_weights.data != nullptr, need_weighted = given.grad_down.data != nullptr;
-    Layout layout;
-    const int64_t blocks_at = layout.add(most_row_blocks(pairs, p.experts) * sizeof(RowBlock));
-    const int64_t tokens_at = layout.add(pairs * sizeof(int32_t));
-    const int64_t grad_h_at = layout.add(need_h ? taken * p.width * sizeof(T) : 0);
-    const int64_t weighted_at = layout.add(need_weighted ? taken * p.intermediate * sizeof(T) : 0);
-    const int64_t dots_at = layout.add(need_dots ? (inner.count + 1) * taken * sizeof(float) : 0);
-    const int64_t rows_at = layout.add(given.grad_x.data != nullptr ? pairs * p.hidden * sizeof(T) : 0);
-    const int64_t spaces_at = layout.add(size * threads);
-    const Scratch scratch(layout.size());
-    if (scratch.get() == nullptr) return KPT_NO_MEMORY;
-    char* memory = static_cast<char*>(scratch.get());
-    RowBlock* blocks = reinterpret_cast<RowBlock*>(memory + blocks_at);
-    int32_t* tokens = reinterpret_cast<int32_t*>(memory + tokens_at);
-    for (int64_t row = 0; row < taken; row++) tokens[row] = static_cast<int32_t>(p.order[row] / p.top_k);
+
+    const Scratch listed(most_row_blocks(pairs, p.experts) * static_cast<int64_t>(sizeof(RowBlock)));
+    if (listed.get() == nullptr) return KPT_NO_MEMORY;
+    RowBlock* blocks = static_cast<RowBlock*>(listed.get());
     const int64_t fewest = inner.count < outer.count ? inner.count : outer.count;
     const int64_t block_count = cut_rows(p.offsets, p.experts, fewest, threads, blocks);
+    const int64_t kept = (need_h ? p.width : 0) + (need_weighted ? p.intermediate : 0);
+    const Groups groups{blocks, block_count, kept * static_cast<int64_t>(sizeof(T)), fewest, threads, true};
+    const int64_t rows_at_once = groups.most_rows();
+    Layout layout;
+    const auto tokens_at = layout.add<int32_t>(taken);
+    const auto grad_h_at = layout.add<T>(need_h ? rows_at_once * p.width : 0);
+    const auto weighted_at = layout.add<T>(need_weighted ? rows_at_once * p.intermediate : 0);
+    const auto dots_at = layout.add<float>(need_dots ? (inner.count + 1) * taken : 0);
+    const auto rows_at = layout.add<T>(need_x ? pairs * p.hidden : 0);
+    const auto spaces_at = layout.add<char>(size * threads);
+    const Scratch scratch(layout.size());
+    if (scratch.get() == nullptr) return KPT_NO_MEMORY;
+    int32_t* tokens = tokens_at.in(scratch);
+    for (int64_t row = 0; row < taken; row++) tokens[row] = static_cast<int32_t>(p.order[row] / p.top_k);
     const Backward<T> b{
-        given, p, taken, blocks, block_count, tokens,
-        need_h ? reinterpret_cast<T*>(memory + grad_h_at) : nullptr,
-        need_weighted ? reinterpret_cast<T*>(memory + weighted_at) : nullptr,
-        need_dots ? reinterpret_cast<float*>(memory + dots_at) : nullptr,
-        reinterpret_cast<T*>(memory + rows_at)};
+        given, p, taken, tokens, need_h ? grad_h_at.in(scratch) : nullptr,
+        need_weighted ? weighted_at.in(scratch) : nullptr, need_dots ? dots_at.in(scratch) : nullptr, rows_at.in(scratch)};
 
     const Factor of_grad = factor_of_rows(given.grad, tokens);
     const Factor of_grad_h{b.grad_h, p.width, nullptr, p.x.dtype, true, {}};
-    const kpt_rows grad_h_rows{b.grad_h, p.width, p.x.dtype}, weighted_rows{b.weighted, p.intermediate, p.x.dtype};
-    const WeightGradient down{weighted_rows, nullptr,        given.grad, tokens,    given.grad_down,
-                              p.intermediate, p.hidden, p.offsets,  p.experts};
-    const WeightGradient up{p.x, tokens, grad_h_rows, nullptr, given.grad_up, p.hidden, p.width, p.offsets, p.experts};
-    Counter slope_tasks, down_tasks, up_tasks, x_tasks;
-    parallel(threads, [&](const Member& member) {
-        const Block block = Block::at(memory + spaces_at, size, member.rank);
-        const bool need_slope = need_h || need_dots || need_weighted;
-        const int64_t tasks = need_slope ? block_count * inner.count : 0;
-        for (int64_t task = slope_tasks.next(); task < tasks; task = slope_tasks.next()) {
-            const RowBlock& rows = blocks[task / inner.count];
-            const Columns columns{inner.first(task % inner.count), inner.size(task % inner.count)};
-            const auto finish = [&](int64_t row, int64_t many, const float* sums) {
-                differentiate_sums(b, rows.expert, row, many, columns, task % inner.count, sums);
-            };
-            multiply_matrix(
-                block, of_grad, rows.first, rows.rows, p.down, rows.expert, false, columns, p.hidden, finish);
+    const kpt_rows grad_h{b.grad_h, p.width, p.x.dtype}, weighted{b.weighted, p.intermediate, p.x.dtype};
+    const WeightGradient down(
+        weighted, nullptr, given.grad, tokens, given.grad_down, p.intermediate, p.hidden, p.offsets, p.experts);
+    const WeightGradient up(p.x, tokens, grad_h, nullptr, given.grad_up, p.hidden, p.width, p.offsets, p.experts);
+    Tasks differentiating, multiplying, storing, summing;
+    parallel(threads, [&](int rank) {
+        const Block block = Block::at(spaces_at.in(scratch), size, rank);
+        int64_t own_first = -1, own_second = -1, first_tasks = 0, second_tasks = 0, begin = 0;
+        do {
+            const int64_t end = groups.end(begin), base = begin < end ? blocks[begin].first : 0;
+            const int64_t expert = begin > 0 ? blocks[begin - 1].expert + 1 : 0;
+            const int64_t experts = (end < block_count ? blocks[end - 1].expert + 1 : p.experts) - expert;
+
+            const int64_t slopes = need_h || need_dots || need_weighted ? (end - begin) * inner.count : 0;
+            const int64_t first_before = first_tasks;
+            first_tasks += slopes + (need_dots && of_bias ? end - begin : 0);
+            differentiating.up_to(first_tasks, own_first, [&](int64_t task) {
+                task -= first_before;
+                if (task >= slopes) return dot_with_bias(b, inner.count, blocks[begin + task - slopes]);
+                const RowBlock& rows = blocks[begin + task / inner.count];
+                const Columns columns{inner.first(task % inner.count), inner.size(task % inner.count)};
+                const auto finish = [&](int64_t row, int64_t many, const float* sums) {
+                    differentiate_sums(b, base, rows.expert, row, many, columns, task % inner.count, sums);
+                };
+                multiply_matrix(
+                    block, of_grad, rows.first, rows.rows, p.down, rows.expert, false, columns, p.hidden, finish);
+            });
+
+            const int64_t downs = down.tasks(experts), ups = up.tasks(experts);
+            const int64_t products = need_x ? (end - begin) * outer.count : 0, second_before = second_tasks;
+            second_tasks += downs + ups + products + (need_biases ? experts : 0);
+            multiplying.up_to(second_tasks, own_second, [&](int64_t task) {
+                task -= second_before;
+                if (task < downs) return down.run(task, block, expert, base);
+                task -= downs;
+                if (task < ups) return up.run(task, block, expert, base);
+                task -= ups;
+                if (task >= products) return sum_bias_gradients(b, base, expert + task - products);
+                const RowBlock& rows = blocks[begin + task / outer.count];
+                const Columns columns{outer.first(task % outer.count), outer.size(task % outer.count)};
+                const auto finish = [&](int64_t row, int64_t many, const float* sums) {
+                    for (int64_t r = 0; r < many; r++) {
+                        T* out = b.grad_rows + p.order[base + row + r] * p.hidden + columns.first;
+                        store_run(out, sums + r * columns.width(), columns.count);
+                    }
+                };
+                multiply_matrix(
+                    block, of_grad_h, rows.first - base, rows.rows, p.up, rows.expert, false, columns, p.width, finish);
+            });
+            begin = end;
+        } while (begin < block_count);
+        if (need_dots) {
+            storing.in_steps(pairs, 1024, [&](int64_t from, int64_t to) {
+                store_weight_gradients(b, inner.count + (of_bias ? 1 : 0), from, to);
+            });
         }
-        if (need_dots && of_bias) dot_with_bias(b, inner.count, member);
-        member.wait();
-        if (need_dots) store_weight_gradients(b, inner.count + (of_bias ? 1 : 0), member);
-        if (need_weighted) weight_gradient(down, block, down_tasks);
-        if (given.grad_up.data != nullptr) weight_gradient(up, block, up_tasks);
-        if (given.grad_down_bias.data != nullptr) {
-            sum_rows<T>(
-                p, given.grad_down_bias, p.hidden, member, [&](int64_t r) { return row_of<T>(given.grad, tokens[r]); },
-                [&](int64_t r) { return weight_of(p.weights, p.order[r]); });
+        if (need_x) {
+            summing.in_steps(p.tokens, tokens_of_task, [&](int64_t from, int64_t to) {
+                sum_pairs(p, b.grad_rows, given.grad_x, from, to);
+            });
         }
-        if (given.grad_up_bias.data != nullptr) {
-            sum_rows<T>(
-                p, given.grad_up_bias, p.width, member, [&](int64_t r) { return b.grad_h + r * p.width; },
-                [](int64_t) { return 1.0f; });
-        }
-        if (given.grad_x.data == nullptr) return;
-        for (int64_t task = x_tasks.next(); task < block_count * outer.count; task = x_tasks.next()) {
-            const RowBlock& rows = blocks[task / outer.count];
-            const Columns columns{outer.first(task % outer.count), outer.size(task % outer.count)};
-            const auto finish = [&](int64_t row, int64_t many, const float* sums) {
-                for (int64_t r = 0; r < many; r++) {
-                    T* out = b.grad_rows + p.order[row + r] * p.hidden + columns.first;
-                    store_run(out, sums + r * columns.width(), columns.count);
-                }
-            };
-            multiply_matrix(
-                block, of_grad_h, rows.first, rows.rows, p.up, rows.expert, false, columns, p.width, finish);
-        }
-        member.wait();
-        sum_pairs(p, b.grad_rows, given.grad_x, member);
     });
     return KPT_OK;
 }

@@ -60,7 +60,7 @@ void weigh_sums(
     T* weighted) {
     for (int64_t r = 0; r < rows; r++) {
         const int64_t pair = p.order[row + r];
-        const float weight = weight_of(p.weights, pair);
+        const float weight = weight_of(p, pair);
         const float* own = sums + r * columns.width();
         T* out = weighted + pair * p.hidden + columns.first;
         for (int64_t j = 0; j < columns.count; j += W) {
@@ -68,31 +68,6 @@ void weigh_sums(
         }
     }
 }
-
-// Blocks of rows whose activation is kept at a time: fresh memory costs more than the arithmetic on it. Their number follows
-// from what a block needs, and each thread is to have some tasks of them.
-struct Groups {
-    const RowBlock* blocks;
-    int64_t count, row_bytes, tasks_of_block;
-    int threads;
-
-    // The block behind the group that begins with `first`.
-    int64_t end(int64_t first) const {
-        constexpr int64_t bytes = int64_t{1} << 23;
-        int64_t rows = 0, i = first;
-        while (i < count && (rows * row_bytes < bytes || (i - first) * tasks_of_block < 8 * threads)) rows += blocks[i++].rows;
-        return i;
-    }
-    int64_t rows(int64_t first) const {
-        const int64_t last = end(first) - 1;
-        return blocks[last].first + blocks[last].rows - blocks[first].first;
-    }
-    int64_t most_rows() const {
-        int64_t most = 0;
-        for (int64_t first = 0; first < count; first = end(first)) most = rows(first) > most ? rows(first) : most;
-        return most;
-    }
-};
 
 template <class T>
 int forward(const struct kpt_experts& p) {
@@ -107,34 +82,32 @@ int forward(const struct kpt_experts& p) {
     const ColumnBlocks narrow = ColumnBlocks::of(p.hidden, columns_at_once(p.intermediate));
     const int64_t fewest = wide.count < narrow.count ? wide.count : narrow.count;
     const int64_t count = cut_rows(p.offsets, p.experts, fewest, threads, blocks);
-    const Groups groups{blocks, count, p.intermediate * static_cast<int64_t>(sizeof(T)), fewest, threads};
+    const Groups groups{blocks, count, p.intermediate * static_cast<int64_t>(sizeof(T)), fewest, threads, false};
     Layout layout;
-    const int64_t tokens_at = layout.add(pairs * sizeof(int32_t));
-    const int64_t activated_at = layout.add(groups.most_rows() * p.intermediate * sizeof(T));
-    const int64_t weighted_at = layout.add(pairs * p.hidden * sizeof(T));
-    const int64_t spaces_at = layout.add(size * threads);
+    const auto tokens_at = layout.add<int32_t>(pairs);
+    const auto activated_at = layout.add<T>(groups.most_rows() * p.intermediate);
+    const auto weighted_at = layout.add<T>(pairs * p.hidden);
+    const auto spaces_at = layout.add<char>(size * threads);
     const Scratch scratch(layout.size());
     if (scratch.get() == nullptr) return KPT_NO_MEMORY;
-    char* memory = static_cast<char*>(scratch.get());
-    int32_t* tokens = reinterpret_cast<int32_t*>(memory + tokens_at);
-    T* activated = reinterpret_cast<T*>(memory + activated_at);
-    T* weighted = reinterpret_cast<T*>(memory + weighted_at);
+    int32_t* tokens = tokens_at.in(scratch);
+    T *activated = activated_at.in(scratch), *weighted = weighted_at.in(scratch);
 
     for (int64_t row = 0; row < taken; row++) tokens[row] = static_cast<int32_t>(p.order[row] / p.top_k);
     const Factor of_tokens = factor_of_rows(p.x, tokens);
     const Factor of_activated{activated, p.intermediate, nullptr, p.x.dtype, true, {}};
     if (p.h.data != nullptr) zero_rows(p.h, taken, pairs, p.width);
-    Counter up_tasks, down_tasks;
-    parallel(threads, [&](const Member& member) {
-        const Block block = Block::at(memory + spaces_at, size, member.rank);
-        int64_t up = up_tasks.next(), down = down_tasks.next();
+    Tasks upwards, downwards, summing;
+    parallel(threads, [&](int rank) {
+        const Block block = Block::at(spaces_at.in(scratch), size, rank);
+        int64_t own_up = -1, own_down = -1;
         for (int64_t begin = 0, end; begin < count; begin = end) {
             end = groups.end(begin);
             // The row that is the activation's first.
             const int64_t base = blocks[begin].first;
-            for (; up < end * wide.count; up = up_tasks.next()) {
-                const RowBlock& rows = blocks[up / wide.count];
-                const int64_t first = wide.first(up % wide.count), own = wide.size(up % wide.count);
+            upwards.up_to(end * wide.count, own_up, [&](int64_t task) {
+                const RowBlock& rows = blocks[task / wide.count];
+                const int64_t first = wide.first(task % wide.count), own = wide.size(task % wide.count);
                 const Columns columns = gate_and_up(p, first, own);
                 float bias[kColumns];
                 spread_bias(p.up_bias, rows.expert, columns, bias);
@@ -143,11 +116,10 @@ int forward(const struct kpt_experts& p) {
                 };
                 multiply_matrix(
                     block, of_tokens, rows.first, rows.rows, p.up, rows.expert, true, columns, p.hidden, finish);
-            }
-            member.wait();
-            for (; down < end * narrow.count; down = down_tasks.next()) {
-                const RowBlock& rows = blocks[down / narrow.count];
-                const Columns columns{narrow.first(down % narrow.count), narrow.size(down % narrow.count)};
+            });
+            downwards.up_to(end * narrow.count, own_down, [&](int64_t task) {
+                const RowBlock& rows = blocks[task / narrow.count];
+                const Columns columns{narrow.first(task % narrow.count), narrow.size(task % narrow.count)};
                 float bias[kColumns];
                 spread_bias(p.down_bias, rows.expert, columns, bias);
                 const auto finish = [&](int64_t row, int64_t many, const float* sums) {
@@ -156,10 +128,11 @@ int forward(const struct kpt_experts& p) {
                 multiply_matrix(
                     block, of_activated, rows.first - base, rows.rows, p.down, rows.expert, true, columns, p.intermediate,
                     finish);
-            }
-            member.wait();
+            });
         }
-        sum_pairs(p, weighted, p.out, member);
+        summing.in_steps(p.tokens, tokens_of_task, [&](int64_t begin, int64_t end) {
+            sum_pairs(p, weighted, p.out, begin, end);
+        });
     });
     return KPT_OK;
 }

@@ -1,6 +1,8 @@
 #include "few_rows.h"
 
 #include "dot.h"
+#include "scratch.h"
+#include "tasks.h"
 
 namespace kpt {
 
@@ -46,25 +48,14 @@ void stage_row(const Rows& r, int64_t row, int64_t expert) {
     }
 }
 
-void stage_rows(const Rows& r, const Member& member) {
-    int64_t begin, end;
-    member.share(r.assigned, 1, begin, end);
+// Stage the rows begin..end, and write zeros where these are no expert's.
+void prepare_rows(const Rows& r, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < r.num_active; i++) {
         const Active& own = r.active[i];
-        for (int64_t row = own.first; row < own.first + own.rows; row++) {
-            if (row >= begin && row < end) stage_row(r, row, own.expert);
-        }
+        const int64_t first = own.first > begin ? own.first : begin, last = own.first + own.rows;
+        for (int64_t row = first; row < last && row < end; row++) stage_row(r, row, own.expert);
     }
-}
-
-void write_zeros(const Rows& r, const Member& member) {
-    const kpt_rows& out = r.args.out;
-    int64_t begin, end;
-    member.share(r.args.rows - r.assigned, 1, begin, end);
-    for (int64_t row = r.assigned + begin; row < r.assigned + end; row++) {
-        const int64_t size = size_of(out.dtype);
-        memset(static_cast<char*>(out.data) + row * out.stride * size, 0, r.args.columns * size);
-    }
+    if (end > r.assigned) zero_rows(r.args.out, begin > r.assigned ? begin : r.assigned, end, r.args.columns);
 }
 
 void multiply_part(const Rows& r, const Active& own, int64_t begin, int64_t end, float* results) {
@@ -118,21 +109,23 @@ int grouped_mm_few_rows(const struct kpt_grouped_mm& args) {
         if (rows > r.most_rows) r.most_rows = rows;
     }
     r.results_size = results_at_once(r.most_rows);
-    const Scratch staged(r.assigned * staging.bytes());
-    const Scratch pointers(r.assigned * static_cast<int64_t>(sizeof(void*)));
-    const Scratch results(r.results_size * args.threads * static_cast<int64_t>(sizeof(float)));
-    r.staged = static_cast<char*>(staged.get());
-    r.pointers = static_cast<const void**>(pointers.get());
-    r.results = static_cast<float*>(results.get());
-    if (r.staged == nullptr || r.pointers == nullptr || r.results == nullptr) return KPT_NO_MEMORY;
+    Layout layout;
+    const auto staged = layout.add<char>(r.assigned * staging.bytes());
+    const auto pointers = layout.add<const void*>(r.assigned);
+    const auto results = layout.add<float>(r.results_size * args.threads);
+    const Scratch scratch(layout.size());
+    if (scratch.get() == nullptr) return KPT_NO_MEMORY;
+    r.staged = staged.in(scratch);
+    r.pointers = pointers.in(scratch);
+    r.results = results.in(scratch);
     for (int64_t row = 0; row < r.assigned; row++) r.pointers[row] = r.staged + row * staging.bytes();
-    const int64_t bytes = r.num_active * args.inner * args.columns * size_of(args.weight.dtype);
-    parallel(threads_to_read(bytes, args.threads), [&](const Member& member) {
-        stage_rows(r, member);
-        write_zeros(r, member);
-        member.wait();
-        float* own_results = r.results + member.rank * r.results_size;
-        for_share(member, r.active, r.num_active, args.columns, 64, [&](const Active& own, int64_t begin, int64_t end) {
+    const int64_t column_bytes = args.inner * size_of(args.weight.dtype);
+    const Parts parts(r.active, r.num_active, args.columns, column_bytes);
+    Tasks preparing, multiplying;
+    parallel(threads_to_read(r.num_active * args.columns * column_bytes, args.threads), [&](int rank) {
+        preparing.in_steps(args.rows, 4, [&](int64_t begin, int64_t end) { prepare_rows(r, begin, end); });
+        float* own_results = r.results + rank * r.results_size;
+        parts.run(multiplying, [&](const Active& own, int64_t begin, int64_t end) {
             multiply_part(r, own, begin, end, own_results);
         });
     });

@@ -3,6 +3,7 @@
 
 #include "activation.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace kpt {
 namespace {
@@ -234,13 +235,14 @@ int for_all_tokens(const Arguments& args, int value_rows, Body&& body) {
     const int64_t bytes = (Room::bytes(args, value_rows) + 63) / 64 * 64;
     Scratch scratch(bytes * threads);
     if (scratch.get() == nullptr) return KPT_NO_MEMORY;
-    parallel(threads, [&](const Member& member) {
-        const Room room(args, value_rows, static_cast<char*>(scratch.get()) + member.rank * bytes);
-        int64_t begin, end;
-        member.share(args.tokens, W, begin, end);
-        for (int64_t first = begin; first < end; first += W) {
-            body(first, static_cast<int>(end - first < W ? end - first : W), room);
-        }
+    Tasks tasks;
+    parallel(threads, [&](int rank) {
+        const Room room(args, value_rows, static_cast<char*>(scratch.get()) + rank * bytes);
+        tasks.in_steps(args.tokens, 8 * W, [&](int64_t begin, int64_t end) {
+            for (int64_t first = begin; first < end; first += W) {
+                body(first, static_cast<int>(end - first < W ? end - first : W), room);
+            }
+        });
     });
     return KPT_OK;
 }

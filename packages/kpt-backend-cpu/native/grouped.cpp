@@ -1,5 +1,6 @@
 // moe.grouped_mm, moe.scaled_grouped_mm and moe.grouped_mm_wgrad.
 #include "few_rows.h"
+#include "scratch.h"
 #include "tasks.h"
 #include "wgrad.h"
 
@@ -18,10 +19,10 @@ extern "C" int kpt_grouped_mm(const struct kpt_grouped_mm* given) {
     const int64_t tasks = cut_rows(p.offsets, p.experts, columns.count, threads, blocks) * columns.count;
     Factor left = factor_of_rows(p.x, nullptr);
     if (p.x_scale != nullptr) left.scale = {p.x_scale, p.x_scale_columns, p.x_scale_columns > 1 ? 1 : 0, 0, 7};
-    Counter next;
-    parallel(threads, [&](const Member& member) {
-        const Block block = Block::at(space.get(), size, member.rank);
-        for (int64_t task = next.next(); task < tasks; task = next.next()) {
+    Tasks products;
+    parallel(threads, [&](int rank) {
+        const Block block = Block::at(space.get(), size, rank);
+        products.all(tasks, [&](int64_t task) {
             const RowBlock& rows = blocks[task / columns.count];
             const Columns own{columns.first(task % columns.count), columns.size(task % columns.count)};
             const auto finish = [&](int64_t first, int64_t count, const float* sums) {
@@ -33,7 +34,7 @@ extern "C" int kpt_grouped_mm(const struct kpt_grouped_mm* given) {
                 });
             };
             multiply_matrix(block, left, rows.first, rows.rows, p.weight, rows.expert, true, own, p.inner, finish);
-        }
+        });
     });
     zero_rows(p.out, p.experts > 0 ? p.offsets[p.experts - 1] : 0, p.rows, p.columns);
     return KPT_OK;
@@ -46,10 +47,11 @@ extern "C" int kpt_grouped_mm_wgrad(const struct kpt_grouped_mm_wgrad* given) {
     const Scratch space(size * threads);
     if (space.get() == nullptr) return KPT_NO_MEMORY;
     const kpt_matrices out{p.out, p.inner * p.columns, p.columns, 1, p.x.dtype, KPT_SCALES_NONE, nullptr, 0, 0, 0};
-    const WeightGradient work{p.x, nullptr, p.grad, nullptr, out, p.inner, p.columns, p.offsets, p.experts};
-    Counter next;
-    parallel(threads, [&](const Member& member) {
-        weight_gradient(work, Block::at(space.get(), size, member.rank), next);
+    const WeightGradient work(p.x, nullptr, p.grad, nullptr, out, p.inner, p.columns, p.offsets, p.experts);
+    Tasks products;
+    parallel(threads, [&](int rank) {
+        const Block block = Block::at(space.get(), size, rank);
+        products.all(work.tasks(p.experts), [&](int64_t task) { work.run(task, block); });
     });
     return KPT_OK;
 }

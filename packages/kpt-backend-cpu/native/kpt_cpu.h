@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 1
+#define KPT_CPU_INTERFACE 2
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -153,8 +153,8 @@ KPT_EXPORT int32_t kpt_cpu_interface(void);
 KPT_EXPORT const char* kpt_cpu_instruction_sets(void);
 
 /* Run parallel regions in an OpenMP runtime that is loaded already (PyTorch's), given the addresses of GOMP_parallel,
- * omp_get_thread_num and omp_get_num_threads; all NULL for threads of the library's own. */
-KPT_EXPORT void kpt_cpu_use_openmp(void* parallel, void* thread_num, void* num_threads);
+ * omp_get_thread_num; both NULL for threads of the library's own. */
+KPT_EXPORT void kpt_cpu_use_openmp(void* parallel, void* thread_num);
 
 #ifdef __cplusplus
 }

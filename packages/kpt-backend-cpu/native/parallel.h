@@ -6,67 +6,53 @@
 
 namespace kpt {
 
-// A point that all threads of a region must reach before any goes on. Spins shortly, then yields: a thread may have lost
-// its core to another process.
-class Barrier {
+// Tasks 0, 1, 2... of a region. Every thread takes the next one until there is none, and goes on when all are done, by
+// whomever: a thread that begins late, or lost its core to another process, holds up its own task alone. Who gets which
+// varies; each number of a result has one task that makes it, so that its bits do not.
+class Tasks {
 public:
-    void wait(int threads);
+    // Call `body(task)` for tasks below `count`, and wait until these are done. They may be asked for in parts, with a
+    // greater `count` each time: `own` is the task that this thread took and has yet to do, -1 at first.
+    template <class Body>
+    void up_to(int64_t count, int64_t& own, Body&& body) {
+        if (own < 0) own = next_.fetch_add(1, std::memory_order_relaxed);
+        while (own < count) {
+            body(own);
+            done_.fetch_add(1, std::memory_order_release);
+            own = next_.fetch_add(1, std::memory_order_relaxed);
+        }
+        wait(count);
+    }
+
+    template <class Body>
+    void all(int64_t count, Body&& body) {
+        int64_t own = -1;
+        up_to(count, own, static_cast<Body&&>(body));
+    }
+
+    // Call `body(begin, end)` for parts of 0..count, of `step` each but for the last.
+    template <class Body>
+    void in_steps(int64_t count, int64_t step, Body&& body) {
+        all((count + step - 1) / step, [&](int64_t task) {
+            const int64_t begin = task * step;
+            body(begin, count - begin < step ? count : begin + step);
+        });
+    }
 
 private:
-    std::atomic<int> arrived_{0};
-    std::atomic<int> rounds_{0};
-};
+    void wait(int64_t count) const;
 
-// Hands out 0, 1, 2... to whoever asks. Who gets which number varies; kernels give each number's results one owner, so
-// that their bits do not.
-class Counter {
-public:
-    int64_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }
-    void reset() { next_.store(0, std::memory_order_relaxed); }
-
-private:
     std::atomic<int64_t> next_{0};
+    std::atomic<int64_t> done_{0};
 };
 
-// One thread of a region.
-struct Member {
-    int rank, size;
-    Barrier* barrier;
-    void wait() const {
-        if (size > 1) barrier->wait(size);
-    }
-    // The part of 0..count that is this thread's if all get about as much, in steps of `step`.
-    void share(int64_t count, int64_t step, int64_t& begin, int64_t& end) const {
-        const int64_t steps = (count + step - 1) / step;
-        begin = steps * rank / size * step;
-        end = steps * (rank + 1) / size * step;
-        if (begin > count) begin = count;
-        if (end > count) end = count;
-    }
-};
+void run_parallel(int threads, void (*body)(int rank, void*), void* data);
 
-void run_parallel(int threads, void (*body)(const Member&, void*), void* data);
-
-// Run `body(member)` on up to `threads` threads at once.
+// Run `body(rank)` on up to `threads` threads at once, rank 0 among them.
 template <class Body>
 void parallel(int threads, Body&& body) {
     run_parallel(
-        threads, [](const Member& member, void* data) { (*static_cast<Body*>(data))(member); }, &body);
+        threads, [](int rank, void* data) { (*static_cast<Body*>(data))(rank); }, &body);
 }
-
-// Memory for a call, in huge pages where it is large: fresh small pages cost more than the arithmetic on them. Null `get()`
-// if there is none.
-class Scratch {
-public:
-    explicit Scratch(int64_t bytes);
-    ~Scratch();
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-    void* get() const { return data_; }
-
-private:
-    void* data_;
-    int64_t bytes_;
-};
 
 }  // namespace kpt

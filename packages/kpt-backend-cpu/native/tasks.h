@@ -55,10 +55,11 @@ KPT_INLINE Factor factor_of_rows(const kpt_rows& rows, const int32_t* index) {
     return {rows.data, rows.stride, index, rows.dtype, true, {}};
 }
 
-// The transpose of some rows, from `first` on, as a factor whose inner size is the rows; `index` starts at the first row.
-KPT_INLINE Factor factor_across_rows(const kpt_rows& rows, int64_t first, const int32_t* index) {
+// The transpose of some rows, from number `first` on, as a factor whose inner size is the rows. They lie where `index` says,
+// which starts at row 0, or, if there is none, behind one another from row `base` on.
+KPT_INLINE Factor factor_across_rows(const kpt_rows& rows, int64_t first, int64_t base, const int32_t* index) {
     const char* data = static_cast<const char*>(rows.data);
-    if (index == nullptr) data += first * rows.stride * size_of(rows.dtype);
+    if (index == nullptr) data += (first - base) * rows.stride * size_of(rows.dtype);
     return {data, rows.stride, index != nullptr ? index + first : nullptr, rows.dtype, false, {}};
 }
 

@@ -72,7 +72,7 @@ def build(place: Path) -> tuple[dict[str, str], int]:
 
 
 def there(place: Path) -> set[str]:
-    return {path.name for path in (place / "libraries").iterdir()} - {"built.json"}
+    return {path.name for path in (place / "libraries").iterdir()} - {"built.json", "sources.txt"}
 
 
 def all_libraries() -> set[str]:
@@ -87,6 +87,22 @@ def test_a_library_is_made_for_each_instruction_set_and_not_again(place):
     assert build(place) == ({}, len(hook.INSTRUCTION_SETS)), "a changed source is compiled again"
     (place / "libraries" / "kpt_cpu_baseline.so").unlink()
     assert build(place) == ({}, 1), "a lost library is compiled again"
+
+
+def test_digests_of_the_sources_are_left_even_where_nothing_is_compiled(place, monkeypatch):
+    def digests() -> dict[str, str]:
+        return dict(line.split() for line in (place / "libraries" / "sources.txt").read_text().splitlines())
+
+    build(place)
+    first = digests()
+    assert set(first) == {"part.cpp", "hatch_build.py"}
+    (place / "native" / "part.cpp").write_text("int part;\r\n")
+    build(place)
+    assert digests() == first, "either kind of line ending"
+    monkeypatch.setenv("KPT_CPU_BUILD", "0")
+    (place / "native" / "part.cpp").write_text("int other;\n")
+    build(place)
+    assert {name for name in first if digests()[name] != first[name]} == {"part.cpp"}
 
 
 def test_builds_at_once_compile_once(place):
@@ -187,7 +203,7 @@ def test_a_wheel_with_libraries_is_of_this_platform_and_any_python(place):
     if "universal2" not in PLATFORM:
         assert made.name.endswith(f"-py3-none-{PLATFORM}.whl")
     names = zipfile.ZipFile(made).namelist()
-    assert {name.rpartition("/")[2] for name in names if "/libraries/" in name} == all_libraries()
+    assert {name.rpartition("/")[2] for name in names if "/libraries/" in name} == {*all_libraries(), "sources.txt"}
     metadata = next(name for name in names if name.endswith("/WHEEL"))
     assert b"Root-Is-Purelib: false" in zipfile.ZipFile(made).read(metadata)
 
@@ -204,7 +220,8 @@ def test_a_wheel_without_libraries_is_pure_and_holds_the_reason(place, monkeypat
     made = wheel(copy_of_the_package(place))
     assert made.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(made).namelist()
-    assert [name for name in names if "/libraries/" in name] == ["kpt_backend_cpu/libraries/missing.txt"]
+    held = {name.rpartition("/")[2] for name in names if "/libraries/" in name}
+    assert held == {"missing.txt", "sources.txt"}
     assert b"KPT_CPU_BUILD=0" in zipfile.ZipFile(made).read("kpt_backend_cpu/libraries/missing.txt")
 
 

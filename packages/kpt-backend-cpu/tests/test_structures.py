@@ -79,3 +79,19 @@ def test_dtypes_are_those_that_the_header_names():
     names = re.search(r"enum kpt_dtype \{(.*?)\}", HEADER.read_text(), re.S)
     assert names is not None
     assert {getattr(torch, name.lower()) for name in re.findall(r"KPT_(\w+)", names[1])} == set(_DTYPES)
+
+
+@pytest.mark.parametrize("structure", structures.KERNELS.values(), ids=structures.KERNELS)
+def test_packed_numbers_are_the_structure_that_ctypes_makes(structure):
+    made, numbers = structure(), []
+
+    def fill(part: ctypes.Structure) -> None:
+        for name, kind in part._fields_:
+            if issubclass(kind, ctypes.Structure):
+                fill(getattr(part, name))
+            else:
+                numbers.append(len(numbers) + 1)
+                setattr(part, name, numbers[-1])
+
+    fill(made)
+    assert structures.packed(structure).pack(*numbers) == bytes(made)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import kpt_core
+
 # A busy machine must not fail a property: examples have no time limit of their own.
 settings.register_profile("kpt", deadline=None)
 settings.load_profile("kpt")
@@ -36,6 +38,13 @@ def fresh_compiler() -> Iterator[None]:
     """No test meets what another one compiled."""
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def references() -> Iterator[None]:
+    """Bits are compared that two ways give: no kernel of a backend that is installed may serve one of them."""
+    with kpt_core.use("reference"):
+        yield
 
 
 @pytest.fixture(scope="module")

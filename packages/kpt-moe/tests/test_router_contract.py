@@ -18,6 +18,8 @@ from router_table import (
     token_ids,
 )
 
+pytestmark = pytest.mark.usefixtures("references")
+
 TOKENS = 23
 MASK = torch.arange(TOKENS) % 4 != 1
 

@@ -18,6 +18,8 @@ from kpt_moe import MoEConfig, MoELayer, Routing, TopKRouter
 from kpt_moe.routing_trace import RoutingTrace, record_routing, replay_routing
 from routings import assert_same, routings
 
+pytestmark = pytest.mark.usefixtures("references")
+
 HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import threading
-from ctypes import Structure
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +10,16 @@ import torch
 
 from kpt_core import InputError, KptError
 
-from .structures import INTERFACE, KERNELS
+from .structures import INTERFACE, KERNELS, packed
 
 #: The instruction set to use instead of the best one that this machine has.
 KPT_CPU_ISA = "KPT_CPU_ISA"
 
 #: Best first.
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "baseline")
+
+#: What the libraries were compiled from: records of what was proven name a hash of it.
+KERNEL_SOURCES = ("libraries/sources.txt",)
 
 #: Where the build leaves `kpt_cpu_<instruction set>.so`, or `missing.txt` with the reason why there is none.
 LIBRARIES = Path(__file__).parent / "libraries"
@@ -41,6 +43,7 @@ class Library(NamedTuple):
     functions: ctypes.CDLL
 
 
+_PACKED = {name: packed(structure) for name, structure in KERNELS.items()}
 _lock = threading.Lock()
 _library: Library | None = None
 #: A pool of threads does not survive a fork: waiting for its threads, a child would wait for ever.
@@ -67,19 +70,20 @@ def library() -> Library:
     return _library
 
 
-def run(kernel: str, arguments: Structure) -> None:
+def run(kernel: str, *arguments: float) -> None:
     """Call a kernel; other Python threads run meanwhile.
 
     Args:
         kernel: its name, one of `structures.KERNELS`.
-        arguments: the structure that it takes. The tensors in it must live until this returns.
+        arguments: the numbers of the structure that it takes. The tensors that they point to must live until this
+            returns.
 
     Raises:
         MemoryError: the kernel found no room for its intermediate results.
         LibraryError, InputError: see `library`.
     """
     found = _library or library()
-    if getattr(found.functions, kernel)(ctypes.byref(arguments)) != 0:
+    if getattr(found.functions, kernel)(_PACKED[kernel].pack(*arguments)) != 0:
         raise MemoryError(f"{kernel} found no memory for its intermediate results; give it fewer rows at a time")
 
 
@@ -96,11 +100,9 @@ def _load() -> Library:
         )
     chosen = asked or there[0]
     functions = baseline if chosen == "baseline" else _open(chosen)
-    for name, structure in KERNELS.items():
-        getattr(functions, name).argtypes = [ctypes.POINTER(structure)]
-    functions.kpt_cpu_use_openmp.argtypes = [ctypes.c_void_p] * 3
+    functions.kpt_cpu_use_openmp.argtypes = [ctypes.c_void_p] * 2
     functions.kpt_cpu_use_openmp.restype = None
-    functions.kpt_cpu_use_openmp(*(None,) * 3 if _forked else _openmp_of_torch())
+    functions.kpt_cpu_use_openmp(*(None,) * 2 if _forked else _openmp_of_torch())
     return Library(chosen, there, functions)
 
 
@@ -147,11 +149,11 @@ def _openmp_of_torch() -> tuple[int | None, ...]:
             seen = ctypes.CDLL(place, mode=os.RTLD_NOLOAD | os.RTLD_NOW) if place else ctypes.CDLL(None)
             return tuple(
                 ctypes.cast(getattr(seen, function), ctypes.c_void_p).value
-                for function in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+                for function in ("GOMP_parallel", "omp_get_thread_num")
             )
         except (OSError, AttributeError):
             continue
-    return None, None, None
+    return None, None
 
 
 def _after_fork() -> None:
@@ -159,7 +161,7 @@ def _after_fork() -> None:
     _lock = threading.Lock()  # another thread may have held it
     _forked = True
     if _library is not None:
-        _library.functions.kpt_cpu_use_openmp(None, None, None)
+        _library.functions.kpt_cpu_use_openmp(None, None)
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,11 +1,11 @@
-"""With AMX (simulated: torch says that it is there) PyTorch multiplies many rows in bfloat16."""
+"""With AMX (simulated) PyTorch multiplies many rows in bfloat16."""
 
 import pytest
 import torch
 
 import kpt_core
 import kpt_moe
-from kpt_backend_cpu.moe import decode
+from kpt_backend_cpu.moe import amx, decode
 from kpt_backend_cpu.moe.experts import unsupported
 
 
@@ -18,7 +18,7 @@ from kpt_backend_cpu.moe.experts import unsupported
 def test_many_rows_of_bfloat16_are_left_to_pytorch_unless_an_instruction_set_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, asked: str | None, refused: bool
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(amx, "HAS_AMX", True)
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     if asked:
         monkeypatch.setenv("KPT_CPU_ISA", asked)
@@ -28,7 +28,7 @@ def test_many_rows_of_bfloat16_are_left_to_pytorch_unless_an_instruction_set_is_
 
 
 def test_decoding_reads_weights_and_is_not_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(amx, "HAS_AMX", True)
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     up, down = torch.randn(2, 8, 4).bfloat16(), torch.randn(2, 4, 4).bfloat16()
     assert (
@@ -37,10 +37,24 @@ def test_decoding_reads_weights_and_is_not_left_to_pytorch(monkeypatch: pytest.M
 
 
 def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(amx, "HAS_AMX", True)
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     x, weight = torch.randn(5, 3).bfloat16(), torch.randn(1, 3, 2).bfloat16()
     with kpt_core.record() as log:
         out = kpt_moe.grouped_mm(x, weight, torch.tensor([5], dtype=torch.int32))
     assert [selection.kernel for selection in log] == ["reference"]
     torch.testing.assert_close(out, x @ weight[0])
+
+
+# torch 2.13: Dynamo itself instantiates autograd.Function when it traces one.
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("there", [False, True])
+def test_bfloat16_compiles_as_one_graph_where_no_instruction_set_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr(amx, "HAS_AMX", there)
+    monkeypatch.delenv("KPT_CPU_ISA", raising=False)
+    x, weight = torch.randn(5, 3).bfloat16(), torch.randn(1, 3, 2).bfloat16()
+    offsets = torch.tensor([5], dtype=torch.int32)
+    compiled = torch.compile(kpt_moe.grouped_mm, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight, offsets), kpt_moe.grouped_mm(x, weight, offsets))

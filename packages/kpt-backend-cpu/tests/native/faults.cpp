@@ -190,7 +190,7 @@ void* call_all(void* pointer) {
 }
 
 // An OpenMP of which each region gets `given` threads, whatever it asked for.
-thread_local int openmp_rank = 0, openmp_size = 1;
+thread_local int openmp_rank = 0;
 int openmp_given = 1;
 
 struct Body {
@@ -202,7 +202,6 @@ struct Body {
 void* run_body(void* pointer) {
     const Body& body = *static_cast<Body*>(pointer);
     openmp_rank = body.rank;
-    openmp_size = openmp_given;
     body.function(body.data);
     return nullptr;
 }
@@ -220,7 +219,6 @@ void openmp_parallel(void (*function)(void*), void* data, unsigned, unsigned) {
 }
 
 int openmp_thread_num() { return openmp_rank; }
-int openmp_num_threads() { return openmp_size; }
 
 }  // namespace
 
@@ -278,15 +276,14 @@ void test_threads() {
         CHECK(callers[i].right, "caller %d got another result than alone", i);
     }
     kernels.use_openmp(
-        reinterpret_cast<void*>(openmp_parallel), reinterpret_cast<void*>(openmp_thread_num),
-        reinterpret_cast<void*>(openmp_num_threads));
+        reinterpret_cast<void*>(openmp_parallel), reinterpret_cast<void*>(openmp_thread_num));
     for (openmp_given = 1; openmp_given <= 3; openmp_given++) {
         for (int kind = 0; kind < Work::kinds; kind++) {
             begin_case("%s in an OpenMP that gives %d threads of 3", Work::name(kind), openmp_given);
             CHECK(same(result_of(work, kind, 3), wanted[kind]), "the result is another one");
         }
     }
-    kernels.use_openmp(nullptr, nullptr, nullptr);
+    kernels.use_openmp(nullptr, nullptr);
 }
 
 }  // namespace test

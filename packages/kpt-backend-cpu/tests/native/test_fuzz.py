@@ -48,6 +48,16 @@ THREADS = st.integers(1, 4)
 fuzz = settings(max_examples=25, deadline=None)
 
 
+def numbers_of(made: Structure) -> Iterator[float]:
+    """All numbers of a structure, those of structures in it in their place."""
+    for name, *_ in made._fields_:
+        value = getattr(made, name)
+        if isinstance(value, Structure):
+            yield from numbers_of(value)
+        else:
+            yield value or 0
+
+
 @pytest.fixture(scope="module", params=[f"{name}, {pool}" for name in native.INSTRUCTION_SETS for pool in POOLS])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """How a kernel is called, in the library of one instruction set."""
@@ -63,8 +73,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         library = native.library()
         assert library.instruction_set == name
         openmp = native._openmp_of_torch()
-        library.functions.kpt_cpu_use_openmp(*(openmp if pool == "OpenMP" else (None,) * 3))
-        yield native.run
+        library.functions.kpt_cpu_use_openmp(*(openmp if pool == "OpenMP" else (None,) * 2))
+        yield lambda kernel, made: native.run(kernel, *numbers_of(made))
         library.functions.kpt_cpu_use_openmp(*openmp)
 
 

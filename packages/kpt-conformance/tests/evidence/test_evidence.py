@@ -132,6 +132,21 @@ def test_sources_of_a_name_from_a_package_are_all_that_the_package_imports(packa
     ]
 
 
+def test_sources_that_are_no_python_count_where_a_module_names_them(package):
+    (package / "kernels").mkdir()
+    (package / "kernels" / "digests.txt").write_text("one")
+    with (package / "deep.py").open("a") as file:
+        file.write('\nKERNEL_SOURCES = ("kernels/digests.txt",)\n')
+    sources = sources_of(["evidence_pkg.deep"])
+    assert sorted(sources.files) == ["evidence_pkg.deep", "evidence_pkg.deep:kernels/digests.txt"]
+    before = sources.hash
+    (package / "kernels" / "digests.txt").write_text("two")
+    assert sources_of(["evidence_pkg.deep"]).hash != before
+    (package / "kernels" / "digests.txt").unlink()
+    with pytest.raises(EvidenceError, match=r"digests\.txt, which is not there; install the package again"):
+        sources_of(["evidence_pkg.deep"])
+
+
 def test_nothing_is_imported_to_find_sources(package):
     (package / "fast.py").write_text("raise AssertionError\nfrom . import deep\n")
     assert set(sources_of(["evidence_pkg.fast"]).files) == {"evidence_pkg.fast", "evidence_pkg.deep"}

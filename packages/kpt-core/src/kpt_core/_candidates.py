@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from . import _registry
 from ._errors import KptError, UnknownNameError
@@ -38,9 +37,14 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSignatu
 
 def needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether autograd will ask for a gradient of a call."""
-    return torch.is_grad_enabled() and any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
-    )
+    return torch.is_grad_enabled() and any(map(_requires_grad, (*args, *kwargs.values())))
+
+
+def _requires_grad(value: Any) -> bool:
+    # Not by torch.utils._pytree: Dynamo fails in it where a value is a module's attribute.
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return isinstance(value, list | tuple) and any(map(_requires_grad, value))
 
 
 def call_key(size_key: "Callable[..., Key] | None", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Key":
@@ -60,14 +64,9 @@ class Candidate:
     quarantined: dict[CallSignature, str] = field(default_factory=dict)
 
     @property
-    def direct(self) -> bool:
-        """True if `unsupported` alone decides which calls on its device and dtype the kernel takes."""
-        return not self.kernel.forward_only and not self.quarantined
-
-    @property
     def unconditional(self) -> bool:
         """True if the kernel takes every call on its device and dtype."""
-        return self.unsupported is None and self.direct
+        return self.unsupported is None and not self.kernel.forward_only and not self.quarantined
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call is not for this kernel, or None."""

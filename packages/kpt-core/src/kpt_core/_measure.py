@@ -1,6 +1,7 @@
 """Measuring two ways of doing one thing, fairly on a noisy machine."""
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ def interleaved_times(
 ) -> list[list[float]]:
     """Time several functions in turn, so that a change of the machine's load meets all of them.
 
+    Each begins as many rounds as the others, whose order is another one every time: what runs before leaves its mark on
+    caches and sleeping threads.
+
     Args:
         functions: called without arguments, each once a round after two rounds of warm-up.
         device: waited for before the clock is read.
@@ -32,11 +36,14 @@ def interleaved_times(
         Seconds of each round, a list for each function.
     """
     times: list[list[float]] = [[] for _ in functions]
+    orders = random.Random(0)
 
-    def run_all(first: int) -> list[tuple[int, float]]:
+    def run_all(turn: int) -> list[tuple[int, float]]:
         taken = []
-        for offset in range(len(functions)):
-            index = (first + offset) % len(functions)
+        first = turn % len(functions)
+        others = [index for index in range(len(functions)) if index != first]
+        orders.shuffle(others)
+        for index in (first, *others):
             synchronize(device)
             start = time.perf_counter()
             functions[index]()

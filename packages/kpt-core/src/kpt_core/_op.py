@@ -11,7 +11,15 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _registry
 from ._autocast import without_autocast
-from ._candidates import Candidate, Candidates, Unsupported, call_key, call_signature, find_candidates
+from ._candidates import (
+    Candidate,
+    Candidates,
+    Unsupported,
+    call_key,
+    call_signature,
+    find_candidates,
+    needs_gradient,
+)
 from ._errors import InputError, NoKernelError, RegistrationError
 from ._failures import is_contained, require_binding, warn_of_failure
 from ._fallback import refusal_of_reference, warn_of_fallback
@@ -67,10 +75,10 @@ class Op(Generic[P, R]):
         self.autocast = frozenset(autocast)
         self.size_key = size_key
         self.defined_in = f"{reference.__module__}.{reference.__qualname__}"
-        #: (device, dtype) -> what serves such calls when nothing but the environment applies, its `unsupported`, and
-        #: the candidates that it is the first of.
+        #: (device, dtype) -> what serves such calls when nothing but the environment applies, whether it has no
+        #: gradients, its `unsupported`, and the candidates that it is the first of.
         self._direct: dict[
-            tuple[torch.device, torch.dtype], tuple[Callable[..., Any], Unsupported | None, Candidates]
+            tuple[torch.device, torch.dtype], tuple[Callable[..., Any], bool, Unsupported | None, Candidates]
         ] = {}
         self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
         #: What traced calls read: a plain dictionary, so that Dynamo guards on what it finds there.
@@ -95,8 +103,10 @@ class Op(Generic[P, R]):
             except AttributeError:
                 direct = None  # no tensor: `_dispatch` says so
             if direct is not None:
-                call, unsupported, found = direct
-                if unsupported is None or unsupported(*args, **kwargs) is None:
+                call, forward_only, unsupported, found = direct
+                if (unsupported is None or unsupported(*args, **kwargs) is None) and not (
+                    forward_only and needs_gradient(args, kwargs)
+                ):
                     try:
                         return call(*args, **kwargs)  # type: ignore[no-any-return]
                     except Exception as error:
@@ -216,10 +226,10 @@ class Op(Generic[P, R]):
         steady = current.scope is None and (found.tuned is None or not found.tuned.reorders)
         if steady and self._found.get((first.device, first.dtype, scope)) is found:
             if not found.accepted:
-                direct[first.device, first.dtype] = (self.reference, None, found)
-            elif found.accepted[0].direct:
+                direct[first.device, first.dtype] = (self.reference, False, None, found)
+            elif not found.accepted[0].quarantined:
                 best = found.accepted[0]
-                direct[first.device, first.dtype] = (best.call, best.unsupported, found)
+                direct[first.device, first.dtype] = (best.call, best.kernel.forward_only, best.unsupported, found)
         return result
 
     def _choose(

@@ -15,6 +15,8 @@ from kpt_moe.batch_invariant import batch_invariant, batch_invariant_mode
 from kpt_moe.expert_networks.attention import AttentionExpert
 from kpt_moe.offload import checkpoint_experts, offload_experts
 
+pytestmark = pytest.mark.usefixtures("references")
+
 MODES = ("recompute", "offload")
 TOKENS, HIDDEN, INNER, TOP_K = 32, 16, 64, 2
 

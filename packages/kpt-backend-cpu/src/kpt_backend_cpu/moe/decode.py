@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from . import experts_ops
 from .experts import refusal_of_weights, scale_of_stored
+from .operators import call
 
 #: From more tokens on the products of `experts` are faster.
 MAX_TOKENS = 64
@@ -62,6 +64,5 @@ def experts_decode(
     up, down = (gate_up_proj, down_proj) if transposed else (gate_up_proj.mT, down_proj.mT)
     scales = scale_of_stored(gate_up_scale, transposed), scale_of_stored(down_scale, transposed)
     tensors = (x, top_k_index, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias, *scales)
-    return torch.ops.kpt_backend_cpu.experts.default(  # type: ignore[no-any-return]
-        *tensors, activation, interleaved, alpha, beta, limit, True
-    )
+    settings = (activation, interleaved, alpha, beta, limit, True)
+    return call(torch.ops.kpt_backend_cpu.experts.default, experts_ops.forward, *tensors, *settings)  # type: ignore[no-any-return]

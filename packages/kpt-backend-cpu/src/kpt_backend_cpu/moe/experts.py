@@ -10,8 +10,10 @@ from torch import Tensor
 
 from kpt_core import KptError
 
-from . import experts_ops  # noqa: F401  defines torch.ops.kpt_backend_cpu.experts*
+from . import experts_ops
 from .amx import refusal_for_amx
+from .operators import call
+from .tensors import differentiates
 
 
 def unsupported(
@@ -69,13 +71,10 @@ def experts(
     floats = (x, top_k_weights, up, down, gate_up_proj_bias, down_proj_bias)
     scales = scale_of_stored(gate_up_scale, transposed), scale_of_stored(down_scale, transposed)
     settings = (activation, interleaved, alpha, beta, limit)
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    # Under torch.func the autograd function raises, where the op alone would let a derivative be zero.
-    if training or torch._C._are_functorch_transforms_active():
+    if differentiates(*floats):
         return _Experts.apply(*floats, top_k_index, *scales, settings)  # type: ignore[no-any-return,no-untyped-call]
-    return torch.ops.kpt_backend_cpu.experts.default(  # type: ignore[no-any-return]
-        x, top_k_index, *floats[1:], *scales, *settings, False
-    )
+    arguments = (x, top_k_index, *floats[1:], *scales, *settings, False)
+    return call(torch.ops.kpt_backend_cpu.experts.default, experts_ops.forward, *arguments)  # type: ignore[no-any-return]
 
 
 def scale_of_stored(scale: Tensor | None, transposed: bool) -> Tensor | None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.structures import ACTIVATIONS, ActivationSettings, Experts, ExpertsBackward, Sort
+from kpt_backend_cpu.structures import ACTIVATIONS
 
-from .tensors import matrices, ordered_as, rows, with_whole_columns_or_rows, with_whole_rows
+from .tensors import address, matrices, ordered_as, rows, with_whole_columns_or_rows, with_whole_rows
 
 _library = torch.library.Library("kpt_backend_cpu", "FRAGMENT")
 _TENSORS = (
@@ -58,24 +58,25 @@ class _Tensors(NamedTuple):
         order: Tensor | None = None,
         offsets: Tensor | None = None,
         h: Tensor | None = None,
-    ) -> Experts:
+    ) -> tuple[float, ...]:
+        """The numbers of `structures.Experts`."""
         activation, interleaved, alpha, beta, limit = settings
         index = self.top_k_index
         num_experts, hidden, width = self.up.shape
-        return Experts(
-            rows(self.x),
-            rows(out),
+        return (
+            *rows(self.x),
+            *rows(out),
             index.data_ptr(),
             index.dtype is torch.int64,
-            rows(self.top_k_weights),
-            matrices(self.up, self.up_scale),
-            matrices(self.down, self.down_scale),
-            rows(self.up_bias),
-            rows(self.down_bias),
-            ActivationSettings(ACTIVATIONS[activation], interleaved, limit is not None, alpha, beta, limit or 0.0),
-            None if order is None else order.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-            rows(h),
+            *rows(self.top_k_weights),
+            *matrices(self.up, self.up_scale),
+            *matrices(self.down, self.down_scale),
+            *rows(self.up_bias),
+            *rows(self.down_bias),
+            *(ACTIVATIONS[activation], interleaved, limit is not None, alpha, beta, limit or 0.0),
+            address(order),
+            address(offsets),
+            *rows(h),
             *index.shape,
             num_experts,
             hidden,
@@ -88,7 +89,7 @@ class _Tensors(NamedTuple):
 def _sort(index: Tensor, order: Tensor, offsets: Tensor) -> None:
     """Fill in the pairs in the order of their experts, and the end of each expert's."""
     places = index.data_ptr(), index.dtype is torch.int64, order.data_ptr(), offsets.data_ptr()
-    native.run("kpt_sort", Sort(*places, order.numel(), offsets.numel()))
+    native.run("kpt_sort", *places, order.numel(), offsets.numel())
 
 
 def _has_pairs(tensors: _Tensors) -> bool:
@@ -97,7 +98,8 @@ def _has_pairs(tensors: _Tensors) -> bool:
 
 
 @torch.library.impl(_library, "experts", "CPU")
-def _forward(*arguments: Any) -> Tensor:
+def forward(*arguments: Any) -> Tensor:
+    """What `torch.ops.kpt_backend_cpu.experts` does on a CPU."""
     *settings, few = arguments[9:]
     tensors = _Tensors(*arguments[:9])
     out = tensors.x.new_empty(tensors.x.shape)
@@ -105,13 +107,13 @@ def _forward(*arguments: Any) -> Tensor:
         return out.zero_()
     tensors = tensors.laid_out()
     if few:
-        native.run("kpt_experts_decode", tensors.arguments(settings, out))
+        native.run("kpt_experts_decode", *tensors.arguments(settings, out))
     else:
         index = tensors.top_k_index
         order = index.new_empty(index.numel(), dtype=torch.int32)
         offsets = order.new_empty(tensors.up.shape[0])
         _sort(index, order, offsets)
-        native.run("kpt_experts_forward", tensors.arguments(settings, out, order, offsets))
+        native.run("kpt_experts_forward", *tensors.arguments(settings, out, order, offsets))
     return out
 
 
@@ -123,7 +125,7 @@ def _training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return out.zero_(), h.zero_(), order.zero_(), offsets.zero_()
     tensors = tensors.laid_out()
     _sort(tensors.top_k_index, order, offsets)
-    native.run("kpt_experts_forward", tensors.arguments(settings, out, order, offsets, h))
+    native.run("kpt_experts_forward", *tensors.arguments(settings, out, order, offsets, h))
     return out, h, order, offsets
 
 
@@ -140,16 +142,14 @@ def _backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     )
     native.run(
         "kpt_experts_backward",
-        ExpertsBackward(
-            tensors.arguments(settings, None, order, offsets, h),
-            rows(grad),
-            rows(of_x),
-            rows(of_weights),
-            matrices(of_up),
-            matrices(of_down),
-            rows(of_up_bias),
-            rows(of_down_bias),
-        ),
+        *tensors.arguments(settings, None, order, offsets, h),
+        *rows(grad),
+        *rows(of_x),
+        *rows(of_weights),
+        *matrices(of_up),
+        *matrices(of_down),
+        *rows(of_up_bias),
+        *rows(of_down_bias),
     )
     return found
 

@@ -6,10 +6,18 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.structures import GroupedMM, GroupedMMWgrad
 
 from .amx import refusal_for_amx
-from .tensors import matrices, require_offsets, rows, with_whole_columns_or_rows, with_whole_rows
+from .operators import call
+from .tensors import (
+    address,
+    differentiates,
+    matrices,
+    require_offsets,
+    rows,
+    with_whole_columns_or_rows,
+    with_whole_rows,
+)
 
 _library = torch.library.Library("kpt_backend_cpu", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor offsets) -> Tensor")
@@ -28,11 +36,17 @@ def unsupported_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> str | None:
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """`moe.grouped_mm`, summed in float32; differentiable, twice too."""
+    if not differentiates(x, weight):
+        operator = torch.ops.kpt_backend_cpu.grouped_mm.default
+        return call(operator, _grouped_mm, x, weight, offsets)  # type: ignore[no-any-return]
     return _GroupedMM.apply(x, weight, offsets)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """`moe.grouped_mm_wgrad`, summed in float32; differentiable, twice too."""
+    if not differentiates(x, grad):
+        operator = torch.ops.kpt_backend_cpu.grouped_mm_wgrad.default
+        return call(operator, _grouped_mm_wgrad, x, grad, offsets)  # type: ignore[no-any-return]
     return _GroupedMMWgrad.apply(x, grad, offsets)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -117,19 +131,17 @@ def multiply(
     x_scale = None if x_scale is None else x_scale.contiguous()
     native.run(
         "kpt_grouped_mm",
-        GroupedMM(
-            rows(x),
-            rows(out),
-            matrices(weight, scale),
-            None if x_scale is None else x_scale.data_ptr(),
-            0 if x_scale is None else x_scale.shape[1],
-            offsets.data_ptr(),
-            count,
-            inner,
-            columns,
-            experts,
-            torch.get_num_threads(),
-        ),
+        *rows(x),
+        *rows(out),
+        *matrices(weight, scale),
+        address(x_scale),
+        0 if x_scale is None else x_scale.shape[1],
+        offsets.data_ptr(),
+        count,
+        inner,
+        columns,
+        experts,
+        torch.get_num_threads(),
     )
     return out
 
@@ -144,17 +156,15 @@ def _grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     x, grad = with_whole_rows(x), with_whole_rows(grad)
     native.run(
         "kpt_grouped_mm_wgrad",
-        GroupedMMWgrad(
-            rows(x),
-            rows(grad),
-            out.data_ptr(),
-            offsets.data_ptr(),
-            count,
-            inner,
-            columns,
-            experts,
-            torch.get_num_threads(),
-        ),
+        *rows(x),
+        *rows(grad),
+        out.data_ptr(),
+        offsets.data_ptr(),
+        count,
+        inner,
+        columns,
+        experts,
+        torch.get_num_threads(),
     )
     return out
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from .grouped_mm import multiply
+from .operators import call
+from .tensors import differentiates
 
 _library = torch.library.Library("kpt_backend_cpu", "FRAGMENT")
 _library.define(
@@ -43,6 +45,11 @@ def scaled_grouped_mm(
         out_dtype = torch.bfloat16 if x.dtype.itemsize == 1 else x.dtype
     scale = (scale.unsqueeze(1) if scale.dim() == 2 else scale).float()
     x_scale = None if x_scale is None else x_scale.float()
+    if not differentiates(x):
+        operator = torch.ops.kpt_backend_cpu.scaled_grouped_mm.default
+        return call(  # type: ignore[no-any-return]
+            operator, _scaled_grouped_mm, x, weight, scale, x_scale, offsets, out_dtype
+        )
     return _ScaledGroupedMM.apply(x, weight, scale, x_scale, offsets, out_dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 

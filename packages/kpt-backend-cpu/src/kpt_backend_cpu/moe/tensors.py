@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kpt_backend_cpu.structures import SCALES_BLOCK, SCALES_K, SCALES_N, SCALES_NONE, Matrices, Rows
+from kpt_backend_cpu.structures import SCALES_BLOCK, SCALES_K, SCALES_N, SCALES_NONE
 from kpt_core import InputError
 
 _DTYPES = {
@@ -13,6 +13,16 @@ _DTYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
+
+
+def differentiates(*tensors: Tensor | None) -> bool:
+    """Whether a call with these needs an autograd function around it, which costs 10 microseconds.
+
+    Under torch.func such a function raises, where an operator alone would let a derivative be zero.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def with_whole_rows(x: Tensor) -> Tensor:
@@ -25,18 +35,27 @@ def with_whole_columns_or_rows(weight: Tensor) -> Tensor:
     return weight if weight.stride(2) == 1 or weight.stride(1) == 1 else weight.contiguous()
 
 
-def rows(x: Tensor | None) -> Rows:
-    """`x` `[rows, columns]` with contiguous rows, or nothing."""
-    return Rows() if x is None else Rows(x.data_ptr(), x.stride(0), _DTYPES[x.dtype])
+def address(x: Tensor | None) -> int:
+    """Where `x` begins, 0 for nothing."""
+    return 0 if x is None else x.data_ptr()
 
 
-def matrices(weight: Tensor | None, scale: Tensor | None = None) -> Matrices:
-    """`weight` `[experts, K, N]` with contiguous K or N, and its float32 scales `[experts, a, b]`; or nothing."""
+def rows(x: Tensor | None) -> tuple[int, ...]:
+    """`x` `[rows, columns]` with contiguous rows, or nothing: the numbers of `structures.Rows`."""
+    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), _DTYPES[x.dtype])
+
+
+def matrices(weight: Tensor | None, scale: Tensor | None = None) -> tuple[int, ...]:
+    """`weight` `[experts, K, N]` with contiguous K or N, and its float32 scales `[experts, a, b]`; or nothing.
+
+    Returns:
+        The numbers of `structures.Matrices`.
+    """
     if weight is None:
-        return Matrices()
+        return (0,) * 10
     place = weight.data_ptr(), *weight.stride(), _DTYPES[weight.dtype]
     if scale is None:
-        return Matrices(*place, SCALES_NONE)
+        return *place, SCALES_NONE, 0, 0, 0, 0
     (_, inner, columns), (_, a, b) = weight.shape, scale.shape
     if (a, b) == (1, columns):
         of = SCALES_N
@@ -44,7 +63,7 @@ def matrices(weight: Tensor | None, scale: Tensor | None = None) -> Matrices:
         of = SCALES_BLOCK
     else:
         of = SCALES_K
-    return Matrices(*place, of, scale.data_ptr(), *scale.stride())
+    return *place, of, scale.data_ptr(), *scale.stride()
 
 
 def ordered_as(weight: Tensor, dtype: torch.dtype) -> Tensor:

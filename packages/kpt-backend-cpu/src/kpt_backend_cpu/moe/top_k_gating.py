@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.structures import SCORES, TopKGating, TopKGatingBackward
+from kpt_backend_cpu.structures import SCORES
 from kpt_core import KptError
 
-from .tensors import rows, with_whole_rows
+from .operators import call
+from .tensors import address, differentiates, rows, with_whole_rows
 
 _library = torch.library.Library("kpt_backend_cpu", "FRAGMENT")
 _library.define(
@@ -51,10 +52,11 @@ def top_k_gating(
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`moe.top_k_gating`, computed in float32; differentiable once in the logits."""
-    weights, index = _Gating.apply(  # type: ignore[no-untyped-call]
-        logits, correction_bias, top_k, score, renormalize, scale, num_groups, top_groups
-    )
-    return weights, index
+    arguments = (logits, correction_bias, top_k, score, renormalize, scale, num_groups, top_groups)
+    if not differentiates(logits):
+        operator = torch.ops.kpt_backend_cpu.top_k_gating.default
+        return call(operator, _top_k_gating, *arguments)  # type: ignore[no-any-return]
+    return _Gating.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Gating(torch.autograd.Function):
@@ -106,7 +108,7 @@ def _top_k_gating(
     bias = None if correction_bias is None else correction_bias.contiguous()
     if weights.numel() > 0:
         settings = num_groups, top_groups, score, renormalize, scale
-        native.run("kpt_top_k_gating", _call(logits, bias, weights, index, *settings))
+        native.run("kpt_top_k_gating", *_call(logits, bias, weights, index, *settings))
     return weights, index
 
 
@@ -120,10 +122,11 @@ def _call(
     score: str,
     renormalize: bool,
     scale: float,
-) -> TopKGating:
-    return TopKGating(
-        rows(logits),
-        None if bias is None else bias.data_ptr(),
+) -> tuple[float, ...]:
+    """The numbers of `structures.TopKGating`."""
+    return (
+        *rows(logits),
+        address(bias),
         weights.data_ptr(),
         index.data_ptr(),
         *logits.shape,
@@ -150,7 +153,7 @@ def _top_k_gating_backward(
             index.contiguous(),
         )
         forward = _call(logits, None, weights, index, 1, 1, score, renormalize, scale)
-        native.run("kpt_top_k_gating_backward", TopKGatingBackward(forward, grad.data_ptr(), rows(out)))
+        native.run("kpt_top_k_gating_backward", *forward, grad.data_ptr(), *rows(out))
     return out
 
 

@@ -11,8 +11,11 @@ Not counted are
 - third parties, whose versions a record names.
 - the `__init__.py` of a package that is only passed on the way to a module: it would bring in all of the package. It
   counts where a name is imported from it.
-- files that are no Python modules and modules whose name is made up at run time; a kernel that is loaded so should
-  lie in a package whose version changes with it.
+- modules whose name is made up at run time; a kernel that is loaded so should lie in a package whose version changes
+  with it.
+
+Files that are no Python count where a module names them in `KERNEL_SOURCES`, a tuple of paths relative to its own. A
+package of native code names a list of its sources' digests there, which its build leaves beside the libraries.
 """
 
 import ast
@@ -25,6 +28,8 @@ from pathlib import Path
 from .record import EvidenceError
 
 _NOT_THE_KERNEL = ("kpt_core", "kpt_conformance")
+#: The name of the tuple in which a module names files that are no Python.
+_OTHER_FILES = "KERNEL_SOURCES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Sources:
     """What a kernel is made of.
 
     Attributes:
-        files: by the name of the module.
+        files: by the name of the module; others by that and, after a colon, their path as the module names it.
         third_parties: top-level names of everything else that is imported.
     """
 
@@ -56,7 +61,7 @@ def sources_of(modules: Iterable[str]) -> Sources:
         modules: of the kernel's target and of its `unsupported`.
 
     Raises:
-        EvidenceError: a module's source is not there, or is no Python.
+        EvidenceError: a module's source is not there, or is no Python, or names a file that is not there.
     """
     waiting, files, third_parties = list(modules), dict[str, Path](), set[str]()
     ours = {_top(module) for module in waiting}
@@ -69,7 +74,11 @@ def sources_of(modules: Iterable[str]) -> Sources:
         if file is None:
             continue
         files[module] = file
-        for imported in _imports(module, file) if file.suffix == ".py" else ():
+        if file.suffix != ".py":
+            continue
+        tree = _parse(file)
+        files |= _other_files(module, file, tree)
+        for imported in _imports(module, file, tree):
             top = _top(imported)
             if top in ours or (top.startswith("kpt_") and top not in _NOT_THE_KERNEL):
                 waiting.append(imported)
@@ -101,12 +110,29 @@ def _locate(module: str) -> Path | None:
     return None
 
 
-def _imports(module: str, file: Path) -> Iterator[str]:
-    """The modules that a file imports, those of its own package by their full names."""
+def _parse(file: Path) -> ast.Module:
     try:
-        tree = ast.parse(file.read_bytes())
+        return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
         raise EvidenceError(f"{file} can't be read as Python: {error}") from None
+
+
+def _other_files(module: str, file: Path, tree: ast.Module) -> dict[str, Path]:
+    """What a module names in `KERNEL_SOURCES`."""
+    found = dict[str, Path]()
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or _OTHER_FILES not in map(ast.unparse, node.targets):
+            continue
+        for part in ast.literal_eval(node.value):
+            found[f"{module}:{part}"] = file.parent / part
+    absent = [str(path) for path in found.values() if not path.is_file()]
+    if absent:
+        raise EvidenceError(f"{module} is made of {', '.join(absent)}, which is not there; install the package again")
+    return found
+
+
+def _imports(module: str, file: Path, tree: ast.Module) -> Iterator[str]:
+    """The modules that a file imports, those of its own package by their full names."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,0 +1,30 @@
+"""Timing functions in turn."""
+
+from itertools import pairwise
+
+import torch
+
+from kpt_core import gain_of, interleaved_times
+
+
+def test_all_run_once_a_round_and_each_begins_and_follows_each_of_the_others():
+    rounds, called = 40, list[int]()
+    functions = [lambda index=index: called.append(index) for index in range(4)]
+    times = interleaved_times(functions, torch.device("cpu"), rounds=rounds)
+    assert [len(taken) for taken in times] == [rounds] * 4
+    turns = [called[at : at + 4] for at in range(8, len(called), 4)]  # after two rounds of warm-up
+    assert len(turns) == rounds
+    assert all(sorted(turn) == [0, 1, 2, 3] for turn in turns)
+    assert [sum(turn[0] == index for turn in turns) for index in range(4)] == [rounds / 4] * 4
+    follows = {(a, b) for turn in turns for a, b in pairwise(turn)}
+    assert follows == {(a, b) for a in range(4) for b in range(4) if a != b}
+
+
+def test_two_functions_alternate():
+    called = list[str]()
+    interleaved_times([lambda: called.append("a"), lambda: called.append("b")], torch.device("cpu"), rounds=4)
+    assert "".join(called[4:]) == "abbaabba"
+
+
+def test_the_gain_is_the_median_of_the_rounds_ratios():
+    assert gain_of([2.0, 4.0, 30.0], [1.0, 2.0, 3.0]) == (2.0, 0.0)
