@@ -179,8 +179,8 @@ def interpreter(session: nox.Session) -> None:
 def native(session: nox.Session) -> None:
     """Test the native CPU kernels in C++, under sanitizers too, on what hypothesis draws, and by the conformance suite.
 
-    For this machine's best instruction set the suite leaves out real models' sizes alone, which `nox -s evidence` has; of
-    the others it compares values. What kpt-moe compiles is compiled with every backend's kernels, which its own tests lack.
+    For this machine's best instruction set the suite leaves out real models' sizes alone, which `nox -s evidence` has;
+    of the others it compares values. What kpt-moe compiles is compiled once more with every backend's kernels.
     """
     session.run(WORKSPACE / "python", f"{NATIVE}/sanitize.py", *session.posargs, external=True)
     session.run(WORKSPACE / "pytest", NATIVE, external=True)

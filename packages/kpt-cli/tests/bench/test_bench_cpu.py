@@ -297,7 +297,10 @@ def test_ipex_is_absent_with_a_reason_where_it_is_not_installed():
 
 
 def test_ipex_is_a_peer_where_it_is_installed_simulated(monkeypatch):
-    """The module that IPEX has is simulated by one of the same signature, which asks the routing function."""
+    """The module that IPEX has is simulated by one of the same signature, which asks the routing function.
+
+    As IPEX does, it brings the weights that it was given into another order, in place, when it is called.
+    """
 
     class GatedMLPMOE:
         def __init__(self, W13, W2, W3=None, use_prepack=True):
@@ -306,7 +309,11 @@ def test_ipex_is_a_peer_where_it_is_installed_simulated(monkeypatch):
         def __call__(self, hidden_states, use_grouped_topk, top_k, router_logits, renormalize, **options):
             asked = {"hidden_states": hidden_states, "gating_output": router_logits, "topk": top_k}
             weights, index = options["custom_routing_function"](**asked, renormalize=renormalize)
-            return by_reference("moe.experts", hidden_states, index, weights, self.up, self.down)
+            out = by_reference("moe.experts", hidden_states, index, weights, self.up, self.down)
+            self.up, self.down, given = self.up.clone(), self.down.clone(), (self.up, self.down)
+            for tensor in given:
+                tensor.zero_()
+            return out
 
     modules = ModuleType("intel_extension_for_pytorch.llm.modules")
     modules.GatedMLPMOE = GatedMLPMOE
@@ -314,8 +321,10 @@ def test_ipex_is_a_peer_where_it_is_installed_simulated(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, modules.__name__, modules)
     monkeypatch.setattr(ipex, "installed_version", lambda name: "2.8.0")
-    row = measured(decode(tokens=(4,))["4 tokens", "bf16"])
-    assert "ipex" in {result.implementation for result in row.results if result.role == "peer"}
+    contests = decode(tokens=(4,))
+    measured(contests["4 tokens", "bf16"])
+    row = measured(contests["4 tokens", "fp8 row"])
+    assert "ipex bf16" in {result.implementation for result in row.results if result.role == "peer"}
     assert "ipex" not in row.absent
 
 

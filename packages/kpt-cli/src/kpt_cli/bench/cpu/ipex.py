@@ -25,13 +25,13 @@ def ipex_experts(module: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | No
     """Gated experts of transformers, served by IPEX's module for MoE models; None where it is absent.
 
     Args:
-        module: its weights are used, and copied into the layout that IPEX prefers.
+        module: its weights are copied: IPEX brings its own into another order, in place, when it is first called.
     """
     if ipex_absence():
         return None
     from intel_extension_for_pytorch.llm.modules import GatedMLPMOE
 
-    served = GatedMLPMOE(module.gate_up_proj, module.down_proj, use_prepack=True)
+    served = GatedMLPMOE(module.gate_up_proj.detach().clone(), module.down_proj.detach().clone(), use_prepack=True)
 
     def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         def given(**_: object) -> tuple[Tensor, Tensor]:
