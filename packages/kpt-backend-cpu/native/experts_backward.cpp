@@ -9,7 +9,7 @@ namespace {
 
 KPT_INLINE int64_t most_of(int64_t a, int64_t b, int64_t c) { return a > b ? (a > c ? a : c) : b > c ? b : c; }
 
-// Everything that the tasks of one call share; what is not wanted is null.
+// Everything that the tasks of one call share; of the group's and `dots`, what is not wanted is null.
 template <class T>
 struct Backward {
     const struct kpt_experts_backward& given;
@@ -104,39 +104,42 @@ void dot_with_bias(const Backward<T>& b, int64_t part, const RowBlock& rows) {
     }
 }
 
-// `out[expert]` is the sum over the expert's rows of `row(r)` times `weight(r)`.
+// Columns begin..end of `out[expert]`, the sum over the expert's rows of `row(r)` times `weight(r)`.
 template <class T, class Row, class Weight>
 void sum_rows(
-    const struct kpt_experts& p, const kpt_rows& out, int64_t expert, int64_t columns, Row row, Weight weight) {
-    for (int64_t j = 0; j < columns; j += W) {
+    const struct kpt_experts& p, const kpt_rows& out, int64_t expert, int64_t begin, int64_t end, Row row, Weight weight) {
+    for (int64_t j = begin; j < end; j += W) {
         // One running sum of many rows would round away what is added last.
         constexpr int64_t run = 256;
         double sums[W] = {};
         for (int64_t r = first_row(p.offsets, expert), stop; r < p.offsets[expert]; r = stop) {
             stop = r + run < p.offsets[expert] ? r + run : p.offsets[expert];
             vf part = {};
-            for (int64_t i = r; i < stop; i++) part += load(row(i) + j, columns - j) * weight(i);
+            for (int64_t i = r; i < stop; i++) part += load(row(i) + j, end - j) * weight(i);
             for (int i = 0; i < W; i++) sums[i] += static_cast<double>(part[i]);
         }
         vf sum = {};
         for (int i = 0; i < W; i++) sum[i] = static_cast<float>(sums[i]);
-        store(row_of<T>(out, expert, j), sum, columns - j);
+        store(row_of<T>(out, expert, j), sum, end - j);
     }
 }
 
+// Columns of a bias gradient that are summed in one task.
+constexpr int64_t bias_columns = 256;
+
 template <class T>
-void sum_bias_gradients(const Backward<T>& b, int64_t base, int64_t expert) {
+void sum_bias_gradient(const Backward<T>& b, bool up, int64_t base, int64_t expert, int64_t begin) {
     const struct kpt_experts& p = b.p;
-    if (b.given.grad_down_bias.data != nullptr) {
+    const int64_t columns = up ? p.width : p.hidden, end = columns - begin < bias_columns ? columns : begin + bias_columns;
+    if (up) {
         sum_rows<T>(
-            p, b.given.grad_down_bias, expert, p.hidden,
+            p, b.given.grad_up_bias, expert, begin, end, [&](int64_t r) { return b.grad_h + (r - base) * p.width; },
+            [](int64_t) { return 1.0f; });
+    } else {
+        sum_rows<T>(
+            p, b.given.grad_down_bias, expert, begin, end,
             [&](int64_t r) { return row_of<T>(b.given.grad, b.tokens[r]); },
             [&](int64_t r) { return weight_of(p, p.order[r]); });
-    }
-    if (b.given.grad_up_bias.data != nullptr) {
-        sum_rows<T>(
-            p, b.given.grad_up_bias, expert, p.width, [&](int64_t r) { return b.grad_h + (r - base) * p.width; },
-            [](int64_t) { return 1.0f; });
     }
 }
 
@@ -149,7 +152,9 @@ int backward(const struct kpt_experts_backward& given) {
     const ColumnBlocks outer = ColumnBlocks::of(p.hidden, columns_at_once(p.width));
     const int64_t size = Block::bytes(most_of(p.hidden, p.width, most_rows(p.offsets, p.experts)));
     const bool of_bias = p.down_bias.data != nullptr, need_x = given.grad_x.data != nullptr;
-    const bool need_biases = given.grad_down_bias.data != nullptr || given.grad_up_bias.data != nullptr;
+    const int64_t up_bias_parts = given.grad_up_bias.data != nullptr ? (p.width + bias_columns - 1) / bias_columns : 0;
+    const int64_t down_bias_parts = given.grad_down_bias.data != nullptr ? (p.hidden + bias_columns - 1) / bias_columns : 0;
+    const int64_t bias_parts = up_bias_parts + down_bias_parts;
     const bool need_h = need_x || given.grad_up.data != nullptr || given.grad_up_bias.data != nullptr;
     const bool need_dots = given.grad_weights.data != nullptr, need_weighted = given.grad_down.data != nullptr;
 
@@ -208,14 +213,20 @@ int backward(const struct kpt_experts_backward& given) {
 
             const int64_t downs = down.tasks(experts), ups = up.tasks(experts);
             const int64_t products = need_x ? (end - begin) * outer.count : 0, second_before = second_tasks;
-            second_tasks += downs + ups + products + (need_biases ? experts : 0);
+            second_tasks += downs + ups + products + experts * bias_parts;
             multiplying.up_to(second_tasks, own_second, [&](int64_t task) {
                 task -= second_before;
                 if (task < downs) return down.run(task, block, expert, base);
                 task -= downs;
                 if (task < ups) return up.run(task, block, expert, base);
                 task -= ups;
-                if (task >= products) return sum_bias_gradients(b, base, expert + task - products);
+                if (task >= products) {
+                    const int64_t part = (task - products) % bias_parts;
+                    const bool of_up = part < up_bias_parts;
+                    return sum_bias_gradient(
+                        b, of_up, base, expert + (task - products) / bias_parts,
+                        (of_up ? part : part - up_bias_parts) * bias_columns);
+                }
                 const RowBlock& rows = blocks[begin + task / outer.count];
                 const Columns columns{outer.first(task % outer.count), outer.size(task % outer.count)};
                 const auto finish = [&](int64_t row, int64_t many, const float* sums) {

@@ -238,7 +238,9 @@ int for_all_tokens(const Arguments& args, int value_rows, Body&& body) {
     Tasks tasks;
     parallel(threads, [&](int rank) {
         const Room room(args, value_rows, static_cast<char*>(scratch.get()) + rank * bytes);
-        tasks.in_steps(args.tokens, 8 * W, [&](int64_t begin, int64_t end) {
+        // Some for each thread, and not so short that taking them counts.
+        const int64_t vectors = args.tokens / (4 * threads * W), most = vectors < 8 ? vectors : 8;
+        tasks.in_steps(args.tokens, (most > 1 ? most : 1) * W, [&](int64_t begin, int64_t end) {
             for (int64_t first = begin; first < end; first += W) {
                 body(first, static_cast<int>(end - first < W ? end - first : W), room);
             }

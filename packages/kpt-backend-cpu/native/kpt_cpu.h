@@ -152,8 +152,8 @@ KPT_EXPORT int32_t kpt_cpu_interface(void);
  * There is a library for each; that of `baseline` runs everywhere, so ask it. */
 KPT_EXPORT const char* kpt_cpu_instruction_sets(void);
 
-/* Run parallel regions in an OpenMP runtime that is loaded already (PyTorch's), given the addresses of GOMP_parallel,
- * omp_get_thread_num; both NULL for threads of the library's own. */
+/* Run parallel regions in an OpenMP runtime that is loaded already (PyTorch's), given the addresses of GOMP_parallel
+ * and omp_get_thread_num; both NULL for threads of the library's own. */
 KPT_EXPORT void kpt_cpu_use_openmp(void* parallel, void* thread_num);
 
 #ifdef __cplusplus

@@ -7,8 +7,8 @@
 namespace kpt {
 
 // Tasks 0, 1, 2... of a region. Every thread takes the next one until there is none, and goes on when all are done, by
-// whomever: a thread that begins late, or lost its core to another process, holds up its own task alone. Who gets which
-// varies; each number of a result has one task that makes it, so that its bits do not.
+// whomever: a thread that begins late, or lost its core to another process, holds up its own task, and the end of the region,
+// but nothing between. Who gets which varies; each number of a result has one task that makes it, so that its bits do not.
 class Tasks {
 public:
     // Call `body(task)` for tasks below `count`, and wait until these are done. They may be asked for in parts, with a

@@ -14,6 +14,11 @@ constexpr int64_t cache_line = 64;
 
 // The block of huge pages that was used last, unless it is larger than this, is kept for the next call: to clear fresh ones
 // takes the operating system a tenth of a training step. Its first bytes say how large it is.
+#if !defined(__SANITIZE_ADDRESS__) && defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int64_t most_kept = 0;  // so that what lies outside of a block, or was never written, is noticed
 #else

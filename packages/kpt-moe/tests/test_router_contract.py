@@ -18,8 +18,6 @@ from router_table import (
     token_ids,
 )
 
-pytestmark = pytest.mark.usefixtures("references")
-
 TOKENS = 23
 MASK = torch.arange(TOKENS) % 4 != 1
 
@@ -116,6 +114,7 @@ def test_padding_gets_nothing(name):
     assert routing.mask is MASK
 
 
+@pytest.mark.usefixtures("references")
 @every
 def test_a_mask_of_ones_is_no_mask(name):
     router, x = make(name), tokens(100)
@@ -272,6 +271,7 @@ def test_no_choice_is_lost(name, mask):
         assert routing.dropped() == 0
 
 
+@pytest.mark.usefixtures("references")
 @every
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "masked"])
 def test_replaying_its_own_routing_repeats_it(name, mask):

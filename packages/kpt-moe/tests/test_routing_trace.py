@@ -18,8 +18,6 @@ from kpt_moe import MoEConfig, MoELayer, Routing, TopKRouter
 from kpt_moe.routing_trace import RoutingTrace, record_routing, replay_routing
 from routings import assert_same, routings
 
-pytestmark = pytest.mark.usefixtures("references")
-
 HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 
 
@@ -60,6 +58,7 @@ def has_hooks(model: nn.Module) -> bool:
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.usefixtures("references")
 def test_records_each_decision_by_path_and_call():
     model, xs = Stack(), [torch.randn(n, HIDDEN) for n in (5, 3)]
     want: dict[str, list[Routing]] = {path: [] for path in PATHS}

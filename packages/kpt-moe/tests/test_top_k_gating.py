@@ -135,6 +135,7 @@ def make_router(**choices) -> TopKRouter:
     return router
 
 
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("choices", ROUTERS.values(), ids=ROUTERS)
 def test_a_router_calls_it_and_gives_the_bits_of_its_own_steps(choices, dtype, calls):

@@ -5,6 +5,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kpt_core
+import kpt_moe
 from kpt_backend_cpu.moe.operators import call
 
 
@@ -27,8 +29,18 @@ def test_a_plain_call_and_one_with_parameters_go_to_the_implementation():
         assert which(torch.nn.Parameter(torch.ones(2))) == "implementation"
 
 
-def test_a_tensor_of_another_class_is_seen():
-    assert which(torch.ones(2).as_subclass(Noticed)) == "operator"
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2).as_subclass(Noticed),
+        torch._neg_view(torch.ones(2)),
+        torch._efficientzerotensor(2),
+        torch._to_functional_tensor(torch.ones(2)),
+    ],
+    ids=["subclass", "negated", "zeros", "functional"],
+)
+def test_a_tensor_whose_memory_does_not_say_all_is_seen(x):
+    assert which(x) == "operator"
 
 
 @pytest.mark.parametrize(
@@ -57,3 +69,31 @@ def test_a_tracer_and_a_transform_see_it():
     torch.jit.trace(function, torch.ones(2), check_trace=False)
     torch.func.vmap(function)(torch.ones(2))
     assert seen == ["operator", "operator"]
+
+
+def operations():
+    x, weight, offsets = torch.randn(4, 3), torch.randn(2, 3, 5), torch.tensor([1, 4], dtype=torch.int32)
+    codes, scale = kpt_moe.quantise_weights(weight.mT, "row")
+    index = torch.randint(2, (4, 2))
+    up, down = torch.randn(2, 8, 3), torch.randn(2, 3, 4)
+    many = torch.randn(100, 3), torch.randint(2, (100, 2)), torch.rand(100, 2)
+    return {
+        "top_k_gating": (lambda v: kpt_core.get_op("moe.top_k_gating")(v, top_k=2)[0], x),
+        "grouped_mm": (lambda v: kpt_moe.grouped_mm(v, weight, offsets), x),
+        "grouped_mm_wgrad": (lambda v: kpt_moe.grouped_mm_wgrad(v, x, offsets), x),
+        "scaled_grouped_mm": (lambda v: kpt_moe.scaled_grouped_mm(v, codes.mT, scale, offsets), x),
+        "experts, few": (lambda v: kpt_moe.experts(v, index, torch.rand(4, 2), up, down), x),
+        "experts, many": (lambda v: kpt_moe.experts(v, *many[1:], up, down), many[0]),
+    }
+
+
+@pytest.mark.parametrize("name", operations())
+@pytest.mark.filterwarnings("ignore::kpt_core.KernelFailedWarning", "ignore:.*jit.script.*:DeprecationWarning")
+def test_a_forward_derivative_is_given_or_refused_and_never_left_out(name, kernels):
+    operation, x = operations()[name]
+    with forward_ad.dual_level():
+        try:
+            out = operation(forward_ad.make_dual(x, torch.ones_like(x)))
+        except (NotImplementedError, RuntimeError, kpt_core.KptError):
+            return
+        assert forward_ad.unpack_dual(out).tangent is not None

@@ -151,6 +151,9 @@ void test_experts_backward() {
             }
         }
     }
+    for (int i = 0; i < 3; i++) {
+        check_backward(random, draw_groups_case(random), i == 0 ? 63 : static_cast<unsigned>(random.below(64)));
+    }
 }
 
 }  // namespace test

@@ -210,6 +210,21 @@ inline ExpertsCase draw_experts_case(Random& random, int dtype, int act, double 
     return c;
 }
 
+// Rows so many and wide that intermediate results are kept for a group of them at a time; some experts have none.
+inline ExpertsCase draw_groups_case(Random& random) {
+    ExpertsCase c = draw_experts_case(random, KPT_FLOAT32, KPT_SWIGLU, 1e5);
+    c.weight_dtype = KPT_FLOAT32;
+    c.scales_of = KPT_SCALES_NONE;
+    c.limited = false;
+    c.tokens = 1000;
+    c.top_k = 2;
+    c.experts = 600;
+    c.hidden = 1;
+    c.intermediate = 2048;
+    c.threads = 3;
+    return c;
+}
+
 constexpr int experts_dtypes[] = {KPT_FLOAT32, KPT_BFLOAT16, KPT_FLOAT16};
 
 }  // namespace test

@@ -79,6 +79,7 @@ void test_experts_forward() {
                 check_forward(random, draw_experts_case(random, dtype, act, i == 0 ? 6e6 : 8e5), random.coin());
         }
     }
+    for (int i = 0; i < 2; i++) check_forward(random, draw_groups_case(random), i == 0);
 }
 
 }  // namespace test

@@ -147,6 +147,20 @@ def test_sources_that_are_no_python_count_where_a_module_names_them(package):
         sources_of(["evidence_pkg.deep"])
 
 
+@pytest.mark.parametrize("written", ['tuple[str, ...] = ("digests.txt",)', '= ("digests.txt",)'])
+def test_sources_that_are_no_python_may_be_annotated(package, written):
+    (package / "digests.txt").write_text("one")
+    (package / "deep.py").write_text(f"KERNEL_SOURCES{': ' if '[' in written else ' '}{written}\n")
+    assert "evidence_pkg.deep:digests.txt" in sources_of(["evidence_pkg.deep"]).files
+
+
+@pytest.mark.parametrize("written", ['["a"]', '"a"', "1", "(1,)", "()", "tuple(names)"])
+def test_sources_that_are_named_otherwise_are_an_error(package, written):
+    (package / "deep.py").write_text(f"KERNEL_SOURCES = {written}\n")
+    with pytest.raises(EvidenceError, match="a tuple of paths in quotes was expected; got KERNEL_SOURCES = "):
+        sources_of(["evidence_pkg.deep"])
+
+
 def test_nothing_is_imported_to_find_sources(package):
     (package / "fast.py").write_text("raise AssertionError\nfrom . import deep\n")
     assert set(sources_of(["evidence_pkg.fast"]).files) == {"evidence_pkg.fast", "evidence_pkg.deep"}

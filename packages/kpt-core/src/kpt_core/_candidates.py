@@ -44,6 +44,8 @@ def _requires_grad(value: Any) -> bool:
     # Not by torch.utils._pytree: Dynamo fails in it where a value is a module's attribute.
     if isinstance(value, torch.Tensor):
         return value.requires_grad
+    if isinstance(value, dict):
+        value = tuple(value.values())
     return isinstance(value, list | tuple) and any(map(_requires_grad, value))
 
 

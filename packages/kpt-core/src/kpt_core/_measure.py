@@ -23,7 +23,7 @@ def interleaved_times(
 ) -> list[list[float]]:
     """Time several functions in turn, so that a change of the machine's load meets all of them.
 
-    Each begins as many rounds as the others, whose order is another one every time: what runs before leaves its mark on
+    They begin rounds in turn, and the others follow in another order every time: what runs before leaves its mark on
     caches and sleeping threads.
 
     Args:

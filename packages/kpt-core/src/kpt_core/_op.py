@@ -104,8 +104,8 @@ class Op(Generic[P, R]):
                 direct = None  # no tensor: `_dispatch` says so
             if direct is not None:
                 call, forward_only, unsupported, found = direct
-                if (unsupported is None or unsupported(*args, **kwargs) is None) and not (
-                    forward_only and needs_gradient(args, kwargs)
+                if not (forward_only and needs_gradient(args, kwargs)) and (
+                    unsupported is None or unsupported(*args, **kwargs) is None
                 ):
                     try:
                         return call(*args, **kwargs)  # type: ignore[no-any-return]

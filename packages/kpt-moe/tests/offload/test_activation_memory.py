@@ -15,8 +15,6 @@ from kpt_moe.batch_invariant import batch_invariant, batch_invariant_mode
 from kpt_moe.expert_networks.attention import AttentionExpert
 from kpt_moe.offload import checkpoint_experts, offload_experts
 
-pytestmark = pytest.mark.usefixtures("references")
-
 MODES = ("recompute", "offload")
 TOKENS, HIDDEN, INNER, TOP_K = 32, 16, 64, 2
 
@@ -66,6 +64,7 @@ def test_gradients_are_the_same_to_the_bit(choices, mode):
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), want, strict=True))
 
 
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("mode", MODES)
 def test_fewer_bytes_are_saved_on_the_device(mode):
     model = make()[:1]

@@ -83,6 +83,7 @@ def test_every_network_gives_the_same_for_every_budget(network, routing):
     torch.testing.assert_close(outs["100%"], want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("store", ["host", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 1, 40])

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+
+from .tensors import transformed
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -32,8 +33,13 @@ def _unseen(arguments: tuple[Any, ...]) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
+        or transformed()
         or torch._C._autograd._profiler_enabled()
-        or forward_ad._current_level >= 0
-        or any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in arguments)
+        or any(isinstance(value, Tensor) and not _plain(value) for value in arguments)
     )
+
+
+def _plain(value: Tensor) -> bool:
+    """Whether a tensor's numbers are what lies in its memory: PyTorch negates some, and leaves some zeros out."""
+    pending = value.is_neg() or value._is_zerotensor() or torch._is_functional_tensor(value)
+    return type(value) in _PLAIN and not pending

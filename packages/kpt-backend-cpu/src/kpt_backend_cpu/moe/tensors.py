@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kpt_backend_cpu.structures import SCALES_BLOCK, SCALES_K, SCALES_N, SCALES_NONE
 from kpt_core import InputError
@@ -16,13 +17,18 @@ _DTYPES = {
 
 
 def differentiates(*tensors: Tensor | None) -> bool:
-    """Whether a call with these needs an autograd function around it, which costs 10 microseconds.
-
-    Under torch.func such a function raises, where an operator alone would let a derivative be zero.
-    """
-    if torch._C._are_functorch_transforms_active():
+    """Whether a call with these needs an autograd function around it, which costs 10 microseconds."""
+    if transformed():
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work.
+
+    An autograd function without a rule for them raises, where an operator alone would let a derivative be zero.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def with_whole_rows(x: Tensor) -> Tensor:

@@ -121,10 +121,15 @@ def _other_files(module: str, file: Path, tree: ast.Module) -> dict[str, Path]:
     """What a module names in `KERNEL_SOURCES`."""
     found = dict[str, Path]()
     for node in tree.body:
-        if not isinstance(node, ast.Assign) or _OTHER_FILES not in map(ast.unparse, node.targets):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if not any(isinstance(target, ast.Name) and target.id == _OTHER_FILES for target in targets):
             continue
-        for part in ast.literal_eval(node.value):
-            found[f"{module}:{part}"] = file.parent / part
+        value = getattr(node, "value", None)
+        parts = [ast.unparse(part) for part in value.elts] if isinstance(value, ast.Tuple) else []
+        if not parts or not all(part[0] in "'\"" for part in parts):
+            raise EvidenceError(f"{file}: a tuple of paths in quotes was expected; got {ast.unparse(node)}")
+        for path in map(ast.literal_eval, parts):
+            found[f"{module}:{path}"] = file.parent / path
     absent = [str(path) for path in found.values() if not path.is_file()]
     if absent:
         raise EvidenceError(f"{module} is made of {', '.join(absent)}, which is not there; install the package again")
