@@ -88,12 +88,27 @@ def operations():
 
 
 @pytest.mark.parametrize("name", operations())
-@pytest.mark.filterwarnings("ignore::kpt_core.KernelFailedWarning", "ignore:.*jit.script.*:DeprecationWarning")
-def test_a_forward_derivative_is_given_or_refused_and_never_left_out(name, kernels):
+@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")
+def test_a_forward_derivative_is_left_to_the_reference_and_never_left_out(name, kernels):
     operation, x = operations()[name]
-    with forward_ad.dual_level():
+    with forward_ad.dual_level(), kpt_core.record() as log:
         try:
             out = operation(forward_ad.make_dual(x, torch.ones_like(x)))
         except (NotImplementedError, RuntimeError, kpt_core.KptError):
-            return
-        assert forward_ad.unpack_dual(out).tangent is not None
+            pass
+        else:
+            assert forward_ad.unpack_dual(out).tangent is not None
+            assert {selection.backend for selection in log} == {"reference"}
+    # Nothing failed that would keep the kernel from later calls.
+    with kpt_core.record() as log:
+        operation(x)
+    assert {selection.backend for selection in log} == {"cpu"}
+
+
+def test_vmap_is_left_to_the_reference(kernels):
+    logits = torch.randn(3, 4, 16)
+    with kpt_core.record() as log:
+        weights, _ = torch.func.vmap(lambda v: kpt_core.get_op("moe.top_k_gating")(v, top_k=2))(logits)
+    assert {selection.backend for selection in log} == {"reference"}
+    for one, own in zip(logits, weights, strict=True):
+        torch.testing.assert_close(own, kpt_core.get_op("moe.top_k_gating")(one, top_k=2)[0])

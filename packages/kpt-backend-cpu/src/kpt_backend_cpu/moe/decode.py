@@ -6,7 +6,7 @@ from torch import Tensor
 from . import experts_ops
 from .experts import refusal_of_weights, scale_of_stored
 from .operators import call
-from .tensors import transformed
+from .tensors import refusal_of_transforms
 
 #: From more tokens on the products of `experts` are faster.
 MAX_TOKENS = 64
@@ -38,9 +38,7 @@ def unsupported(
         return f"{tokens} tokens; this kernel is for {MAX_TOKENS} at most"
     if tokens * top_k > MAX_ROWS_OF_EXPERT * gate_up_proj.shape[0]:
         return f"{tokens * top_k} rows for {gate_up_proj.shape[0]} experts; needs {MAX_ROWS_OF_EXPERT} each at most"
-    if transformed():
-        return "torch.func or forward-mode differentiation is at work, and this kernel has no gradients"
-    return refusal_of_weights(top_k_weights)
+    return refusal_of_transforms() or refusal_of_weights(top_k_weights)
 
 
 def experts_decode(

@@ -13,7 +13,7 @@ from kpt_core import KptError
 from . import experts_ops
 from .amx import refusal_for_amx
 from .operators import call
-from .tensors import differentiates
+from .tensors import differentiates, refusal_of_transforms
 
 
 def unsupported(
@@ -38,7 +38,7 @@ def unsupported(
     if top_k_index.numel() >= 2**31:
         return f"{top_k_index.numel()} pairs; this kernel counts them in 32 bits"
     refused = refusal_for_amx(x.dtype) if gate_up_proj.dtype is x.dtype else None
-    return refusal_of_weights(top_k_weights) or refused
+    return refusal_of_transforms() or refusal_of_weights(top_k_weights) or refused
 
 
 def refusal_of_weights(top_k_weights: Tensor) -> str | None:

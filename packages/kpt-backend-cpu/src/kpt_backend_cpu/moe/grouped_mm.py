@@ -13,6 +13,7 @@ from .tensors import (
     address,
     differentiates,
     matrices,
+    refusal_of_transforms,
     require_offsets,
     rows,
     with_whole_columns_or_rows,
@@ -26,12 +27,12 @@ _library.define("grouped_mm_wgrad(Tensor x, Tensor grad, Tensor offsets) -> Tens
 
 def unsupported(x: Tensor, weight: Tensor, offsets: Tensor) -> str | None:
     """Why a call of `moe.grouped_mm` is not for this kernel, or None."""
-    return refusal_for_amx(x.dtype)
+    return refusal_of_transforms() or refusal_for_amx(x.dtype)
 
 
 def unsupported_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> str | None:
     """Why a call of `moe.grouped_mm_wgrad` is not for this kernel, or None."""
-    return refusal_for_amx(x.dtype)
+    return refusal_of_transforms() or refusal_for_amx(x.dtype)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

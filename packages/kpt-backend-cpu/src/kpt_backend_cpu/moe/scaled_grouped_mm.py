@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .grouped_mm import multiply
 from .operators import call
-from .tensors import differentiates
+from .tensors import differentiates, refusal_of_transforms
 
 _library = torch.library.Library("kpt_backend_cpu", "FRAGMENT")
 _library.define(
@@ -28,7 +28,7 @@ def unsupported(
     """Why a call is not for this kernel, or None."""
     if out_dtype is torch.float64:
         return "a result in float64; needs float32, bfloat16 or float16"
-    return None
+    return refusal_of_transforms()
 
 
 def scaled_grouped_mm(

@@ -31,6 +31,11 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def refusal_of_transforms() -> str | None:
+    """Why a call that torch.func or forward-mode differentiation looks into is not for native kernels, or None."""
+    return "torch.func or forward-mode differentiation is at work, for which it has no rules" if transformed() else None
+
+
 def with_whole_rows(x: Tensor) -> Tensor:
     """`x` `[rows, columns]`, copied unless each row is contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -10,7 +10,7 @@ from kpt_backend_cpu.structures import SCORES
 from kpt_core import KptError
 
 from .operators import call
-from .tensors import address, differentiates, rows, with_whole_rows
+from .tensors import address, differentiates, refusal_of_transforms, rows, with_whole_rows
 
 _library = torch.library.Library("kpt_backend_cpu", "FRAGMENT")
 _library.define(
@@ -37,7 +37,7 @@ def unsupported(
     """Why a call is not for this kernel, or None."""
     if correction_bias is not None and correction_bias.dtype is not torch.float32:
         return "a correction_bias of float64; needs float32"
-    return None
+    return refusal_of_transforms()
 
 
 def top_k_gating(
