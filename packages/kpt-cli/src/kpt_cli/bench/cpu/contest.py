@@ -15,6 +15,9 @@ from .ceilings import Work
 #: in another dtype, and `dense` a product of as many operations without routing.
 Role = Literal["kpt", "reference", "peer", "own", "dense"]
 Call = Callable[[], Any]
+#: So many short calls in a row are timed as one, each on other weights: in a model the next layer's call follows, not
+#: another contestant's, whose weights have driven code and data of the next one out of all caches.
+LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Contest:
         margins: how many times the mean and the largest error of `yardstick` KPT may have.
         yardstick: a contestant whose accuracy KPT must reach.
         training: gradients are computed.
+        in_a_row: calls that a timing is of, see `LAYERS`.
     """
 
     group: str
@@ -78,6 +82,7 @@ class Contest:
     absent: Mapping[str, str] = field(default_factory=dict)
     margins: tuple[float, float] = (1.1, 2.0)
     training: bool = False
+    in_a_row: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Result:
         seconds: median of a call.
         low: first quartile of the seconds.
         high: third quartile.
-        rounds: how often it was timed; once if that took long and it was several times slower than the fastest.
+        rounds: how often it was timed; once, by one call, if that took long and several times as long as the fastest.
         gain: KPT's speed over this one's, the median of the rounds' ratios.
         noise: standard error of `gain`; None after one round.
         error: largest, over the greatest number of the exact result.
@@ -156,6 +161,7 @@ class Row:
             "flops": contest.work.flops,
             "bytes": contest.work.bytes,
             "rotation_bytes": contest.rotation,
+            "calls_in_a_row": contest.in_a_row,
             "bound_by": self.bound_by,
             "floor_seconds": self.floor,
             "share_of_floor": self.share,

@@ -21,7 +21,7 @@ from kpt_cli.bench.moe import (
 from kpt_moe import experts, quantise_weights
 
 from .ceilings import Work
-from .contest import Call, Contest, Contestant, Role, Trial, by_reference
+from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, by_reference
 from .float8 import SCHEMES, dequantised
 from .ipex import ipex_absence, ipex_experts
 
@@ -163,6 +163,7 @@ def _contest(
         contestants=contestants,
         yardstick="reference" if dtype in SCHEMES.values() else "eager",
         absent=absent,
+        in_a_row=LAYERS if group == "decode" else 1,
     )
 
 

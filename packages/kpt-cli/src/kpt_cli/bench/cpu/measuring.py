@@ -58,13 +58,15 @@ def measure(contest: Contest, ceilings: Ceilings, seconds: float) -> Row:
         once = [c for c in checked[1:] if c.seconds > max(_LONG, _SEVERAL * fastest)]
         timed = [check for check in checked if check not in once]
         # Each begins at another call than the one before it, whose weights may still be in a cache.
-        calls = [_in_turn(check.contestant.calls, start) for start, check in enumerate(timed)]
-        rounds = _rounds(sum(check.seconds for check in timed), seconds)
-        times = interleaved_times(calls, torch.device("cpu"), rounds=rounds)
+        repeats = contest.in_a_row
+        calls = [_in_turn(check.contestant.calls, start * repeats, repeats) for start, check in enumerate(timed)]
+        rounds = _rounds(repeats * sum(check.seconds for check in timed), seconds)
+        times = _of_one_call(repeats, interleaved_times(calls, torch.device("cpu"), rounds=rounds))
         # Not in the same rounds: whoever came after it would always find the caches full of what it read.
         floor = ceilings.floor(contest.work)
-        rounds = _rounds(checked[0].seconds + floor.bound_by.amount / floor.bound_by.rate, seconds / 4)
-        own, probe = interleaved_times([calls[0], floor.bound_by.call], torch.device("cpu"), rounds=rounds)
+        rounds = _rounds(repeats * checked[0].seconds + floor.bound_by.amount / floor.bound_by.rate, seconds / 4)
+        taken, probe = interleaved_times([calls[0], floor.bound_by.call], torch.device("cpu"), rounds=rounds)
+        (own,) = _of_one_call(repeats, [taken])
     floors = [taken * floor.share for taken in probe]
     results = {check.contestant.name: _result(check, took, times[0]) for check, took in zip(timed, times, strict=True)}
     results |= {check.contestant.name: _result(check, [check.seconds], times[0]) for check in once}
@@ -154,9 +156,18 @@ def _title(contest: Contest) -> str:
     return f"no figures for {contest.group} {contest.name} in {contest.dtype}"
 
 
-def _in_turn(calls: Sequence[Call], start: int) -> Call:
+def _in_turn(calls: Sequence[Call], start: int, in_a_row: int) -> Call:
     turns = islice(cycle(calls), start % len(calls), None)
-    return lambda: next(turns)()
+
+    def run() -> None:
+        for call in islice(turns, in_a_row):
+            call()
+
+    return run
+
+
+def _of_one_call(in_a_row: int, times: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[taken / in_a_row for taken in own] for own in times]
 
 
 def _result(checked: _Checked, taken: Sequence[float], kpt: Sequence[float]) -> Result:

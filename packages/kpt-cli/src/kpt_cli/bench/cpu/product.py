@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from kpt_moe import quantise_weights, scaled_grouped_mm
 
 from .ceilings import Work, last_cache
-from .contest import Call, Contest, Contestant, Role, Trial, by_reference
+from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, by_reference
 from .float8 import SCHEMES, dequantised
 
 
@@ -63,6 +63,7 @@ def product_contest(size: int, rows: int, scheme: str, seed: int) -> Contest:
         rotation=codes.nbytes * len(matrices),
         contestants=contestants,
         yardstick="reference",
+        in_a_row=LAYERS,
     )
 
 

@@ -11,8 +11,9 @@ from .contest import Result, Row
 
 LEGEND = """
 How many times faster KPT is than the best peer and than everybody else; ~ means within two standard errors of 1, a
-trailing * one timing. Floor: the time that the call's bytes or products take at the rate that this machine reached in
-turn with KPT, over KPT's time."""
+trailing * one timing. Decodes and products are timed four calls in a row, each on other weights, as a model's layers
+are called. Floor: the time that the call's bytes or products take at the rate that this machine reached in turn with
+KPT, over KPT's time."""
 
 
 def table_of(rows: Sequence[Row]) -> Table:
