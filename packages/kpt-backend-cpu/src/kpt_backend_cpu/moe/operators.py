@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from .tensors import transformed
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def call(operator: Callable[..., Any], implementation: Callable[..., Any], *arguments: Any) -> Any:
@@ -28,18 +27,22 @@ def call(operator: Callable[..., Any], implementation: Callable[..., Any], *argu
 
 
 def _unseen(arguments: tuple[Any, ...]) -> bool:
-    return not (
+    if (
         is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
         or transformed()
         or torch._C._autograd._profiler_enabled()
-        or any(isinstance(value, Tensor) and not _plain(value) for value in arguments)
-    )
-
-
-def _plain(value: Tensor) -> bool:
-    """Whether a tensor's numbers are what lies in its memory: PyTorch negates some, and leaves some zeros out."""
-    pending = value.is_neg() or value._is_zerotensor() or torch._is_functional_tensor(value)
-    return type(value) in _PLAIN and not pending
+    ):
+        return False
+    # A loop, since generators and functions of their own take longer than all the questions.
+    for value in arguments:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            # PyTorch negates some numbers when they are read, and leaves some zeros out of memory.
+            if value.is_neg() or value._is_zerotensor() or torch._is_functional_tensor(value):
+                return False
+        elif isinstance(value, Tensor):
+            return False
+    return True
