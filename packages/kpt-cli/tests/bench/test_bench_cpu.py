@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 
 import kpt_core
 from kpt_cli.bench.cpu import ceilings as ceilings_module
-from kpt_cli.bench.cpu import ipex, measuring, product, routing
+from kpt_cli.bench.cpu import ipex, product, routing
 from kpt_cli.bench.cpu import rows as benchmark
 from kpt_cli.bench.cpu.ceilings import Ceilings, Probe
 from kpt_cli.bench.cpu.experts import decode_contests, prefill_contest
@@ -216,24 +215,9 @@ def test_calls_take_turns_over_copies_of_the_weights():
     assert copies == [0, 1] * (len(copies) // 2)
 
 
-def test_a_timing_of_a_short_call_is_of_several_on_other_weights(monkeypatch):
-    (contest,) = decode(tokens=(4,), dtype=torch.float32).values()
-    assert contest.in_a_row == 4
-    called = []
-    calls = [lambda number=number: called.append(number) for number in range(6)]
-    contestant = replace(contest.contestants[0], calls=calls, trials=[])
-    monkeypatch.setattr(measuring, "_check", lambda *_, **__: ([measuring._Checked(contestant, 0.0, 0.0, 1e-9)], {}))
-
-    def once(functions, device, rounds):
-        for function in functions:
-            function()
-        return [[2.0, 4.0] for _ in functions]
-
-    monkeypatch.setattr(measuring, "interleaved_times", once)
-    row = measured(contest)
-    assert called == [0, 1, 2, 3, 4, 5, 0, 1]  # beside the others, and beside the probe
-    assert row.results[0].seconds == 0.75
-    assert row.share == pytest.approx(4 * CEILINGS.floor(contest.work).share)
+def test_short_calls_are_timed_several_in_a_row():
+    assert {c.in_a_row for c in (*decode().values(), product_contest(160, 1, "row", seed=0))} == {4}
+    assert prefill_contest(MANY, torch.float32, seed=0).in_a_row == 1
 
 
 def test_dense_feed_forwards_have_the_operations_of_the_experts():

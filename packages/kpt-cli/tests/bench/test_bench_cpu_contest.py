@@ -104,6 +104,17 @@ def test_ratios_are_over_kpt_and_the_best_peer_is_the_fastest_one(spend):
     assert row.results[1].high == pytest.approx(0.009)
 
 
+def test_a_timing_of_several_calls_in_a_row_is_told_for_one(spend):
+    slow = replace(READ, call=spend(0.004), amount=50, rate=1e4)
+    kpt = answering("kpt", "kpt", calls=[spend(0.001), spend(0.003)])
+    eager = answering("eager", calls=[spend(0.002), spend(0.004), spend(0.006), spend(0.008)])
+    many = contest(kpt, eager, in_a_row=4, work=Work(0, 5, (torch.float32,)))
+    row = measure(many, replace(CEILINGS, read=slow), 0.5)
+    assert [(result.low, result.high) for result in row.results] == [pytest.approx((t, t)) for t in (0.002, 0.005)]
+    assert row.results[1].gain == pytest.approx(2.5)
+    assert row.share == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize("role", ["kpt", "peer", "own", "dense"])
 def test_a_wrong_result_of_anybody_is_refused(role):
     name = "kpt" if role == "kpt" else "somebody"

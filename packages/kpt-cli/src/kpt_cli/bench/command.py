@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kpt_cli.console import out, print_json, say, table
+from kpt_cli.output_file import require_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -54,6 +55,7 @@ def moe(
 
     Refuses to report if KPT's result is less accurate than eager's against float64.
     """
+    require_folder("--output", output)
     from . import moe as benchmark
 
     dtypes = _dtypes(dtype, threads)
@@ -76,6 +78,7 @@ def moe_training(
 
     Refuses to report if an output or a gradient of KPT is less accurate than eager's against float64.
     """
+    require_folder("--output", output)
     from . import training as benchmark
 
     dtypes = _dtypes(dtype, threads)
@@ -103,6 +106,7 @@ def cpu(
 
     Every result is compared with float64 before it is timed: nothing is reported if one is wrong.
     """
+    require_folder("--output", output)
     import torch
 
     from kpt_core import UnknownNameError

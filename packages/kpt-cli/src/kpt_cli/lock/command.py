@@ -8,7 +8,7 @@ import typer
 
 from kpt_cli.console import out, print_json, progress, say, table
 from kpt_cli.dtypes import KNOWN, dtypes_named
-from kpt_cli.errors import CliError
+from kpt_cli.output_file import require_folder
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,7 @@ def lock(
     `with kpt_core.record() as log: ...` and `kpt_core.write_lock("kpt.lock", log)`.
     """
     dtypes = dtypes_named(dtype or [])
-    if not output.parent.is_dir():
-        raise CliError(f"--out {output}: there is no folder {output.parent}; make it first")
+    require_folder("--out", output)
     from dataclasses import asdict
 
     import kpt_core

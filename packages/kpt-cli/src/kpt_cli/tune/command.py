@@ -8,6 +8,7 @@ import typer
 from kpt_cli.console import print_json, progress
 from kpt_cli.dtypes import KNOWN, dtypes_named
 from kpt_cli.errors import CliError
+from kpt_cli.output_file import require_folder
 
 
 def tune(
@@ -37,8 +38,7 @@ def tune(
     if not seconds > 0:
         raise CliError(f"--seconds {seconds:g}: expected more than 0")
     dtypes = dtypes_named(dtype or [])
-    if output is not None and not output.parent.is_dir():
-        raise CliError(f"--out {output}: there is no folder {output.parent}; make it first")
+    require_folder("--out", output)
     import kpt_core
     from kpt_cli.optimize.choices import check_device
 

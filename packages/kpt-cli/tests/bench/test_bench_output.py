@@ -1,0 +1,20 @@
+"""`kpt bench -o`: a place that can't be written is refused before anything is measured."""
+
+import pytest
+
+
+@pytest.mark.parametrize("command", ["moe", "moe-training", "cpu"])
+@pytest.mark.parametrize(
+    ("place", "said"), [("none/figures.json", "there is no folder"), (".", "expected a file, and this is a folder")]
+)
+def test_no_place_for_figures_is_refused_at_once(kpt, monkeypatch, tmp_path, command, place, said):
+    def never(*_, **__):
+        raise AssertionError("measured before the place was checked")
+
+    for module in ("moe", "training"):
+        monkeypatch.setattr(f"kpt_cli.bench.{module}.run", never)
+    monkeypatch.setattr("kpt_cli.bench.cpu.ceilings.measure_ceilings", never)
+    result = kpt("bench", command, "--quick", "-o", tmp_path / place)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not list(tmp_path.iterdir())
