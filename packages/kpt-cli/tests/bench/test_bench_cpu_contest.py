@@ -104,6 +104,16 @@ def test_ratios_are_over_kpt_and_the_best_peer_is_the_fastest_one(spend):
     assert row.results[1].high == pytest.approx(0.009)
 
 
+def test_what_only_its_first_call_takes_long_is_timed_as_often_as_the_others(spend):
+    first, given = spend(5.0), EXACT.float()
+    reordering = replace(
+        answering("ipex", calls=[spend(0.003)]), trials=[Trial(lambda: first() or (given,), (EXACT,))]
+    )
+    row = measure(contest(answering("kpt", "kpt", calls=[spend(0.002)]), reordering), CEILINGS, 0.1)
+    assert row.results[1].rounds == row.results[0].rounds > 1
+    assert row.results[1].gain == pytest.approx(1.5)
+
+
 def test_a_timing_of_several_calls_in_a_row_is_told_for_one(spend):
     slow = replace(READ, call=spend(0.004), amount=50, rate=1e4)
     kpt = answering("kpt", "kpt", calls=[spend(0.001), spend(0.003)])
