@@ -106,9 +106,7 @@ def test_ratios_are_over_kpt_and_the_best_peer_is_the_fastest_one(spend):
 
 def test_what_only_its_first_call_takes_long_is_timed_as_often_as_the_others(spend):
     first, given = spend(5.0), EXACT.float()
-    reordering = replace(
-        answering("ipex", calls=[spend(0.003)]), trials=[Trial(lambda: first() or (given,), (EXACT,))]
-    )
+    reordering = replace(answering("ipex", calls=[spend(0.003)]), trials=[Trial(lambda: first() or (given,), (EXACT,))])
     row = measure(contest(answering("kpt", "kpt", calls=[spend(0.002)]), reordering), CEILINGS, 0.1)
     assert row.results[1].rounds == row.results[0].rounds > 1
     assert row.results[1].gain == pytest.approx(1.5)
