@@ -40,6 +40,7 @@ from torch.multiprocessing.spawn import spawn
 from kpt_cli.console import out, say, table
 from kpt_cli.demo.corpus import Source, read_corpus
 from kpt_cli.devices import present
+from kpt_cli.output_file import check_output_file
 from kpt_core import write_whole
 from kpt_moe import BiasBalancer, MoEConfig, MoELayer, RouterStatistics
 from kpt_moe.parallel import average_gradients, clip_grad_norm, parallelize_experts
@@ -428,6 +429,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The record; in benchmarks/results/.")] = None,
 ) -> None:
     """Train in one process and on four ranks, and write the record if it shows what it must."""
+    check_output_file(output, "--output")
     torch.set_num_threads(1)
     sizes = Sizes(steps=20, judged=10, warmup=5) if quick else Sizes()
     outcomes: dict[str, Outcome] = {}

@@ -82,7 +82,7 @@ def test_a_file_that_can_not_be_used_ends_as_a_sentence(kpt, path, content, said
 
 def test_wrong_arguments_of_lock(kpt, tmp_path):
     for arguments, said in (
-        (["--out", tmp_path / "none" / "kpt.lock"], "there is no folder"),
+        (["--out", tmp_path / "none" / "kpt.lock"], "does not exist; make it first"),
         (["--dtype", "float33"], "unknown dtype 'float33'"),
         (["--device", "quantum"], "unknown device 'quantum'"),
     ):

@@ -96,7 +96,7 @@ def test_what_is_not_even_tried_is_said_to_be_so(kpt_process, plugins, tables):
         (["--dtype", "bflot16"], "unknown dtype 'bflot16': did you mean bfloat16"),
         (["--device", "quantum"], "unknown device 'quantum'"),
         (["--seconds", "0"], "--seconds 0: expected more than 0"),
-        (["--out", "no/such/folder/table.json"], "there is no folder no/such/folder; make it first"),
+        (["--out", "no/such/folder/table.json"], "no/such/folder does not exist; make it first"),
     ],
 )
 def test_wrong_arguments_end_as_a_sentence(kpt, arguments, said):

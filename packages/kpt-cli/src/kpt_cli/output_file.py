@@ -1,23 +1,35 @@
-"""A file that a command writes when its work is done."""
+"""A file that a command writes when its work is done: whether it can be is asked before."""
 
+import os
 from pathlib import Path
 
 from .errors import CliError
 
 
-def require_folder(option: str, path: Path | None) -> None:
-    """Raise before the work, not after it, if the file could not be written for want of a folder.
+def check_output_file(file: Path | None, option: str, *, force: bool = True) -> None:
+    """Check before any work that a file can be written.
 
     Args:
-        option: that gave the path, as in `--output`.
-        path: of the file; None if none is wanted.
+        file: the place; None if no file is wanted.
+        option: what the user named it with.
+        force: whether a file that is there may be replaced.
 
     Raises:
-        CliError: the path is a folder, or the one that it is in does not exist.
+        CliError: it is taken or in a wrong place.
     """
-    if path is None:
+    if file is None:
         return
-    if not path.parent.is_dir():
-        raise CliError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if path.is_dir():
-        raise CliError(f"{option} {path}: expected a file, and this is a folder; name a file in it")
+    if file.is_dir():
+        raise CliError(f"{option} {file} is a folder; expected a file name")
+    if file.exists() and not force:
+        raise CliError(f"{option} {file} exists; choose another name, or replace it with --force")
+    parent = file.absolute().parent
+    if not parent.is_dir():
+        raise CliError(f"{option} {file}: the folder {parent} does not exist; make it first")
+    check_writable(parent, f"{option} {file}")
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """Raise `CliError`, which begins with `what`, if nothing may be written in a folder."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CliError(f"{what}: no permission to write in {folder}; choose a place that you may write to")

@@ -5,7 +5,8 @@ import pytest
 
 @pytest.mark.parametrize("command", ["moe", "moe-training", "cpu"])
 @pytest.mark.parametrize(
-    ("place", "said"), [("none/figures.json", "there is no folder"), (".", "expected a file, and this is a folder")]
+    ("place", "said"),
+    [("none/figures.json", "does not exist; make it first"), (".", "is a folder; expected a file name")],
 )
 def test_no_place_for_figures_is_refused_at_once(kpt, monkeypatch, tmp_path, command, place, said):
     def never(*_, **__):
@@ -18,3 +19,9 @@ def test_no_place_for_figures_is_refused_at_once(kpt, monkeypatch, tmp_path, com
     assert result.exit_code == 2
     assert said in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_figures_are_not_written_where_their_plot_will_be(kpt, tmp_path):
+    result = kpt("bench", "cpu", "--quick", "-o", tmp_path / "figures.svg")
+    assert result.exit_code == 2
+    assert "name it .json" in result.stderr

@@ -59,6 +59,7 @@ def test_unknown_name_ends_with_2(command, capsys, options, message):
         (("--jobs", "0"), "must be at least 1; got 0"),
         (("--json", "/nowhere/rows.json"), "--json: there is no folder '/nowhere'"),
         (("--table", "/nowhere/kernels.md"), "--table: there is no folder '/nowhere'"),
+        (("--table", "/"), "--table: expected a file name, got the folder '/'"),
     ],
 )
 def test_bad_option_ends_with_2(command, capsys, options, message):

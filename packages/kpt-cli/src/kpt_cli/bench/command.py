@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kpt_cli.console import out, print_json, say, table
-from kpt_cli.output_file import require_folder
+from kpt_cli.errors import CliError
+from kpt_cli.output_file import check_output_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,7 +56,7 @@ def moe(
 
     Refuses to report if KPT's result is less accurate than eager's against float64.
     """
-    require_folder("--output", output)
+    check_output_file(output, "--output")
     from . import moe as benchmark
 
     dtypes = _dtypes(dtype, threads)
@@ -78,7 +79,7 @@ def moe_training(
 
     Refuses to report if an output or a gradient of KPT is less accurate than eager's against float64.
     """
-    require_folder("--output", output)
+    check_output_file(output, "--output")
     from . import training as benchmark
 
     dtypes = _dtypes(dtype, threads)
@@ -106,7 +107,9 @@ def cpu(
 
     Every result is compared with float64 before it is timed: nothing is reported if one is wrong.
     """
-    require_folder("--output", output)
+    check_output_file(output, "--output")
+    if output is not None and output.suffix == ".svg":
+        raise CliError(f"--output {output} is for the figures, beside which the plot is an .svg; name it .json")
     import torch
 
     from kpt_core import UnknownNameError

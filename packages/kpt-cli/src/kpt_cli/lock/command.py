@@ -8,7 +8,7 @@ import typer
 
 from kpt_cli.console import out, print_json, progress, say, table
 from kpt_cli.dtypes import KNOWN, dtypes_named
-from kpt_cli.output_file import require_folder
+from kpt_cli.output_file import check_output_file
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def lock(
     `with kpt_core.record() as log: ...` and `kpt_core.write_lock("kpt.lock", log)`.
     """
     dtypes = dtypes_named(dtype or [])
-    require_folder("--out", output)
+    check_output_file(output, "--out")
     from dataclasses import asdict
 
     import kpt_core

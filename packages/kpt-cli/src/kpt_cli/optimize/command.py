@@ -9,11 +9,12 @@ import typer
 
 from kpt_cli.console import print_json, progress, say
 from kpt_cli.errors import CliError
+from kpt_cli.output_file import check_output_file
 from kpt_cli.plugins import REWRITES, packages
 
 from .choices import DTYPES, LEVELS, OBJECTIVES, check_choice, check_device, check_environment, check_max_error
 from .model_directory import ModelDirectory, read_model_directory
-from .output_directory import PLAN, check_output, check_output_file, copy_model, staged
+from .output_directory import PLAN, check_output, copy_model, staged
 
 if TYPE_CHECKING:
     from kpt_core import Plan

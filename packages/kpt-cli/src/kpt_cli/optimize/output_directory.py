@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from kpt_cli.errors import CliError
+from kpt_cli.output_file import check_writable
 
 from .model_directory import CONFIG, INDEX, ModelDirectory
 
@@ -40,39 +41,13 @@ def check_output(out: Path, directory: ModelDirectory, *, force: bool) -> Path:
             raise CliError(f"--output {out} is not empty and holds no model, so --force does not replace it")
     if not real.parent.is_dir():
         raise CliError(f"--output {out}: the folder {real.parent} does not exist; make it first")
-    _check_writable(real.parent, f"--output {out}")
+    check_writable(real.parent, f"--output {out}")
     needed, free = _bytes_to_copy(directory), shutil.disk_usage(real.parent).free
     if needed > free:
         raise CliError(
             f"--output {out} needs {decimal(needed)} and the disk has {decimal(free)} free; make room or choose another"
         )
     return real
-
-
-def check_output_file(file: Path, option: str, *, force: bool) -> None:
-    """Check before any work that a file can be written.
-
-    Args:
-        file: the place.
-        option: what the user named it with.
-        force: whether a file that is there may be replaced.
-
-    Raises:
-        CliError: it is taken or in a wrong place.
-    """
-    if file.is_dir():
-        raise CliError(f"{option} {file} is a folder; expected a file name")
-    if file.exists() and not force:
-        raise CliError(f"{option} {file} exists; choose another name, or replace it with --force")
-    parent = file.absolute().parent
-    if not parent.is_dir():
-        raise CliError(f"{option} {file}: the folder {parent} does not exist; make it first")
-    _check_writable(parent, f"{option} {file}")
-
-
-def _check_writable(folder: Path, what: str) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise CliError(f"{what}: no permission to write in {folder}; choose a place that you may write to")
 
 
 @contextmanager

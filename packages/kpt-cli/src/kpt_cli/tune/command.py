@@ -8,7 +8,7 @@ import typer
 from kpt_cli.console import print_json, progress
 from kpt_cli.dtypes import KNOWN, dtypes_named
 from kpt_cli.errors import CliError
-from kpt_cli.output_file import require_folder
+from kpt_cli.output_file import check_output_file
 
 
 def tune(
@@ -38,7 +38,7 @@ def tune(
     if not seconds > 0:
         raise CliError(f"--seconds {seconds:g}: expected more than 0")
     dtypes = dtypes_named(dtype or [])
-    require_folder("--out", output)
+    check_output_file(output, "--out")
     import kpt_core
     from kpt_cli.optimize.choices import check_device
 

@@ -11,7 +11,7 @@ import typer
 from kpt_cli.console import print_json, progress, say
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import DTYPES, check_choice, check_device, check_environment
-from kpt_cli.optimize.output_directory import check_output_file
+from kpt_cli.output_file import check_output_file
 
 from .arms import IMPLEMENTATIONS, Arm
 from .model_source import DEFAULT_TOKENS, check_source, load

@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file: Path | None = getattr(options, name)
         if file is not None and not file.parent.is_dir():
             parser.error(f"--{name}: there is no folder {str(file.parent)!r}")
+        if file is not None and file.is_dir():
+            parser.error(f"--{name}: expected a file name, got the folder {str(file)!r}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PluginWarning)  # told below, and counted

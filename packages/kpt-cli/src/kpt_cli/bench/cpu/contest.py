@@ -15,8 +15,9 @@ from .ceilings import Work
 #: in another dtype, and `dense` a product of as many operations without routing.
 Role = Literal["kpt", "reference", "peer", "own", "dense"]
 Call = Callable[[], Any]
-#: So many short calls in a row are timed as one, each on other weights: in a model the next layer's call follows, not
-#: another contestant's, whose weights have driven code and data of the next one out of all caches.
+#: So many calls of a decode or a product are timed in a row, on other weights or experts each: in a model the next
+#: layer's call follows, not another contestant's, whose weights have driven code and data of the next one out of all
+#: caches.
 LAYERS = 4
 
 

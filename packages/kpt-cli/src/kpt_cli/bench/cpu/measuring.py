@@ -23,7 +23,7 @@ TOLERANCES = {
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
     torch.float16: 4 * torch.finfo(torch.float16).eps,
 }
-#: A contestant that needs more seconds than this, and several times those of the fastest, is timed only once.
+#: A contestant of which a timing takes more seconds than this, and several times those of the fastest, has only one.
 _LONG = 0.5
 _SEVERAL = 4
 
@@ -54,11 +54,11 @@ def measure(contest: Contest, ceilings: Ceilings, seconds: float) -> Row:
     with torch.inference_mode(not contest.training):
         kernels = _kernels(contest.contestants[0])
         checked, absent = _check(contest, alone=all(kernel == "reference" for _, _, kernel in kernels))
+        repeats = contest.in_a_row
         fastest = min(check.seconds for check in checked)
-        once = [c for c in checked[1:] if c.seconds > max(_LONG, _SEVERAL * fastest)]
+        once = [c for c in checked[1:] if c.seconds > max(_LONG / repeats, _SEVERAL * fastest)]
         timed = [check for check in checked if check not in once]
         # Each begins at another call than the one before it, whose weights may still be in a cache.
-        repeats = contest.in_a_row
         calls = [_in_turn(check.contestant.calls, start * repeats, repeats) for start, check in enumerate(timed)]
         rounds = _rounds(repeats * sum(check.seconds for check in timed), seconds)
         times = _of_one_call(repeats, interleaved_times(calls, torch.device("cpu"), rounds=rounds))

@@ -11,9 +11,9 @@ from .contest import Result, Row
 
 LEGEND = """
 How many times faster KPT is than the best peer and than everybody else; ~ means within two standard errors of 1, a
-trailing * one timing. Decodes and products are timed four calls in a row, each on other weights, as a model's layers
-are called. Floor: the time that the call's bytes or products take at the rate that this machine reached in turn with
-KPT, over KPT's time."""
+trailing * one timing of one call. Decodes and products are timed four calls in a row, on other weights or experts each,
+as a model's layers are called. Floor: the time that the call's bytes or products take at the rate that this machine
+reached in turn with KPT, over KPT's time."""
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -27,12 +27,18 @@ def table_of(rows: Sequence[Row]) -> Table:
             row.title,
             row.contest.dtype,
             row.backend,
-            f"{row.results[0].seconds * 1e3:.3g}",
+            milliseconds(row.results[0].seconds),
             f"{row.share:.0%}",
             "" if best is None else _times(best),
             ", ".join(_times(result) for result in others),
         )
     return made
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits of so many milliseconds, and all that stand before the point."""
+    taken = seconds * 1e3
+    return f"{taken:,.0f}" if taken >= 99.95 else f"{taken:#.3g}"
 
 
 def native_kernels() -> str:
