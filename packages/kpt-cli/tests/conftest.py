@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,18 @@ from model_files import save_mixtral
 torch.set_num_threads(1)
 
 
+#: Backends that may be installed beside the package under test, whose kernels would outrank those of the tests.
+_BACKENDS = {"cpu", "nvidia", "amd", "tpu", "xpu"}
+
+
+def _without_backends(group: str) -> list[EntryPoint]:
+    return [entry for entry in entry_points(group=group) if group != "kpt.backends" or entry.name not in _BACKENDS]
+
+
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch, tmp_path_factory):
-    """No variable of the person who runs the tests may matter."""
+    """No variable of the person who runs the tests may matter, nor, in this process, a backend that is installed."""
+    monkeypatch.setattr(kpt_core._registry, "entry_points", _without_backends)
     for name in list(os.environ):
         if name.startswith("KPT_"):
             monkeypatch.delenv(name)
