@@ -39,13 +39,15 @@ LINKING = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *_AVX2)
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vbmi2")
 #: What an instruction set is compiled with; each machine runs some.
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"baseline": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
     INSTRUCTION_SETS |= {
         "avx2": _AVX2,
         "avx512": _AVX512,
-        "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vbmi2"),
+        "avx512_bf16": _AVX512_BF16,
+        "amx_bf16": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
     }
 _AGAIN = "then install kpt-backend-cpu again"
 

@@ -1,6 +1,7 @@
 // How weights of each dtype are multiplied, and how many rows of x and of them fit into the registers.
 #pragma once
 
+#include "byte_tables.h"
 #include "dot.h"
 
 namespace kpt {
@@ -44,37 +45,6 @@ constexpr bool is_bfloat16 = false;
 template <>
 constexpr bool is_bfloat16<bfloat16> = true;
 
-// The low and the high bytes of the bfloat16 numbers that the 128 magnitudes of an 8-bit format are.
-struct ByteTables {
-    alignas(64) uint8_t low[128], high[128];
-};
-
-constexpr ByteTables tables_of(int mantissa_bits, int bias, bool has_infinity) {
-    ByteTables tables{};
-    const int tops = 1 << mantissa_bits;
-    for (int code = 0; code < 128; code++) {
-        int exponent = code >> mantissa_bits, mantissa = code & (tops - 1);
-        uint16_t bits = 0;
-        if (has_infinity ? exponent == 31 : code == 127) {
-            bits = has_infinity && mantissa == 0 ? 0x7f80 : 0x7fc0;
-        } else if (code > 0) {
-            if (exponent == 0) {
-                for (exponent = 1; mantissa < tops; mantissa *= 2) exponent--;
-                mantissa -= tops;
-            }
-            bits = static_cast<uint16_t>((exponent - bias + 127) << 7 | mantissa << (7 - mantissa_bits));
-        }
-        tables.low[code] = static_cast<uint8_t>(bits);
-        tables.high[code] = static_cast<uint8_t>(bits >> 8);
-    }
-    return tables;
-}
-
-template <class T>
-constexpr ByteTables byte_tables = tables_of(3, 7, false);
-template <>
-constexpr ByteTables byte_tables<e5m2> = tables_of(2, 15, true);
-
 // Pairs of bfloat16 summed in float32, from weights of 8 bits.
 template <class T>
 struct Bfloat16Dot {
@@ -88,13 +58,8 @@ struct Bfloat16Dot {
     static constexpr int most_rows = tall_rows;
     static constexpr int wide_rows = tile_rows_decoding;
     KPT_INLINE void decode(__m512i codes, __m512i* out) {
-        const ByteTables& tables = byte_tables<T>;
-        const auto look_up = [&](const uint8_t* table) {
-            return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
-        };
-        const __m512i low = look_up(tables.low);
-        // high | (codes & 0x80)
-        const __m512i high = _mm512_ternarylogic_epi32(look_up(tables.high), codes, _mm512_set1_epi8(-128), 0xf8);
+        __m512i low, high;
+        bytes_of<T>(codes, low, high);
         out[0] = _mm512_unpacklo_epi8(low, high);
         out[1] = _mm512_unpackhi_epi8(low, high);
     }

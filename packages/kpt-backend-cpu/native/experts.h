@@ -35,7 +35,7 @@ struct Groups {
         constexpr int64_t bytes = int64_t{1} << 23;
         int64_t rows = 0, i = first;
         const auto belongs = [&] {
-            return rows * row_bytes < bytes || (i - first) * tasks_of_block < 8 * threads ||
+            return rows * row_bytes < bytes || (i - first) * tasks_of_block < 4 * threads ||
                    (whole_experts && blocks[i].expert == blocks[i - 1].expert);
         };
         while (i < count && belongs()) rows += blocks[i++].rows;

@@ -49,7 +49,7 @@ void differentiate_sums(
         for (int64_t r = 0; r < rows; r++) {
             const int64_t row = first_row + r;
             const float weight = weight_of(p, p.order[row]);
-            const float* own = sums + r * columns.width();
+            const float* own = sums + r * columns.pitch();
             split_gates(row_of<T>(p.h, row, of_h), gated, interleaved, p.intermediate, count, gates, ups);
             vf dot = {};
             for (int64_t j = 0; j < count; j += W) {
@@ -164,7 +164,7 @@ int backward(const struct kpt_experts_backward& given) {
     const int64_t fewest = inner.count < outer.count ? inner.count : outer.count;
     const int64_t block_count = cut_rows(p.offsets, p.experts, fewest, threads, blocks);
     const int64_t kept = (need_h ? p.width : 0) + (need_weighted ? p.intermediate : 0);
-    const Groups groups{blocks, block_count, kept * static_cast<int64_t>(sizeof(T)), fewest, threads, true};
+    const Groups groups{blocks, block_count, kept * static_cast<int64_t>(sizeof(T)), inner.count, threads, true};
     const int64_t rows_at_once = groups.most_rows();
     Layout layout;
     const auto tokens_at = layout.add<int32_t>(taken);
@@ -232,7 +232,7 @@ int backward(const struct kpt_experts_backward& given) {
                 const auto finish = [&](int64_t row, int64_t many, const float* sums) {
                     for (int64_t r = 0; r < many; r++) {
                         T* out = b.grad_rows + p.order[base + row + r] * p.hidden + columns.first;
-                        store_run(out, sums + r * columns.width(), columns.count);
+                        store_run(out, sums + r * columns.pitch(), columns.count);
                     }
                 };
                 multiply_matrix(

@@ -26,10 +26,9 @@ void activate_sums(
     const struct kpt_experts& p, const float* bias, int64_t row, int64_t rows, const Columns& columns, int64_t first,
     int64_t count, const float* sums, T* activated) {
     const bool interleaved = p.act.interleaved && is_gated(p);
-    const int64_t width = columns.width();
     with_activation(p.act, [&](const auto& act) {
         for (int64_t r = 0; r < rows; r++) {
-            const float* own = sums + r * width;
+            const float* own = sums + r * columns.pitch();
             if (p.h.data != nullptr) {
                 store_run(row_of<T>(p.h, row + r, columns.first), own, columns.count);
                 if (columns.second >= 0) {
@@ -61,7 +60,7 @@ void weigh_sums(
     for (int64_t r = 0; r < rows; r++) {
         const int64_t pair = p.order[row + r];
         const float weight = weight_of(p, pair);
-        const float* own = sums + r * columns.width();
+        const float* own = sums + r * columns.pitch();
         T* out = weighted + pair * p.hidden + columns.first;
         for (int64_t j = 0; j < columns.count; j += W) {
             store(out + j, (load(own + j) + load(bias + j)) * weight, columns.count - j);

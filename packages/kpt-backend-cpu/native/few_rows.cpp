@@ -8,8 +8,11 @@ namespace kpt {
 
 namespace {
 
-// Where rows are more, decoding weights for a product of many rows costs less than it saves.
-constexpr int64_t few = 16;
+// Where rows of an expert are more, decoding weights for a product of many rows costs less than it saves, and tiles multiply
+// faster than memory delivers.
+int64_t few_rows(const struct kpt_grouped_mm& args) {
+    return KPT_HAS_TILES && args.x.dtype == KPT_BFLOAT16 && args.weight.stride_k == 1 ? 8 : 16;
+}
 
 struct Rows {
     const struct kpt_grouped_mm& args;
@@ -92,7 +95,7 @@ bool serves_few_rows(const struct kpt_grouped_mm& args) {
             end = next;
         }
     }
-    return end <= few * experts;
+    return end <= few_rows(args) * experts;
 }
 
 int grouped_mm_few_rows(const struct kpt_grouped_mm& args) {

@@ -29,7 +29,7 @@ extern "C" int kpt_grouped_mm(const struct kpt_grouped_mm* given) {
                 with_float_type(p.out.dtype, [&](auto type) {
                     using T = decltype(type);
                     for (int64_t r = 0; r < count; r++) {
-                        store_run(row_of<T>(p.out, first + r, own.first), sums + r * own.width(), own.count);
+                        store_run(row_of<T>(p.out, first + r, own.first), sums + r * own.pitch(), own.count);
                     }
                 });
             };

@@ -148,8 +148,9 @@ KPT_EXPORT int kpt_top_k_gating_backward(const struct kpt_top_k_gating_backward*
 /* KPT_CPU_INTERFACE as it was when the library was compiled. */
 KPT_EXPORT int32_t kpt_cpu_interface(void);
 
-/* The instruction sets that this machine has, of "avx512_bf16 avx512 avx2 baseline", best first, separated by blanks.
- * There is a library for each; that of `baseline` runs everywhere, so ask it. */
+/* The instruction sets that this machine has, of "amx_bf16 avx512_bf16 avx512 avx2 baseline", best first, separated by
+ * blanks. There is a library for each; that of `baseline` runs everywhere, so ask it. Linux lets a process use AMX after
+ * it asked for it, which this does. */
 KPT_EXPORT const char* kpt_cpu_instruction_sets(void);
 
 /* Run parallel regions in an OpenMP runtime that is loaded already (PyTorch's), given the addresses of GOMP_parallel

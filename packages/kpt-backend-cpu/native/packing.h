@@ -3,16 +3,20 @@
 // What is multiplied lies in slots of 32 bits: a float32, or two bfloat16 that are neighbours along the inner size where
 // the instruction set multiplies such pairs. The left factor's rows are copied as they are, [row][kPitch]; the right one's
 // columns lie in panels [slot][kPanel]. Either may be stored along the inner size or across it, which needs a transpose.
+// Rows and slots are multiplied `step` at a time: slots are filled up with zeros, rows with whatever is there.
 #pragma once
 
+#include "byte_tables.h"
 #include "product.h"
+#include "tiles.h"
 #include "transpose.h"
 
 namespace kpt {
 
 // float32 in a slot.
 struct Singles {
-    static constexpr int per_slot = 1;
+    static constexpr int per_slot = 1, step = 1;
+    struct InUse {};
     KPT_INLINE vf multiply_add(vf left, vf right, vf sum) { return left * right + sum; }
 };
 
@@ -20,11 +24,24 @@ struct Singles {
 // Two bfloat16 in a slot; their products are summed in float32.
 struct Pairs {
     static constexpr int per_slot = 2;
+#if KPT_HAS_TILES
+    static constexpr int step = kTile;
+    using InUse = TilesInUse;
+#else
+    static constexpr int step = 1;
+    struct InUse {};
+#endif
     KPT_INLINE vf multiply_add(vf left, vf right, vf sum) {
         return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
     }
 };
 #endif
+
+// Slots that `numbers` of the inner size take.
+template <class Kind>
+constexpr int64_t depth_of(int64_t numbers) {
+    return round_up((numbers + Kind::per_slot - 1) / Kind::per_slot, Kind::step);
+}
 
 template <class T>
 KPT_INLINE const T* line_of(const Factor& f, int64_t line) {
@@ -44,9 +61,8 @@ KPT_INLINE vi slots_along(const Factor& f, const T* p, int64_t line, int64_t ins
         if (count >= 2 * W) return (vi)_mm512_loadu_si512(p + inside);
         return (vi)_mm512_maskz_loadu_epi16((1u << count) - 1, p + inside);
     } else {
-        const vf low = load(p + inside, count < W ? count : W);
-        const vf high = count > W ? load(p + inside + W, count - W) : vf{};
-        return (vi)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        const __mmask32 there = count >= 2 * W ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+        return (vi)bfloat16_of<T>(_mm256_maskz_loadu_epi8(there, p + inside));
     }
 #endif
 }
@@ -75,6 +91,8 @@ void pack_lines_along(const Factor& f, int64_t row, int64_t rows, int64_t k, int
     for (int64_t r = 0; r < rows; r++, out += kPitch) {
         const T* p = line_of<T>(f, row + r);
         const T* later = line_of<T>(f, row + (r + kAhead < rows ? r + kAhead : r)) + k;
+        // Of few rows the same ones come next.
+        if (KPT_HAS_TILES && rows <= 2 * W) later = p + k + numbers;
         for (int64_t i = 0; i < numbers; i += step) {
             __builtin_prefetch(later + i);
             const vi slots = slots_along<Kind, T>(f, p, row + r, k + i, numbers - i);
@@ -104,7 +122,7 @@ void pack_lines_across(const Factor& f, int64_t row, int64_t rows, int64_t k, in
 template <class Kind, class T>
 void pack_panels_along(const Factor& f, int64_t column, int64_t columns, int64_t k, int64_t numbers, slot* out) {
     constexpr int64_t step = W * Kind::per_slot;
-    const int64_t depth = (numbers + Kind::per_slot - 1) / Kind::per_slot;
+    const int64_t depth = depth_of<Kind>(numbers);
     for (int64_t c = 0; c < columns; c += kPanel, out += depth * kPanel) {
         for (int half = 0; half < 2; half++) {
             const int64_t own = columns - c - half * W;
@@ -134,8 +152,12 @@ void pack_panels_along(const Factor& f, int64_t column, int64_t columns, int64_t
 
 template <class Kind, class T>
 void pack_panels_across(const Factor& f, int64_t column, int64_t columns, int64_t k, int64_t numbers, slot* out) {
-    const int64_t depth = (numbers + Kind::per_slot - 1) / Kind::per_slot, end = k + numbers;
-    for (int64_t s = 0; s < depth; s++) {
+    const int64_t depth = depth_of<Kind>(numbers), end = k + numbers;
+    for (int64_t c = 0; c < columns; c += kPanel) {
+        const int64_t filled = (numbers + Kind::per_slot - 1) / Kind::per_slot;
+        memset(out + c * depth + filled * kPanel, 0, (depth - filled) * kPanel * sizeof(slot));
+    }
+    for (int64_t s = 0; k + s * Kind::per_slot < end; s++) {
         const int64_t line = k + s * Kind::per_slot;
         const int64_t later = line + kAhead * Kind::per_slot < end ? line + kAhead * Kind::per_slot : line;
         const T* soon[Kind::per_slot];

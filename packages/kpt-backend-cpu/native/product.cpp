@@ -56,6 +56,15 @@ template <class Kind>
 void multiply_packed(
     const slot* left, int64_t rows, const slot* right, int64_t panel_depth, int64_t columns, int64_t depth, float* c,
     int64_t stride, const float* scales, bool add) {
+#if KPT_HAS_TILES
+    if constexpr (Kind::step > 1) {
+        for (int64_t row = 0; row < rows; row += 2 * Kind::step) {
+            const auto run = rows - row > Kind::step ? multiply_tile_rows<true> : multiply_tile_rows<false>;
+            run(left + row * kPitch, right, panel_depth, columns, depth, c + row * stride, stride, scales, add);
+        }
+        return;
+    }
+#endif
     const int64_t groups = (rows + kTall - 1) / kTall;
     for (int64_t g = 0; g < groups; g++) {
         // Of nearly the same height: a last group of a row or two would wait for loads.
@@ -74,8 +83,11 @@ struct ColumnScales {
     int64_t expert = 0;
     // Where the factor's columns are the matrices' N; else its K.
     bool columns_are_n = true;
+    // The one column that all scales are those of, if it is not negative.
+    int64_t only = -1;
 
     float at(int64_t column, int64_t k) const {
+        if (only >= 0) column = only;
         const kpt_matrices& m = *matrices;
         const float* own = m.scale + expert * m.stride_se;
         if (m.scales_of == KPT_SCALES_N) return own[column * m.stride_sn];
@@ -92,7 +104,7 @@ struct Part {
 template <class Kind>
 Part part_of(int64_t inner, int64_t k) {
     const int64_t most = kDepth * Kind::per_slot, numbers = inner - k < most ? inner - k : most;
-    return {k, numbers, (numbers + Kind::per_slot - 1) / Kind::per_slot};
+    return {k, numbers, depth_of<Kind>(numbers)};
 }
 
 // Add the product of packed blocks to the sums, column scales applied.
@@ -103,7 +115,7 @@ void add_product(
     const int64_t width = columns.width();
     if (scales.matrices == nullptr) {
         multiply_packed<Kind>(
-            block.left, rows, right, part.depth, width, part.depth, block.sums, width, nullptr, part.k > 0);
+            block.left, rows, right, part.depth, width, part.depth, block.sums, columns.pitch(), nullptr, part.k > 0);
         return;
     }
     const int64_t step = scales.matrices->scales_of == KPT_SCALES_BLOCK ? 128 / Kind::per_slot : kDepth;
@@ -116,7 +128,8 @@ void add_product(
         }
         const int64_t depth = part.depth - s < step ? part.depth - s : step;
         multiply_packed<Kind>(
-            block.left + s, rows, right + s * kPanel, part.depth, width, depth, block.sums, width, own, part.k + s > 0);
+            block.left + s, rows, right + s * kPanel, part.depth, width, depth, block.sums, columns.pitch(), own,
+            part.k + s > 0);
     }
 }
 
@@ -129,35 +142,86 @@ void pack_columns(const Factor& right, const Columns& columns, const Part& part,
     }
 }
 
-// With `scales` the right factor has none of its own.
+// Whether all columns of a right factor are packed at once.
+template <class Kind>
+bool fits(int64_t inner, int64_t width) {
+    return depth_of<Kind>(inner) * width * 4 <= kPackedBytes;
+}
+
+// With `scales` the factors have none of their own. The columns may be packed already, by the call before.
 template <class Kind>
 void multiply(
     const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
-    int64_t inner, const ColumnScales& scales, const Finish& finish) {
+    int64_t inner, const ColumnScales& scales, const Finish& finish, bool packed = false) {
     constexpr int64_t step = kDepth * Kind::per_slot;
+    [[maybe_unused]] const typename Kind::InUse in_use;
     const int64_t width = columns.width();
-    const bool fits = (inner + Kind::per_slot - 1) / Kind::per_slot * width * 4 <= kPackedBytes;
+    const bool at_once = fits<Kind>(inner, width);
+    if (rows == 0) return;
     slot* to = block.right;
-    for (int64_t k = 0; fits && k < inner; k += step) {
+    for (int64_t k = 0; at_once && !packed && k < inner; k += step) {
         const Part part = part_of<Kind>(inner, k);
         pack_columns<Kind>(right, columns, part, to);
         to += width * part.depth;
     }
-    const int64_t blocks = (rows + kRows - 1) / kRows;
-    for (int64_t i = 0; i < blocks; i++) {
-        const int64_t first = row + rows * i / blocks, own = row + rows * (i + 1) / blocks - first;
-        if (inner == 0) memset(block.sums, 0, own * width * sizeof(float));
+    // Blocks of nearly the same height.
+    const int64_t blocks = (rows + kRows - 1) / kRows, height = round_up((rows + blocks - 1) / blocks, Kind::step);
+    for (int64_t first = row, end = row + rows; first < end; first += height) {
+        const int64_t own = end - first < height ? end - first : height;
+        if (inner == 0) memset(block.sums, 0, own * columns.pitch() * sizeof(float));
         const slot* from = block.right;
         for (int64_t k = 0; k < inner; k += step) {
             const Part part = part_of<Kind>(inner, k);
-            if (!fits) pack_columns<Kind>(right, columns, part, block.right);
+            if (!at_once) pack_columns<Kind>(right, columns, part, block.right);
             pack_lines<Kind>(left, first, own, k, part.numbers, block.left);
             add_product<Kind>(block, own, from, part, columns, scales);
-            if (fits) from += width * part.depth;
+            if (at_once) from += width * part.depth;
         }
         finish(first, own, block.sums);
     }
 }
+
+#if KPT_HAS_TILES
+// Of few rows nearly all time goes into packing the matrix. As the left factor it is packed without transposing it, and the
+// rows are the columns of a single panel.
+constexpr int64_t kFewRows = kPanel, kLinesOfFewRows = 2 * kTile;
+
+bool multiplies_turned(const Factor& left, int64_t rows, const Factor& right, int64_t inner) {
+    return rows <= kFewRows && left.along && right.along && inner > 0 && fits<Pairs>(inner, kFewRows);
+}
+
+void multiply_turned(
+    const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
+    int64_t inner, const ColumnScales& scales, const Finish& finish) {
+    const Columns turned{row, rows};
+    const int64_t pitch = columns.pitch();
+    float* sums = block.sums + kLinesOfFewRows * turned.pitch();
+    const bool in_blocks = scales.matrices != nullptr && scales.matrices->scales_of == KPT_SCALES_BLOCK;
+    bool packed = false;
+    for (int64_t run = 0; run < (columns.second < 0 ? 1 : 2); run++) {
+        const int64_t begin = run == 0 ? columns.first : columns.second;
+        float* own = sums + run * columns.padded();
+        for (int64_t line = begin, next; line < begin + columns.count; line = next) {
+            next = line + kLinesOfFewRows;
+            if (in_blocks && next > (line | 127) + 1) next = (line | 127) + 1;
+            if (next > begin + columns.count) next = begin + columns.count;
+            ColumnScales of_block = in_blocks ? scales : ColumnScales{};
+            of_block.only = line;
+            const auto turn = [&](int64_t first, int64_t count, const float* found) {
+                for (int64_t i = 0; i < count; i++) {
+                    const float scale = scales.matrices != nullptr && !in_blocks ? scales.at(first + i, 0) : 1.0f;
+                    for (int64_t r = 0; r < rows; r++) {
+                        own[r * pitch + first - begin + i] = found[i * turned.pitch() + r] * scale;
+                    }
+                }
+            };
+            multiply<Pairs>(block, right, line, next - line, left, turned, inner, of_block, turn, packed);
+            packed = true;
+        }
+    }
+    finish(row, rows, sums);
+}
+#endif
 
 // One expert's matrix as a right factor, with its scales; its columns are N and the inner size K, or the other way round.
 KPT_INLINE Factor factor_of_matrix(const kpt_matrices& m, int64_t expert, bool columns_are_n, bool scaled) {
@@ -194,6 +258,12 @@ void multiply_matrix(
         const Factor right = factor_of_matrix(m, expert, columns_are_n, false);
         ColumnScales scales;
         if (m.scales_of != KPT_SCALES_NONE) scales = {&m, expert, columns_are_n};
+#if KPT_HAS_TILES
+        if (multiplies_turned(left, rows, right, inner)) {
+            multiply_turned(block, left, row, rows, right, columns, inner, scales, finish);
+            return;
+        }
+#endif
         multiply<Pairs>(block, left, row, rows, right, columns, inner, scales, finish);
         return;
     }

@@ -32,6 +32,12 @@ constexpr int W = 4;
 #define KPT_HAS_BF16_DOT 0
 #endif
 
+#if KPT_HAS_BF16_DOT && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define KPT_HAS_TILES 1
+#else
+#define KPT_HAS_TILES 0
+#endif
+
 typedef float vf __attribute__((vector_size(W * 4), may_alias));
 typedef int32_t vi __attribute__((vector_size(W * 4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(W * 4), may_alias));

@@ -46,7 +46,7 @@ public:
                 using T = decltype(type);
                 T* out = static_cast<T*>(const_cast<void*>(out_.data)) + expert * out_.stride_e;
                 for (int64_t r = 0; r < count; r++) {
-                    store_run(out + (first + r) * stride + own.first, sums + r * own.width(), own.count);
+                    store_run(out + (first + r) * stride + own.first, sums + r * own.pitch(), own.count);
                 }
             });
         };

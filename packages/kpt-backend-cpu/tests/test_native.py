@@ -80,7 +80,7 @@ def test_an_instruction_set_without_a_library_is_refused(kernels, unloaded, monk
 
 def test_a_machine_is_offered_only_what_it_runs(kernels, unloaded, monkeypatch):
     """The machine is simulated: the library says that it has AVX2 alone."""
-    baseline = native._path("baseline")
+    baseline = native.library_path("baseline")
 
     def simulated(name):
         functions = ctypes.CDLL(str(baseline))
@@ -88,7 +88,7 @@ def test_a_machine_is_offered_only_what_it_runs(kernels, unloaded, monkeypatch):
         return functions
 
     monkeypatch.setattr(native, "_open", simulated)
-    monkeypatch.setattr(native, "_path", lambda name: baseline)
+    monkeypatch.setattr(native, "library_path", lambda name: baseline)
     assert native.library().there == ("avx2", "baseline")
     monkeypatch.setattr(native, "_library", None)
     monkeypatch.setenv(KPT_CPU_ISA, "avx512")

@@ -7,7 +7,7 @@ import torch
 
 from kpt_core import Capability, InputError, Kernel
 
-from .native import INSTRUCTION_SETS, LibraryError, asked_instruction_set, library
+from .native import INSTRUCTION_SETS, LibraryError, library
 
 
 class CPUBackend:
@@ -54,8 +54,6 @@ class CPUBackend:
         )
         if platform.machine().lower() in ("arm64", "aarch64"):
             known.add("neon")
-        if not asked_instruction_set() and torch.cpu._is_amx_tile_supported():
-            known.add("amx_bf16")
         return frozenset(known)
 
     def kernels(self) -> tuple[Kernel, ...]:

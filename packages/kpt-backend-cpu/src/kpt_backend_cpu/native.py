@@ -16,7 +16,7 @@ from .structures import INTERFACE, KERNELS, packed
 KPT_CPU_ISA = "KPT_CPU_ISA"
 
 #: Best first.
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "baseline")
+INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "baseline")
 
 #: What the libraries were compiled from: records of what was proven name a hash of it.
 KERNEL_SOURCES = ("libraries/sources.txt",)
@@ -92,7 +92,7 @@ def _load() -> Library:
     baseline = _open("baseline")
     baseline.kpt_cpu_instruction_sets.restype = ctypes.c_char_p
     told = baseline.kpt_cpu_instruction_sets().decode().split()
-    there = tuple(name for name in INSTRUCTION_SETS if name in told and _path(name).exists())
+    there = tuple(name for name in INSTRUCTION_SETS if name in told and library_path(name).exists())
     if asked and asked not in there:
         raise InputError(
             f"{KPT_CPU_ISA} must name an instruction set that this machine has and a library was compiled for, one of "
@@ -106,12 +106,13 @@ def _load() -> Library:
     return Library(chosen, there, functions)
 
 
-def _path(instruction_set: str) -> Path:
+def library_path(instruction_set: str) -> Path:
+    """Where the library for an instruction set is, if there is one."""
     return LIBRARIES / f"kpt_cpu_{instruction_set}.so"
 
 
 def _open(instruction_set: str) -> ctypes.CDLL:
-    path = _path(instruction_set)
+    path = library_path(instruction_set)
     if not path.exists():
         raise LibraryError(_why_missing())
     try:

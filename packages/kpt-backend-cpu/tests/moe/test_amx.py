@@ -1,4 +1,4 @@
-"""With AMX (simulated) PyTorch multiplies many rows in bfloat16."""
+"""Where there is AMX (simulated) and no library for it, PyTorch multiplies many rows in bfloat16."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from kpt_backend_cpu.moe.experts import unsupported
 def test_many_rows_of_bfloat16_are_left_to_pytorch_unless_an_instruction_set_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, asked: str | None, refused: bool
 ) -> None:
-    monkeypatch.setattr(amx, "HAS_AMX", True)
+    monkeypatch.setattr(amx, "LEFT_TO_PYTORCH", True)
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     if asked:
         monkeypatch.setenv("KPT_CPU_ISA", asked)
@@ -28,7 +28,7 @@ def test_many_rows_of_bfloat16_are_left_to_pytorch_unless_an_instruction_set_is_
 
 
 def test_decoding_reads_weights_and_is_not_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "HAS_AMX", True)
+    monkeypatch.setattr(amx, "LEFT_TO_PYTORCH", True)
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     up, down = torch.randn(2, 8, 4).bfloat16(), torch.randn(2, 4, 4).bfloat16()
     assert (
@@ -37,7 +37,7 @@ def test_decoding_reads_weights_and_is_not_left_to_pytorch(monkeypatch: pytest.M
 
 
 def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "HAS_AMX", True)
+    monkeypatch.setattr(amx, "LEFT_TO_PYTORCH", True)
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     x, weight = torch.randn(5, 3).bfloat16(), torch.randn(1, 3, 2).bfloat16()
     with kpt_core.record() as log:
@@ -52,7 +52,7 @@ def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPa
 def test_bfloat16_compiles_as_one_graph_where_no_instruction_set_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
-    monkeypatch.setattr(amx, "HAS_AMX", there)
+    monkeypatch.setattr(amx, "LEFT_TO_PYTORCH", there)
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     x, weight = torch.randn(5, 3).bfloat16(), torch.randn(1, 3, 2).bfloat16()
     offsets = torch.tensor([5], dtype=torch.int32)

@@ -225,6 +225,20 @@ inline ExpertsCase draw_groups_case(Random& random) {
     return c;
 }
 
+// Ten rows of each expert, which tiles multiply turned; blocks of scales that end in the middle of the up projection.
+inline ExpertsCase draw_turned_case(Random& random) {
+    ExpertsCase c = draw_experts_case(random, KPT_BFLOAT16, KPT_SWIGLU, 1e5);
+    c.weight_dtype = KPT_FLOAT8_E4M3FN;
+    c.scales_of = KPT_SCALES_BLOCK;
+    c.interleaved = c.n_contiguous = false;
+    c.tokens = 40;
+    c.top_k = 2;
+    c.experts = 8;
+    c.hidden = 300;
+    c.intermediate = 100;
+    return c;
+}
+
 constexpr int experts_dtypes[] = {KPT_FLOAT32, KPT_BFLOAT16, KPT_FLOAT16};
 
 }  // namespace test

@@ -80,6 +80,7 @@ void test_experts_forward() {
         }
     }
     for (int i = 0; i < 2; i++) check_forward(random, draw_groups_case(random), i == 0);
+    for (int i = 0; i < 3; i++) check_forward(random, draw_turned_case(random), i == 0);
 }
 
 }  // namespace test

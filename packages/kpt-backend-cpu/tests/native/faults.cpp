@@ -226,8 +226,9 @@ void test_failures() {
     const Work work;
     for (int kind = 0; kind < Work::kinds; kind++) {
         begin_case("%s where an allocation fails", Work::name(kind));
+        // By one thread: memory for several may be that of the call before, which is kept, and nothing would be allocated.
         const int64_t before = faults.allocations;
-        const std::vector<float> wanted = result_of(work, kind, 3);
+        const std::vector<float> wanted = result_of(work, kind, 1);
         const int64_t needed = faults.allocations - before;
 #ifdef __linux__
         CHECK(needed > 0, "its allocations are not seen here");
@@ -235,7 +236,7 @@ void test_failures() {
         for (int64_t allowed = 0; allowed < needed; allowed++) {
             Array<float> out(Work::size(kind));
             faults.allocations_left = allowed;
-            const int status = work.run(kind, 3, out.data());
+            const int status = work.run(kind, 1, out.data());
             faults.allocations_left = -1;
             CHECK(
                 status == KPT_NO_MEMORY, "it returned %d after %lld allocations", status,

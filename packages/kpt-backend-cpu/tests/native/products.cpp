@@ -239,6 +239,8 @@ void test_grouped_mm() {
                 check_grouped_mm(random, {dtype, dtype, dtype, 0, 0, n_contiguous, size, 9, 7, 2, 0, 3, true});
                 check_grouped_mm(random, {dtype, dtype, dtype, 0, 0, n_contiguous, 40, 65, size, 2, 0, 1, false});
             }
+            // The largest blocks of rows and columns, twice.
+            check_grouped_mm(random, {dtype, dtype, dtype, 0, 0, n_contiguous, 512, 65, 512, 1, 1, 1, false});
             for (int64_t rows : {3, 50}) check_others_nan(n_contiguous, dtype, rows);
         }
     }

@@ -1,15 +1,18 @@
-"""Where PyTorch multiplies faster than these kernels: on processors with AMX, which oneDNN uses and these do not."""
+"""Where PyTorch multiplies faster than these kernels: on processors with AMX, if there is no library for it."""
 
 import torch
 
-from kpt_backend_cpu.native import asked_instruction_set
+from kpt_backend_cpu.native import asked_instruction_set, library_path
 
-#: Asked once: torch.compile can't trace the question.
-HAS_AMX = torch.cpu._is_amx_tile_supported()
+#: Asked once: torch.compile can't trace the questions.
+LEFT_TO_PYTORCH = torch.cpu._is_amx_tile_supported() and not library_path("amx_bf16").exists()
 
 
 def refusal_for_amx(dtype: torch.dtype) -> str | None:
     """Why products of many rows are left to PyTorch, or None; `KPT_CPU_ISA` keeps them here."""
-    if HAS_AMX and dtype is torch.bfloat16 and not asked_instruction_set():
-        return "bfloat16 on a processor with AMX, whose matrix units PyTorch uses and this kernel does not"
+    if LEFT_TO_PYTORCH and dtype is torch.bfloat16 and not asked_instruction_set():
+        return (
+            "bfloat16 on a processor with AMX, whose matrix units PyTorch uses, and the compiler that this package was "
+            "installed with could not: install g++ 11 or clang 12, or a later one, then kpt-backend-cpu again"
+        )
     return None
