@@ -12,7 +12,7 @@ def refusal_for_amx(dtype: torch.dtype) -> str | None:
     """Why products of many rows are left to PyTorch, or None; `KPT_CPU_ISA` keeps them here."""
     if LEFT_TO_PYTORCH and dtype is torch.bfloat16 and not asked_instruction_set():
         return (
-            "bfloat16 on a processor with AMX, whose matrix units PyTorch uses, and the compiler that this package was "
-            "installed with could not: install g++ 11 or clang 12, or a later one, then kpt-backend-cpu again"
+            "bfloat16 on a processor with AMX, which PyTorch uses, while the compiler that this package was installed "
+            "with knew none: install g++ from 12 on or clang from 15 on, then kpt-backend-cpu again"
         )
     return None
