@@ -11,7 +11,7 @@ namespace {
 // Where rows of an expert are more, decoding weights for a product of many rows costs less than it saves, and tiles multiply
 // faster than memory delivers.
 int64_t few_rows(const struct kpt_grouped_mm& args) {
-    return KPT_HAS_TILES && args.x.dtype == KPT_BFLOAT16 && args.weight.stride_k == 1 ? 8 : 16;
+    return KPT_HAS_TILES && args.x.dtype == KPT_BFLOAT16 && args.weight.stride_k == 1 ? 4 : 16;
 }
 
 struct Rows {

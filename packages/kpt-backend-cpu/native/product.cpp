@@ -1,6 +1,7 @@
 #include "product.h"
 
 #include "packing.h"
+#include "turned.h"
 
 namespace kpt {
 
@@ -83,11 +84,8 @@ struct ColumnScales {
     int64_t expert = 0;
     // Where the factor's columns are the matrices' N; else its K.
     bool columns_are_n = true;
-    // The one column that all scales are those of, if it is not negative.
-    int64_t only = -1;
 
     float at(int64_t column, int64_t k) const {
-        if (only >= 0) column = only;
         const kpt_matrices& m = *matrices;
         const float* own = m.scale + expert * m.stride_se;
         if (m.scales_of == KPT_SCALES_N) return own[column * m.stride_sn];
@@ -148,18 +146,18 @@ bool fits(int64_t inner, int64_t width) {
     return depth_of<Kind>(inner) * width * 4 <= kPackedBytes;
 }
 
-// With `scales` the factors have none of their own. The columns may be packed already, by the call before.
+// With `scales` the right factor has none of its own.
 template <class Kind>
 void multiply(
     const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
-    int64_t inner, const ColumnScales& scales, const Finish& finish, bool packed = false) {
+    int64_t inner, const ColumnScales& scales, const Finish& finish) {
     constexpr int64_t step = kDepth * Kind::per_slot;
     [[maybe_unused]] const typename Kind::InUse in_use;
     const int64_t width = columns.width();
     const bool at_once = fits<Kind>(inner, width);
     if (rows == 0) return;
     slot* to = block.right;
-    for (int64_t k = 0; at_once && !packed && k < inner; k += step) {
+    for (int64_t k = 0; at_once && k < inner; k += step) {
         const Part part = part_of<Kind>(inner, k);
         pack_columns<Kind>(right, columns, part, to);
         to += width * part.depth;
@@ -182,44 +180,24 @@ void multiply(
 }
 
 #if KPT_HAS_TILES
-// Of few rows nearly all time goes into packing the matrix. As the left factor it is packed without transposing it, and the
-// rows are the columns of a single panel.
-constexpr int64_t kFewRows = kPanel, kLinesOfFewRows = 2 * kTile;
-
 bool multiplies_turned(const Factor& left, int64_t rows, const Factor& right, int64_t inner) {
-    return rows <= kFewRows && left.along && right.along && inner > 0 && fits<Pairs>(inner, kFewRows);
+    return rows > 0 && rows <= kFewRows && left.along && right.along && inner > 0 && fits<Pairs>(inner, kFewRows);
 }
 
 void multiply_turned(
     const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
-    int64_t inner, const ColumnScales& scales, const Finish& finish) {
-    const Columns turned{row, rows};
-    const int64_t pitch = columns.pitch();
-    float* sums = block.sums + kLinesOfFewRows * turned.pitch();
-    const bool in_blocks = scales.matrices != nullptr && scales.matrices->scales_of == KPT_SCALES_BLOCK;
-    bool packed = false;
-    for (int64_t run = 0; run < (columns.second < 0 ? 1 : 2); run++) {
-        const int64_t begin = run == 0 ? columns.first : columns.second;
-        float* own = sums + run * columns.padded();
-        for (int64_t line = begin, next; line < begin + columns.count; line = next) {
-            next = line + kLinesOfFewRows;
-            if (in_blocks && next > (line | 127) + 1) next = (line | 127) + 1;
-            if (next > begin + columns.count) next = begin + columns.count;
-            ColumnScales of_block = in_blocks ? scales : ColumnScales{};
-            of_block.only = line;
-            const auto turn = [&](int64_t first, int64_t count, const float* found) {
-                for (int64_t i = 0; i < count; i++) {
-                    const float scale = scales.matrices != nullptr && !in_blocks ? scales.at(first + i, 0) : 1.0f;
-                    for (int64_t r = 0; r < rows; r++) {
-                        own[r * pitch + first - begin + i] = found[i * turned.pitch() + r] * scale;
-                    }
-                }
-            };
-            multiply<Pairs>(block, right, line, next - line, left, turned, inner, of_block, turn, packed);
-            packed = true;
-        }
+    int64_t inner, const LineScales& scales, const Finish& finish) {
+    const TilesInUse tiles;
+    for (int64_t k = 0; k < inner; k += kDepth * Pairs::per_slot) {
+        const Part part = part_of<Pairs>(inner, k);
+        pack_panels<Pairs>(left, row, rows, k, part.numbers, block.right + k / Pairs::per_slot * kPanel);
     }
-    finish(row, rows, sums);
+    multiply_run(block, right, columns.first, columns.count, rows, inner, scales, block.sums, columns.pitch());
+    if (columns.second >= 0) {
+        float* second = block.sums + columns.padded();
+        multiply_run(block, right, columns.second, columns.count, rows, inner, scales, second, columns.pitch());
+    }
+    finish(row, rows, block.sums);
 }
 #endif
 
@@ -260,7 +238,8 @@ void multiply_matrix(
         if (m.scales_of != KPT_SCALES_NONE) scales = {&m, expert, columns_are_n};
 #if KPT_HAS_TILES
         if (multiplies_turned(left, rows, right, inner)) {
-            multiply_turned(block, left, row, rows, right, columns, inner, scales, finish);
+            const LineScales of_lines = scales.matrices != nullptr ? LineScales(m, expert, columns_are_n) : LineScales();
+            multiply_turned(block, left, row, rows, right, columns, inner, of_lines, finish);
             return;
         }
 #endif
