@@ -35,9 +35,9 @@ constexpr ByteTables tables_of(int mantissa_bits, int bias, bool has_infinity) {
 }
 
 template <class T>
-constexpr ByteTables byte_tables = tables_of(3, 7, false);
+inline constexpr ByteTables byte_tables = tables_of(3, 7, false);
 template <>
-constexpr ByteTables byte_tables<e5m2> = tables_of(2, 15, true);
+inline constexpr ByteTables byte_tables<e5m2> = tables_of(2, 15, true);
 
 // The low and the high bytes of 64 numbers.
 template <class T>

@@ -41,9 +41,9 @@ struct FloatDot {
 #if KPT_HAS_BF16_DOT
 
 template <class T>
-constexpr bool is_bfloat16 = false;
+inline constexpr bool is_bfloat16 = false;
 template <>
-constexpr bool is_bfloat16<bfloat16> = true;
+inline constexpr bool is_bfloat16<bfloat16> = true;
 
 // Pairs of bfloat16 summed in float32, from weights of 8 bits.
 template <class T>

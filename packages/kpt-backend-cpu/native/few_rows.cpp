@@ -11,7 +11,9 @@ namespace {
 // Where rows of an expert are more, decoding weights for a product of many rows costs less than it saves, and tiles multiply
 // faster than memory delivers.
 int64_t few_rows(const struct kpt_grouped_mm& args) {
-    return KPT_HAS_TILES && args.x.dtype == KPT_BFLOAT16 && args.weight.stride_k == 1 ? 4 : 16;
+    const kpt_matrices& w = args.weight;
+    const bool turned = args.x.dtype == KPT_BFLOAT16 && w.stride_k == 1 && w.scales_of != KPT_SCALES_K;
+    return KPT_HAS_TILES && turned ? 4 : 16;
 }
 
 struct Rows {

@@ -9,17 +9,18 @@ namespace kpt {
 
 constexpr int kTile = 16;
 
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+// Not on the stack: GCC 12 is not told that all of it is read.
+inline constexpr TileConfig whole_tiles;
+
 // While it lives, this thread's eight tiles have their full size. Left configured they would cost every switch of threads.
 class TilesInUse {
 public:
-    TilesInUse() {
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } config;
-        _tile_loadconfig(&config);
-    }
+    TilesInUse() { _tile_loadconfig(&whole_tiles); }
     ~TilesInUse() { _tile_release(); }
     TilesInUse(const TilesInUse&) = delete;
     TilesInUse& operator=(const TilesInUse&) = delete;
