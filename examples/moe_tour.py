@@ -244,6 +244,7 @@ def rank_main(rank: int, ranks: int, store: str) -> None:
     if rank == 0:
         rows = [(r, f"{e:.1e}", f"{g:.1e}", int(stay), int(come)) for r, (e, g, stay, come) in enumerate(reports)]
         table(("rank", "largest difference", "of gradients", "rows of its own", "rows from the other"), *rows)
+    dist.barrier()  # whoever leaves first closes connections that the other still has
     dist.destroy_process_group()
 
 
