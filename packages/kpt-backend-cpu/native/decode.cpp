@@ -112,7 +112,7 @@ void activate_part(const Decode& d, const Active& own, int64_t begin, int64_t en
     const int64_t step = columns_for_rows(own.rows), width = d.gated ? 2 * step : step;
     const auto product = [&](int64_t from, int64_t count, int64_t place) {
         multiply(Product{
-            args.up, own.expert, from, from + count, args.width, d.of_x, d.x_rows + own.first, own.rows, nullptr, 0,
+            args.up, own.expert, from, from + count, d.of_x, d.x_rows + own.first, own.rows, nullptr, 0,
             buffers.results + place, width});
         read_bias(args.up_bias, own.expert, from, count, buffers.biases + place);
     };
@@ -148,7 +148,7 @@ void add_down(const Decode& d, const Active& own, int64_t begin, int64_t end, co
     for (int64_t n = begin; n < end; n += step) {
         const int64_t count = end - n < step ? end - n : step;
         multiply(Product{
-            args.down, own.expert, n, n + count, args.hidden, d.of_act, d.act_rows + own.first, own.rows, nullptr, 0,
+            args.down, own.expert, n, n + count, d.of_act, d.act_rows + own.first, own.rows, nullptr, 0,
             buffers.results, step});
         read_bias(args.down_bias, own.expert, n, count, buffers.biases);
         for (int64_t m = 0; m < own.rows; m++) {
@@ -203,8 +203,11 @@ extern "C" int kpt_experts_decode(const struct kpt_experts* given) {
         x_rows.in(scratch), act_rows.in(scratch), active.in(scratch), 0};
     sort_pairs(d, ends.in(scratch));
     const int64_t size = size_of(args.up.dtype), up_columns = is_gated(args) ? 2 : 1;
-    const Parts ups(d.active, d.num_active, args.intermediate, up_columns * args.hidden * size);
+    const Parts ups(d.active, d.num_active, args.intermediate, up_columns * args.hidden * size, args.threads);
     const int64_t bytes = d.num_active * (args.width + args.intermediate) * args.hidden * size;
+    // Of all experts, so that a task is larger than a part.
+    const int64_t fair = columns_of_part(args.hidden, int64_t{4} * args.threads), most = 4 * group;
+    const int64_t down_columns = fair < most ? fair : most;
     Tasks staging, upwards, downwards;
     parallel(threads_to_read(bytes, args.threads), [&](int rank) {
         float* own = buffers_at.in(scratch) + rank * (results + biases);
@@ -215,7 +218,9 @@ extern "C" int kpt_experts_decode(const struct kpt_experts* given) {
         ups.run(upwards, [&](const Active& expert, int64_t begin, int64_t end) {
             activate_part(d, expert, begin, end, buffers);
         });
-        downwards.in_steps(args.hidden, group, [&](int64_t begin, int64_t end) { down_and_out(d, begin, end, buffers); });
+        downwards.in_steps(args.hidden, down_columns, [&](int64_t begin, int64_t end) {
+            down_and_out(d, begin, end, buffers);
+        });
     });
     return KPT_OK;
 }

@@ -34,7 +34,7 @@ void narrow_all(const float* values, int64_t count, int32_t dtype, void* out);
 // multiplied into x when it is staged. So is x_scale, of each row and 128 of K, where it is not staged as bfloat16.
 struct Product {
     const kpt_matrices& weight;
-    int64_t expert, begin, end, columns;
+    int64_t expert, begin, end;
     Staging staging;
     const void* const* x;
     int64_t rows;
@@ -54,14 +54,28 @@ struct Active {
     int64_t expert, first, rows;
 };
 
-// The columns of all experts with rows in parts for threads to take, of 64 KiB of weights or more.
+// `columns` in about so many parts, each of whole groups.
+KPT_INLINE int64_t columns_of_part(int64_t columns, int64_t parts) {
+    const int64_t groups = columns / parts / Staging::group;
+    return (groups > 0 ? groups : 1) * Staging::group;
+}
+
+// The columns of all experts with rows in parts for threads to take, of 64 KiB of weights or more: large ones, whose runs
+// (see dot_rows.h) are far apart, where each thread still has some.
 class Parts {
 public:
     // `column_bytes` are those of a column of weights; parts begin at multiples of Staging::group.
-    Parts(const Active* active, int64_t num_active, int64_t columns, int64_t column_bytes)
-        : active_(active), columns_(columns),
-          step_(((int64_t{1} << 16) / (column_bytes + 1) / Staging::group + 1) * Staging::group),
-          each_((columns + step_ - 1) / step_), count_(each_ * num_active) {}
+    Parts(const Active* active, int64_t num_active, int64_t columns, int64_t column_bytes, int threads)
+        : active_(active), columns_(columns) {
+        const auto columns_of = [&](int64_t bytes) {
+            return (bytes / (column_bytes + 1) / Staging::group + 1) * Staging::group;
+        };
+        const int64_t least = columns_of(int64_t{1} << 16), most = columns_of(int64_t{1} << 20);
+        const int64_t wanted = columns_of_part(num_active * columns, int64_t{16} * threads);
+        step_ = wanted < least ? least : wanted > most ? most : wanted;
+        each_ = (columns + step_ - 1) / step_;
+        count_ = each_ * num_active;
+    }
 
     // Call `body(active, begin, end)` for every part, and wait until all are done.
     template <class Body>

@@ -7,9 +7,10 @@ namespace kpt {
 
 namespace {
 
-// Where x is larger than the nearest cache, so many of its rows and columns of weights are multiplied in ranges of K.
+// Where x is larger than the nearest cache, so many of its rows, and so many times four columns of weights, are multiplied in
+// ranges of K.
 constexpr int64_t batch_rows = 18;
-constexpr int64_t batch_columns = 8;
+constexpr int64_t batch_columns = 2;
 constexpr int64_t range_bytes = 2048;
 constexpr int64_t near_bytes = 20 << 10;
 
@@ -139,30 +140,40 @@ void decode(const FourColumns<typename D::Weight>& w, int64_t count, typename D:
     }
 }
 
-// The products of some rows of x, from `first` on, and columns, from `n` on.
+// Four runs of equal length that make up the columns begin..end: what is multiplied at a time is one column of each. Memory
+// delivers runs that are far apart faster than neighbours, which lie in one page.
+struct Runs {
+    int64_t begin, end, length;
+    explicit Runs(const Product& p)
+        : begin(p.begin), end(p.end), length((p.end - p.begin + tile_columns - 1) / tile_columns) {}
+    int64_t column(int64_t i, int run) const { return begin + run * length + i; }
+};
+
+// The products of some rows of x, from `first` on, and columns, the i-th of each run.
 template <class D>
 class Batch {
 public:
     Batch(const Product& p, bool large)
-        : p_(p), range_(large ? range_bytes / static_cast<int64_t>(sizeof(Staged)) : p.staging.inner),
-          width_(large ? batch_columns : tile_columns),
+        : p_(p), runs_(p), range_(large ? range_bytes / static_cast<int64_t>(sizeof(Staged)) : p.staging.inner),
+          width_(large ? batch_columns : 1),
           base_(static_cast<const Weight*>(p.weight.data) + p.expert * p.weight.stride_e) {}
 
+    // Columns of a run, and how many are taken at a time.
+    int64_t length() const { return runs_.length; }
     int64_t width() const { return width_; }
 
-    void multiply(int64_t n, int64_t first, int64_t rows, bool prefetching) {
-        for (int64_t i = 0; i < width_ / tile_columns; i++) {
+    void multiply(int64_t begin, int64_t first, int64_t rows, bool prefetching) {
+        const int64_t count = runs_.length - begin < width_ ? runs_.length - begin : width_;
+        for (int64_t i = 0; i < count; i++) {
             for (int64_t m = 0; m < rows; m++) {
                 for (int j = 0; j < tile_columns; j++) total_[i][m][j] = vf{};
             }
         }
         for (int64_t k = 0; k < p_.staging.inner; k += range_) {
-            for (int64_t i = 0; i < width_ / tile_columns && n + i * tile_columns < p_.end; i++) {
-                add_range(n + i * tile_columns, k, first, rows, prefetching, total_[i]);
-            }
+            for (int64_t i = 0; i < count; i++) add_range(begin + i, k, first, rows, prefetching, total_[i]);
         }
-        for (int64_t i = 0; i < width_ / tile_columns && n + i * tile_columns < p_.end; i++) {
-            for (int64_t m = 0; m < rows; m++) write(n + i * tile_columns, first + m, total_[i][m]);
+        for (int64_t i = 0; i < count; i++) {
+            for (int64_t m = 0; m < rows; m++) write(begin + i, first + m, total_[i][m]);
         }
     }
 
@@ -170,7 +181,7 @@ private:
     using Weight = typename D::Weight;
     using Staged = typename D::Staged;
 
-    void add_range(int64_t n, int64_t k, int64_t first, int64_t rows, bool prefetching, vf (*total)[tile_columns]) {
+    void add_range(int64_t i, int64_t k, int64_t first, int64_t rows, bool prefetching, vf (*total)[tile_columns]) {
         const kpt_matrices& w = p_.weight;
         const bool last = k + range_ >= p_.staging.inner;
         const int64_t count = last ? p_.staging.inner - k : range_;
@@ -182,14 +193,10 @@ private:
         scales.x_stride = p_.x_scale_stride;
         for (int j = 0; j < tile_columns; j++) {
             // Past the end the last one once more, whose result is not used.
-            const int64_t column = n + j < p_.end ? n + j : p_.end - 1;
+            const auto within = [&](int64_t column) { return column < runs_.end ? column : runs_.end - 1; };
+            const int64_t column = within(runs_.column(i, j));
             columns.now[j] = base_ + column * w.stride_n + k;
-            if (last) {
-                const int64_t after = column + width_ < p_.columns ? column + width_ : p_.columns - 1;
-                columns.next[j] = base_ + after * w.stride_n;
-            } else {
-                columns.next[j] = columns.now[j] + range_;
-            }
+            columns.next[j] = last ? base_ + within(column + width_) * w.stride_n : columns.now[j] + range_;
             scales.weight[j] = of_weight ? w.scale + p_.expert * w.stride_se + k / scale_block * w.stride_sk +
                                                column / scale_block * w.stride_sn
                                          : &one;
@@ -223,25 +230,24 @@ private:
         }
     }
 
-    void write(int64_t n, int64_t m, const vf* total) const {
+    void write(int64_t i, int64_t m, const vf* total) const {
         const kpt_matrices& w = p_.weight;
         float sums[tile_columns];
         sums_of_four(total, sums);
-        const int64_t used = p_.end - n < tile_columns ? p_.end - n : tile_columns;
-        if (w.scales_of == KPT_SCALES_N) {
-            const float* scale = w.scale + p_.expert * w.stride_se + n * w.stride_sn;
-            for (int64_t j = 0; j < used; j++) sums[j] *= scale[j * w.stride_sn];
+        float* out = p_.out + m * p_.out_stride - runs_.begin;
+        const float* scale = w.scales_of == KPT_SCALES_N ? w.scale + p_.expert * w.stride_se : nullptr;
+        for (int j = 0; j < tile_columns; j++) {
+            const int64_t column = runs_.column(i, j);
+            if (column < runs_.end) out[column] = scale != nullptr ? sums[j] * scale[column * w.stride_sn] : sums[j];
         }
-        float* out = p_.out + m * p_.out_stride + n - p_.begin;
-        if (used == tile_columns) memcpy(out, sums, sizeof(sums));
-        else memcpy(out, sums, used * sizeof(float));
     }
 
     static constexpr int64_t decoded_numbers = range_bytes / static_cast<int64_t>(sizeof(Staged));
     const Product& p_;
+    const Runs runs_;
     const int64_t range_, width_;
     const Weight* const base_;
-    alignas(64) vf total_[batch_columns / tile_columns][batch_rows][tile_columns];
+    alignas(64) vf total_[batch_columns][batch_rows][tile_columns];
     alignas(64) Staged decoded_[tile_columns * decoded_numbers];
 };
 
@@ -250,10 +256,10 @@ void multiply_rows(const Product& p) {
     const bool large = p.rows > D::most_rows || p.rows * p.staging.bytes() > near_bytes;
     Batch<D> batch(p, large);
     const int64_t batches = (p.rows + batch_rows - 1) / batch_rows;
-    for (int64_t n = p.begin; n < p.end; n += batch.width()) {
-        for (int64_t i = 0; i < batches; i++) {
-            const int64_t first = p.rows * i / batches, rows = p.rows * (i + 1) / batches - first;
-            batch.multiply(n, first, rows, i == 0);
+    for (int64_t i = 0; i < batch.length(); i += batch.width()) {
+        for (int64_t b = 0; b < batches; b++) {
+            const int64_t first = p.rows * b / batches, rows = p.rows * (b + 1) / batches - first;
+            batch.multiply(i, first, rows, b == 0);
         }
     }
 }

@@ -72,7 +72,7 @@ void multiply_part(const Rows& r, const Active& own, int64_t begin, int64_t end,
     for (int64_t n = begin; n < end; n += step) {
         const int64_t count = end - n < step ? end - n : step;
         multiply(Product{
-            args.weight, own.expert, n, n + count, args.columns, r.staging, r.pointers + own.first, own.rows,
+            args.weight, own.expert, n, n + count, r.staging, r.pointers + own.first, own.rows,
             scaled_ranges ? x_scale : nullptr, args.x_scale_columns, results, step});
         for (int64_t m = 0; m < own.rows; m++) {
             float* result = results + m * step;
@@ -125,7 +125,7 @@ int grouped_mm_few_rows(const struct kpt_grouped_mm& args) {
     r.results = results.in(scratch);
     for (int64_t row = 0; row < r.assigned; row++) r.pointers[row] = r.staged + row * staging.bytes();
     const int64_t column_bytes = args.inner * size_of(args.weight.dtype);
-    const Parts parts(r.active, r.num_active, args.columns, column_bytes);
+    const Parts parts(r.active, r.num_active, args.columns, column_bytes, args.threads);
     Tasks preparing, multiplying;
     parallel(threads_to_read(r.num_active * args.columns * column_bytes, args.threads), [&](int rank) {
         preparing.in_steps(args.rows, 4, [&](int64_t begin, int64_t end) { prepare_rows(r, begin, end); });
