@@ -1,7 +1,7 @@
 // Activations of experts and their derivatives: what `kpt_moe.activations` computes, a vector at a time.
 #pragma once
 
-#include "simd.h"
+#include "normal.h"
 
 namespace kpt {
 
@@ -34,6 +34,7 @@ KPT_INLINE vf exp(vf x) {
 
 KPT_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 
+#if !defined(__AVX512F__)
 // Within 1 ulp or so: a polynomial near zero, 1 - exp(polynomial) elsewhere (N. Juffa's).
 KPT_INLINE vf erf(vf x) {
     const vf t = smaller(splat(10.0f), abs(x));
@@ -54,6 +55,9 @@ KPT_INLINE vf erf(vf x) {
     return as_floats(as_bits(select(t > 0.927734375f, far, near)) | sign);
 }
 
+KPT_INLINE vf cumulative_normal(vf x) { return erf(x * 0.707106781f) * 0.5f + 0.5f; }
+#endif
+
 // Functions of one number: value, and derivative.
 
 struct Silu {
@@ -65,9 +69,8 @@ struct Silu {
 };
 
 struct Gelu {
-    static vf cumulative(vf x) { return erf(x * 0.707106781f) * 0.5f + 0.5f; }
-    vf value(vf x) const { return x * cumulative(x); }
-    vf slope(vf x) const { return cumulative(x) + x * (exp(x * x * -0.5f) * 0.398942280f); }
+    vf value(vf x) const { return x * cumulative_normal(x); }
+    vf slope(vf x) const { return cumulative_normal(x) + x * (exp(x * x * -0.5f) * 0.398942280f); }
 };
 
 // (1 + tanh(u)) / 2 is sigmoid(2 u).
