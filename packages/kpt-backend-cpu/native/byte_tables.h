@@ -51,14 +51,25 @@ KPT_INLINE void bytes_of(__m512i codes, __m512i& low, __m512i& high) {
     high = _mm512_ternarylogic_epi32(look_up(tables.high), codes, _mm512_set1_epi8(-128), 0xf8);
 }
 
+// Interleaving takes the lower half of each quarter, then the upper.
+KPT_INLINE __m512i spread(__m512i codes) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
+}
+
+// 64 numbers, in their order.
+template <class T>
+KPT_INLINE void bfloat16_of(__m512i codes, __m512i* out) {
+    __m512i low, high;
+    bytes_of<T>(spread(codes), low, high);
+    out[0] = _mm512_unpacklo_epi8(low, high);
+    out[1] = _mm512_unpackhi_epi8(low, high);
+}
+
 // 32 numbers, in their order.
 template <class T>
 KPT_INLINE __m512i bfloat16_of(__m256i codes) {
-    // Interleaving takes the lower half of each quarter.
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i spread = _mm512_permutexvar_epi64(order, _mm512_castsi256_si512(codes));
     __m512i low, high;
-    bytes_of<T>(spread, low, high);
+    bytes_of<T>(spread(_mm512_castsi256_si512(codes)), low, high);
     return _mm512_unpacklo_epi8(low, high);
 }
 

@@ -67,6 +67,27 @@ KPT_INLINE vi slots_along(const Factor& f, const T* p, int64_t line, int64_t ins
 #endif
 }
 
+// How many vectors of slots are made of a line at a time: numbers of 8 bits are looked up 64 at once.
+template <class Kind, class T>
+constexpr int vectors_along = Kind::per_slot == 2 && sizeof(T) == 1 ? 2 : 1;
+
+// The same, so many vectors of them.
+template <class Kind, class T>
+KPT_INLINE void vectors_of(const Factor& f, const T* p, int64_t line, int64_t inside, int64_t count, vi* out) {
+    if constexpr (vectors_along<Kind, T> == 1) {
+        out[0] = slots_along<Kind, T>(f, p, line, inside, count);
+    }
+#if KPT_HAS_BF16_DOT
+    else {
+        const __mmask64 there = count >= 4 * W ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
+        __m512i both[2];
+        bfloat16_of<T>(_mm512_maskz_loadu_epi8(there, p + inside), both);
+        out[0] = (vi)both[0];
+        out[1] = (vi)both[1];
+    }
+#endif
+}
+
 // W slots across: of the lines `line` and, for pairs, the next (zero if it is not below `end`), from `inside` on.
 template <class Kind, class T>
 KPT_INLINE vi slots_across(const Factor& f, int64_t line, int64_t end, int64_t inside, int64_t count) {
@@ -87,7 +108,8 @@ constexpr int64_t kAhead = 8;
 // A row of slots along, `numbers` of the inner size from `k` on; ends with whole vectors of zeros.
 template <class Kind, class T>
 void pack_lines_along(const Factor& f, int64_t row, int64_t rows, int64_t k, int64_t numbers, slot* out) {
-    constexpr int64_t step = W * Kind::per_slot;
+    constexpr int64_t vectors = vectors_along<Kind, T>, step = W * Kind::per_slot * vectors;
+    static_assert(kDepth % (W * vectors) == 0);
     for (int64_t r = 0; r < rows; r++, out += kPitch) {
         const T* p = line_of<T>(f, row + r);
         const T* later = line_of<T>(f, row + (r + kAhead < rows ? r + kAhead : r)) + k;
@@ -95,8 +117,9 @@ void pack_lines_along(const Factor& f, int64_t row, int64_t rows, int64_t k, int
         if (KPT_HAS_TILES && rows <= 2 * W) later = p + k + numbers;
         for (int64_t i = 0; i < numbers; i += step) {
             __builtin_prefetch(later + i);
-            const vi slots = slots_along<Kind, T>(f, p, row + r, k + i, numbers - i);
-            memcpy(out + i / Kind::per_slot, &slots, sizeof slots);
+            vi slots[vectors];
+            vectors_of<Kind, T>(f, p, row + r, k + i, numbers - i, slots);
+            memcpy(out + i / Kind::per_slot, slots, sizeof slots);
         }
     }
 }

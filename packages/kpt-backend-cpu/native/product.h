@@ -11,9 +11,8 @@
 namespace kpt {
 
 constexpr int kPanel = 2 * W;
-// Slots along the inner size that are packed at a time: a few rows of them stay in the first cache, for tiles, which read
-// them 10 times as fast, beside a panel.
-constexpr int kDepth = KPT_HAS_TILES ? 128 : 256;
+// Slots along the inner size that are packed at a time: a few rows of them stay in the first cache.
+constexpr int kDepth = 256;
 // The distance of rows: not a power of two, since those share a set of the cache.
 constexpr int kPitch = kDepth + 16;
 

@@ -26,7 +26,8 @@ public:
     TilesInUse& operator=(const TilesInUse&) = delete;
 };
 
-// `c = left right [+ c]` for 16 rows, or 32 (kTwo), and a panel of columns.
+// `c = left right [+ c]` for 16 rows, or 32 (kTwo), and a panel of columns. Rows stay in the first cache, which all else is
+// kept out of.
 template <bool kTwo>
 void multiply_tiles(const slot* left, const slot* right, int64_t depth, float* c, int64_t stride, bool add) {
     constexpr int64_t left_pitch = kPitch * 4, right_pitch = kPanel * 4;
@@ -34,11 +35,11 @@ void multiply_tiles(const slot* left, const slot* right, int64_t depth, float* c
     float* lower = c + kTile * stride;
     asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
     if (add) {
-        _tile_loadd(0, c, pitch);
-        _tile_loadd(1, c + W, pitch);
+        _tile_stream_loadd(0, c, pitch);
+        _tile_stream_loadd(1, c + W, pitch);
         if constexpr (kTwo) {
-            _tile_loadd(2, lower, pitch);
-            _tile_loadd(3, lower + W, pitch);
+            _tile_stream_loadd(2, lower, pitch);
+            _tile_stream_loadd(3, lower + W, pitch);
         }
     } else {
         _tile_zero(0);
@@ -49,8 +50,8 @@ void multiply_tiles(const slot* left, const slot* right, int64_t depth, float* c
         }
     }
     for (int64_t s = 0; s < depth; s += kTile) {
-        _tile_loadd(6, right + s * kPanel, right_pitch);
-        _tile_loadd(7, right + s * kPanel + W, right_pitch);
+        _tile_stream_loadd(6, right + s * kPanel, right_pitch);
+        _tile_stream_loadd(7, right + s * kPanel + W, right_pitch);
         _tile_loadd(4, left + s, left_pitch);
         if constexpr (kTwo) _tile_loadd(5, left + kTile * kPitch + s, left_pitch);
         _tile_dpbf16ps(0, 4, 6);

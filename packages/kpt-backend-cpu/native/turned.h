@@ -10,7 +10,9 @@
 
 namespace kpt {
 
-constexpr int64_t kFewRows = kPanel, kLines = 2 * kTile;
+// Lines of so many numbers are packed at a time: they stay in the first cache.
+constexpr int64_t kFewRows = kPanel, kLines = 2 * kTile, kLineNumbers = 256;
+static_assert(kLineNumbers <= kDepth * Pairs::per_slot);
 
 // What the sums of a line, which is a column of the result, are multiplied by: that of all the inner size, or of 128 of it.
 class LineScales {
@@ -70,7 +72,7 @@ template <bool kWide>
 void multiply_lines(
     slot* left, const Factor& matrix, int64_t line, int64_t lines, const slot* panel, int64_t inner,
     const LineScales& scales, float* sums) {
-    const int64_t step = scales.in_blocks() ? 128 : kDepth * Pairs::per_slot;
+    const int64_t step = scales.in_blocks() ? 128 : kLineNumbers;
     for (int64_t k = 0; k < inner; k += step) {
         const int64_t numbers = inner - k < step ? inner - k : step;
         pack_lines<Pairs>(matrix, line, lines, k, numbers, left);
