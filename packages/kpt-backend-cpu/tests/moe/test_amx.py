@@ -1,4 +1,4 @@
-"""Where there is AMX (simulated) and no library for it, PyTorch multiplies many rows in bfloat16."""
+"""Which kernels serve where there is AMX (simulated), with a library for it and without."""
 
 import pytest
 import torch
@@ -34,6 +34,21 @@ def test_decoding_reads_weights_and_is_not_left_to_pytorch(monkeypatch: pytest.M
     assert (
         decode.unsupported(torch.randn(1, 4).bfloat16(), torch.zeros(1, 1).long(), torch.ones(1, 1), up, down) is None
     )
+
+
+@pytest.mark.parametrize(("tiles", "dtype", "refused"), [
+    (True, torch.float8_e4m3fn, True),
+    (True, torch.bfloat16, False),
+    (False, torch.float8_e4m3fn, False),
+])  # fmt: skip
+def test_six_rows_of_each_expert_are_too_many_to_decode_where_tiles_multiply_weights_of_8_bits(
+    monkeypatch: pytest.MonkeyPatch, tiles: bool, dtype: torch.dtype, refused: bool
+) -> None:
+    monkeypatch.setattr(amx, "TILES", tiles)
+    up, down = torch.randn(2, 8, 4).to(dtype), torch.randn(2, 4, 4).to(dtype)
+    reason = decode.unsupported(torch.randn(6, 4).bfloat16(), torch.zeros(6, 2).long(), torch.ones(6, 2), up, down)
+    assert (reason == "12 rows for 2 experts; needs 5 each at most") is refused
+    assert (reason is None) is not refused
 
 
 def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

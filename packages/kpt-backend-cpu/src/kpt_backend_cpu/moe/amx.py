@@ -1,11 +1,13 @@
-"""Where PyTorch multiplies faster than these kernels: on processors with AMX, if there is no library for it."""
+"""What differs on processors with AMX, whose tiles multiply bfloat16: without a library for it PyTorch is faster."""
 
 import torch
 
 from kpt_backend_cpu.native import asked_instruction_set, library_path
 
-#: Asked once: torch.compile can't trace the questions.
-LEFT_TO_PYTORCH = torch.cpu._is_amx_tile_supported() and not library_path("amx_bf16").exists()
+# Asked once: torch.compile can't trace the questions.
+_PRESENT = torch.cpu._is_amx_tile_supported()
+LEFT_TO_PYTORCH = _PRESENT and not library_path("amx_bf16").exists()
+TILES = _PRESENT and not LEFT_TO_PYTORCH and asked_instruction_set() in ("", "amx_bf16")
 
 
 def refusal_for_amx(dtype: torch.dtype) -> str | None:

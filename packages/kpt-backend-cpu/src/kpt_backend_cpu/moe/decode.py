@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import experts_ops
+from . import amx, experts_ops
 from .experts import refusal_of_weights, scale_of_stored
 from .operators import call
 from .tensors import refusal_of_transforms
@@ -12,6 +12,8 @@ from .tensors import refusal_of_transforms
 MAX_TOKENS = 64
 #: So many rows that share an expert, on average, are better multiplied as a matrix.
 MAX_ROWS_OF_EXPERT = 8
+#: The same where tiles multiply weights of 8 bits.
+MAX_ROWS_OF_EXPERT_BY_TILES = 5
 
 
 def unsupported(
@@ -36,8 +38,10 @@ def unsupported(
     tokens, top_k = top_k_index.shape
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens; this kernel is for {MAX_TOKENS} at most"
-    if tokens * top_k > MAX_ROWS_OF_EXPERT * gate_up_proj.shape[0]:
-        return f"{tokens * top_k} rows for {gate_up_proj.shape[0]} experts; needs {MAX_ROWS_OF_EXPERT} each at most"
+    by_tiles = amx.TILES and x.dtype is torch.bfloat16 and gate_up_proj.itemsize == 1 and not transposed
+    most = MAX_ROWS_OF_EXPERT_BY_TILES if by_tiles else MAX_ROWS_OF_EXPERT
+    if tokens * top_k > most * gate_up_proj.shape[0]:
+        return f"{tokens * top_k} rows for {gate_up_proj.shape[0]} experts; needs {most} each at most"
     return refusal_of_transforms() or refusal_of_weights(top_k_weights)
 
 
