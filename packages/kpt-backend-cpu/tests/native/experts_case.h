@@ -239,6 +239,22 @@ inline ExpertsCase draw_turned_case(Random& random) {
     return c;
 }
 
+// Columns of a down projection that decoding takes in several steps, since many rows are one expert's; all of one projection
+// in parts as large as they may be.
+inline ExpertsCase draw_wide_case(Random& random, int dtype, bool many_experts) {
+    ExpertsCase c = draw_experts_case(random, dtype, KPT_SWIGLU, 1e5);
+    c.weight_dtype = dtype;
+    c.scales_of = KPT_SCALES_NONE;
+    c.limited = c.n_contiguous = false;
+    c.tokens = many_experts ? 8 : 250;
+    c.top_k = many_experts ? 4 : 1;
+    c.experts = many_experts ? 8 : 1;
+    c.hidden = 520;
+    c.intermediate = many_experts ? 660 : 36;
+    c.threads = 1;
+    return c;
+}
+
 constexpr int experts_dtypes[] = {KPT_FLOAT32, KPT_BFLOAT16, KPT_FLOAT16};
 
 }  // namespace test

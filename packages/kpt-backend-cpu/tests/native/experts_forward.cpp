@@ -81,6 +81,10 @@ void test_experts_forward() {
     }
     for (int i = 0; i < 2; i++) check_forward(random, draw_groups_case(random), i == 0);
     for (int i = 0; i < 3; i++) check_forward(random, draw_turned_case(random), i == 0);
+    for (int dtype : {KPT_FLOAT32, KPT_BFLOAT16}) {
+        for (int i = 0; i < 3; i++) check_forward(random, draw_wide_case(random, dtype, false), false);
+        check_forward(random, draw_wide_case(random, dtype, true), false);
+    }
 }
 
 }  // namespace test

@@ -24,7 +24,7 @@ struct Case {
     bool gaps;
 };
 
-// End rows: evenly at random, all rows one expert's, none anyone's, or a few.
+// End rows: evenly at random, all rows one expert's, none anyone's, a few, or nearly all one expert's and one each of others.
 std::vector<int32_t> random_offsets(Random& random, int64_t rows, int64_t experts, int load) {
     std::vector<int32_t> ends;
     const int64_t owner = random.below(experts);
@@ -33,6 +33,7 @@ std::vector<int32_t> random_offsets(Random& random, int64_t rows, int64_t expert
         if (load == 1) end = e >= owner ? rows : 0;
         else if (load == 2) end = 0;
         else if (load == 3) end = std::min(rows, end + random.below(3));
+        else if (load == 4) end = std::min(rows, end + (e == owner ? std::max<int64_t>(rows - experts, 1) : 1));
         else end = std::min(rows, end + random.below(2 * rows / experts + 2));
         ends.push_back(static_cast<int32_t>(end));
     }
@@ -241,6 +242,8 @@ void test_grouped_mm() {
             }
             // The largest blocks of rows and columns, twice.
             check_grouped_mm(random, {dtype, dtype, dtype, 0, 0, n_contiguous, 512, 65, 512, 1, 1, 1, false});
+            // Few rows on average, and many of one expert, whose results are then made of a part of a thread's columns.
+            check_grouped_mm(random, {dtype, dtype, dtype, 0, 0, n_contiguous, 130, 65, 300, 16, 4, 1, true});
             for (int64_t rows : {3, 50}) check_others_nan(n_contiguous, dtype, rows);
         }
     }
