@@ -28,7 +28,7 @@ KPT_INLINE void sums_of_four(const vf* v, float* out) {
 #endif
 }
 
-// Four rows of weights from some k on, and those that will be wanted next (NULL for none).
+// Four rows of weights from some k on, and those that will be wanted next (NULL for none; behind a run, others).
 template <class T>
 struct FourColumns {
     const T* now[tile_columns];
@@ -141,7 +141,7 @@ void decode(const FourColumns<typename D::Weight>& w, int64_t count, typename D:
 }
 
 // Four runs of equal length that make up the columns begin..end: what is multiplied at a time is one column of each. Memory
-// delivers runs that are far apart faster than neighbours, which lie in one page.
+// delivers runs that are far apart faster than neighbours, the more so the shorter columns are: those share pages.
 struct Runs {
     int64_t begin, end, length;
     explicit Runs(const Product& p)

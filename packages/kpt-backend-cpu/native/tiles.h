@@ -26,8 +26,8 @@ public:
     TilesInUse& operator=(const TilesInUse&) = delete;
 };
 
-// `c = left right [+ c]` for 16 rows, or 32 (kTwo), and a panel of columns. Rows stay in the first cache, which all else is
-// kept out of.
+// `c = left right [+ c]` for 16 rows, or 32 (kTwo), and a panel of columns. Rows stay in the first cache, which panels
+// and sums are loaded past.
 template <bool kTwo>
 void multiply_tiles(const slot* left, const slot* right, int64_t depth, float* c, int64_t stride, bool add) {
     constexpr int64_t left_pitch = kPitch * 4, right_pitch = kPanel * 4;

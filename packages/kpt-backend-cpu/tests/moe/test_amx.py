@@ -1,5 +1,9 @@
 """Which kernels serve where there is AMX (simulated), with a library for it and without."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -36,19 +40,33 @@ def test_decoding_reads_weights_and_is_not_left_to_pytorch(monkeypatch: pytest.M
     )
 
 
-@pytest.mark.parametrize(("tiles", "dtype", "refused"), [
-    (True, torch.float8_e4m3fn, True),
-    (True, torch.bfloat16, False),
-    (False, torch.float8_e4m3fn, False),
+@pytest.mark.parametrize(("tiles", "dtype", "transposed", "refused"), [
+    (True, torch.float8_e4m3fn, False, True),
+    (True, torch.float8_e4m3fn, True, False),
+    (True, torch.bfloat16, False, False),
+    (False, torch.float8_e4m3fn, False, False),
 ])  # fmt: skip
 def test_six_rows_of_each_expert_are_too_many_to_decode_where_tiles_multiply_weights_of_8_bits(
-    monkeypatch: pytest.MonkeyPatch, tiles: bool, dtype: torch.dtype, refused: bool
+    monkeypatch: pytest.MonkeyPatch, tiles: bool, dtype: torch.dtype, transposed: bool, refused: bool
 ) -> None:
     monkeypatch.setattr(amx, "TILES", tiles)
-    up, down = torch.randn(2, 8, 4).to(dtype), torch.randn(2, 4, 4).to(dtype)
-    reason = decode.unsupported(torch.randn(6, 4).bfloat16(), torch.zeros(6, 2).long(), torch.ones(6, 2), up, down)
+    shapes = ((2, 4, 8), (2, 4, 4)) if transposed else ((2, 8, 4), (2, 4, 4))
+    up, down = (torch.randn(shape).to(dtype) for shape in shapes)
+    given = torch.randn(6, 4).bfloat16(), torch.zeros(6, 2).long(), torch.ones(6, 2), up, down
+    reason = decode.unsupported(*given, transposed=transposed)
     assert (reason == "12 rows for 2 experts; needs 5 each at most") is refused
     assert (reason is None) is not refused
+
+
+@pytest.mark.parametrize("asked", ["baseline", ""])
+def test_tiles_are_those_of_the_library_that_is_loaded(asked: str) -> None:
+    program = "from kpt_backend_cpu import native; from kpt_backend_cpu.moe import amx\n"
+    program += "print(amx.TILES == (native.library().instruction_set == 'amx_bf16'), amx.TILES)"
+    environment = {**os.environ, "KPT_CPU_ISA": asked}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    told = done.stdout.split()
+    assert told[0] == "True"
+    assert asked != "baseline" or told[1] == "False"
 
 
 def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

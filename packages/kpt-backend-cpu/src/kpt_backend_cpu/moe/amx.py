@@ -2,12 +2,20 @@
 
 import torch
 
-from kpt_backend_cpu.native import asked_instruction_set, library_path
+from kpt_backend_cpu.native import asked_instruction_set, library, library_path
+from kpt_core import KptError
 
-# Asked once: torch.compile can't trace the questions.
-_PRESENT = torch.cpu._is_amx_tile_supported()
-LEFT_TO_PYTORCH = _PRESENT and not library_path("amx_bf16").exists()
-TILES = _PRESENT and not LEFT_TO_PYTORCH and asked_instruction_set() in ("", "amx_bf16")
+
+def _loads_tiles() -> bool:
+    try:
+        return library().instruction_set == "amx_bf16"
+    except KptError:  # calls say why
+        return False
+
+
+# Asked once, when a kernel is first chosen: torch.compile can't trace the questions.
+LEFT_TO_PYTORCH = torch.cpu._is_amx_tile_supported() and not library_path("amx_bf16").exists()
+TILES = _loads_tiles()
 
 
 def refusal_for_amx(dtype: torch.dtype) -> str | None:

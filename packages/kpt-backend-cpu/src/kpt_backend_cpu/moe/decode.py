@@ -38,8 +38,10 @@ def unsupported(
     tokens, top_k = top_k_index.shape
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens; this kernel is for {MAX_TOKENS} at most"
-    by_tiles = amx.TILES and x.dtype is torch.bfloat16 and gate_up_proj.itemsize == 1 and not transposed
-    most = MAX_ROWS_OF_EXPERT_BY_TILES if by_tiles else MAX_ROWS_OF_EXPERT
+    # Tiles gain from 8 bits alone, and where a column's numbers are neighbours.
+    by_tiles = amx.TILES and x.dtype is torch.bfloat16 and gate_up_proj.itemsize == 1
+    along = gate_up_proj.stride(-2 if transposed else -1) == 1
+    most = MAX_ROWS_OF_EXPERT_BY_TILES if by_tiles and along else MAX_ROWS_OF_EXPERT
     if tokens * top_k > most * gate_up_proj.shape[0]:
         return f"{tokens * top_k} rows for {gate_up_proj.shape[0]} experts; needs {most} each at most"
     return refusal_of_transforms() or refusal_of_weights(top_k_weights)
