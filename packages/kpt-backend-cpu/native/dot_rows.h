@@ -13,6 +13,8 @@ constexpr int64_t batch_rows = 18;
 constexpr int64_t batch_columns = 2;
 constexpr int64_t range_bytes = 2048;
 constexpr int64_t near_bytes = 20 << 10;
+// Else weights are asked for so far ahead: behind a column mostly the run's next one lies.
+constexpr int64_t ahead_bytes = 2048;
 
 KPT_INLINE void sums_of_four(const vf* v, float* out) {
 #if defined(__AVX512F__)
@@ -196,7 +198,8 @@ private:
             const auto within = [&](int64_t column) { return column < runs_.end ? column : runs_.end - 1; };
             const int64_t column = within(runs_.column(i, j));
             columns.now[j] = base_ + column * w.stride_n + k;
-            columns.next[j] = last ? base_ + within(column + width_) * w.stride_n : columns.now[j] + range_;
+            if (range_ >= p_.staging.inner) columns.next[j] = columns.now[j] + ahead_bytes / sizeof(Weight);
+            else columns.next[j] = last ? base_ + within(column + width_) * w.stride_n : columns.now[j] + range_;
             scales.weight[j] = of_weight ? w.scale + p_.expert * w.stride_se + k / scale_block * w.stride_sk +
                                                column / scale_block * w.stride_sn
                                          : &one;
