@@ -89,6 +89,7 @@ def test_json_says_all(quick_run):
         "training",
         "quality",
         "comparisons",
+        "over_references",
         "memory",
         "plan",
         "kernels",
@@ -99,6 +100,7 @@ def test_json_says_all(quick_run):
     assert document["training"]["losses"][-1] < document["training"]["losses"][0]
     names = [comparison["name"] for comparison in document["comparisons"]]
     assert names == ["prefill", "decode", "peak memory, prefill", "peak memory, decode"]
+    assert [comparison["name"] for comparison in document["over_references"]] == ["prefill", "decode"]
     for row in document["quality"]["expert_load"]:
         assert sum(row) == pytest.approx(1)
 

@@ -90,7 +90,7 @@ def run_demo(options: Options, folder: Path, screen: Screen) -> Result:
     optimized.plan.save(plan_file)
     after: Any = optimized.model
     with screen.phase("speed", "Timing both models in turn") as phase:
-        speed = compare_speed(before, after, prompt, size.new_tokens, size.rounds, phase.tell)
+        speed, over_references = compare_speed(before, after, prompt, size.new_tokens, size.rounds, phase.tell)
         phase.outcome = ", ".join(f"{comparison.name} {comparison.verdict}" for comparison in speed)
     with screen.phase("memory", "Measuring peak memory") as phase:
         memory = compare_memory(model_folder, plan_file, size, phase.tell)
@@ -111,6 +111,7 @@ def run_demo(options: Options, folder: Path, screen: Screen) -> Result:
         training=log,
         quality=compared,
         comparisons=(*speed, *memory.comparisons),
+        over_references=tuple(over_references),
         libraries=memory.libraries,
         plan=optimized.plan,
         kernels=tuple(used),

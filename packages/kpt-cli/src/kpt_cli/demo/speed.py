@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal
 
 from torch import Tensor
+
+import kpt_core
 
 from .comparison import Comparison, of_times
 
 #: Called with (rounds done, rounds in all).
 OnRound = Callable[[int, int], None]
+_Contestant = Literal["before", "references", "after"]
 
 
 class Clock:
@@ -50,8 +54,8 @@ def generate_timed(model: Any, prompt: Tensor, new_tokens: int) -> Clock:
 
 def compare_speed(
     before: Any, after: Any, prompt: Tensor, new_tokens: int, rounds: int, on_round: OnRound
-) -> list[Comparison]:
-    """Time two models in turn, so that a change of the machine's load meets both.
+) -> tuple[list[Comparison], list[Comparison]]:
+    """Time two models in turn, so that a change of the machine's load meets both, and the second without kernels too.
 
     Args:
         before: the model as it was.
@@ -60,17 +64,27 @@ def compare_speed(
         new_tokens: to generate after it.
         rounds: of each model; one more is run first and not counted.
         on_round: is told how it goes.
+
+    Returns:
+        The second model beside the first, and beside itself where every operation is its reference.
     """
-    clocks: dict[bool, list[Clock]] = {False: [], True: []}
+    order: list[_Contestant] = ["before", "references", "after"]
+    clocks: dict[_Contestant, list[Clock]] = {name: [] for name in order}
     for turn in range(-1, rounds):
         on_round(turn + 1, rounds + 1)
         # Who goes first alternates, since the second finds a warmer machine.
-        for optimised in (False, True) if turn % 2 else (True, False):
-            clock = generate_timed(after if optimised else before, prompt, new_tokens)
+        for name in order if turn % 2 else reversed(order):
+            with kpt_core.use("reference") if name == "references" else nullcontext():
+                clock = generate_timed(before if name == "before" else after, prompt, new_tokens)
             if turn >= 0:
-                clocks[optimised].append(clock)
+                clocks[name].append(clock)
     on_round(rounds + 1, rounds + 1)
-    return [
-        of_times("prefill", prompt.numel(), [c.prefill for c in clocks[False]], [c.prefill for c in clocks[True]]),
-        of_times("decode", new_tokens - 1, [c.decode for c in clocks[False]], [c.decode for c in clocks[True]]),
-    ]
+
+    def beside(other: _Contestant) -> list[Comparison]:
+        old, new = clocks[other], clocks["after"]
+        return [
+            of_times("prefill", prompt.numel(), [c.prefill for c in old], [c.prefill for c in new]),
+            of_times("decode", new_tokens - 1, [c.decode for c in old], [c.decode for c in new]),
+        ]
+
+    return beside("before"), beside("references")

@@ -88,6 +88,7 @@ def show_result(result: "Result") -> None:
     _show_comparisons(result)
     _show_plan(result)
     _show_kernels(result)
+    _show_over_references(result)
     _show_samples(result)
 
 
@@ -114,6 +115,16 @@ def _show_comparisons(result: "Result") -> None:
             "plan was made with: where two experts are almost equally likely, the least change sends a token to the "
             "other one."
         )
+
+
+def _show_over_references(result: "Result") -> None:
+    heading("The optimised model without kernels, and with them")
+    made = table("", "references", "kernels", "verdict", right=("references", "kernels"), wide="verdict")
+    for comparison in result.over_references:
+        made.add_row(
+            f"{comparison.name}, {comparison.unit}", *_cells(comparison), Text(comparison.verdict, _style(comparison))
+        )
+    out().print(made)
 
 
 def _cells(comparison: Comparison) -> tuple[str, str]:
