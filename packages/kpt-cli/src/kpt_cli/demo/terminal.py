@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from kpt_cli.console import err, heading, out, say, table
@@ -95,10 +96,7 @@ def show_result(result: "Result") -> None:
 def _show_comparisons(result: "Result") -> None:
     heading("Before and after")
     made = table("", "before", "after", "verdict", right=("before", "after"), wide="verdict")
-    for comparison in result.comparisons:
-        made.add_row(
-            f"{comparison.name}, {comparison.unit}", *_cells(comparison), Text(comparison.verdict, _style(comparison))
-        )
+    _add_rows(made, result.comparisons)
     weights = (result.plan.bytes_before / 2**20, result.plan.bytes_after / 2**20)
     made.add_row("weights, MiB", *(f"{size:.1f}" for size in weights), f"{weights[0] / weights[1]:.2f}x")
     before, after = result.quality.before.perplexity, result.quality.after.perplexity
@@ -120,11 +118,15 @@ def _show_comparisons(result: "Result") -> None:
 def _show_over_references(result: "Result") -> None:
     heading("The optimised model without kernels, and with them")
     made = table("", "references", "kernels", "verdict", right=("references", "kernels"), wide="verdict")
-    for comparison in result.over_references:
+    _add_rows(made, result.over_references)
+    out().print(made)
+
+
+def _add_rows(made: Table, comparisons: Sequence[Comparison]) -> None:
+    for comparison in comparisons:
         made.add_row(
             f"{comparison.name}, {comparison.unit}", *_cells(comparison), Text(comparison.verdict, _style(comparison))
         )
-    out().print(made)
 
 
 def _cells(comparison: Comparison) -> tuple[str, str]:
