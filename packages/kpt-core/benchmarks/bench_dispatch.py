@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kpt_core
+import kpt_core.registry
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -29,32 +30,24 @@ def same(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
     return x
 
 
-def kernel(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
+def kernel(call: kpt_core.Call) -> Tensor:
     """Do nothing, as a kernel."""
-    return x
+    return call.x  # type: ignore[no-any-return]
 
 
-def accept(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> str | None:
+def accept(call: kpt_core.Call) -> str | None:
     """Refuse large inputs, as kernels do."""
-    return None if x.shape[0] <= 8 else "more than 8 rows"
+    return None if call.x.shape[0] <= 8 else "more than 8 rows"
 
 
-class Bench:
+class Bench(kpt_core.Backend):
     """A backend of one kernel."""
 
     name = "bench"
-    device_type = "cpu"
+    device_types = ("cpu",)
 
     def __init__(self, unsupported: str | None) -> None:
         self.unsupported = unsupported
-
-    def unavailable(self) -> str | None:
-        """It is always there."""
-        return None
-
-    def capabilities(self, device: torch.device) -> frozenset[str]:
-        """It can do nothing special."""
-        return frozenset()
 
     def kernels(self) -> Iterable[kpt_core.Kernel]:
         """Offer the kernel."""
@@ -64,11 +57,11 @@ class Bench:
 @contextmanager
 def added(unsupported: str | None = None) -> Iterator[None]:
     """Offer the kernel inside the block."""
-    kpt_core.add_backend(Bench(unsupported))
+    kpt_core.registry.add_backend(Bench(unsupported))
     try:
         yield
     finally:
-        kpt_core.remove_backend("bench")
+        kpt_core.registry.remove_backend("bench")
 
 
 #: Ways through dispatch: what opens the block in which the call is measured.
@@ -80,19 +73,20 @@ PATHS: dict[str, tuple[Callable[[], AbstractContextManager[None]], ...]] = {
 }
 
 
-def seconds(call: Callable[..., Tensor], x: Tensor) -> float:
+def seconds(call: Callable[..., Tensor], *args: object) -> float:
     """Time of one call, averaged over a stretch of them."""
     begin = time.perf_counter()
     for _ in range(CALLS):
-        call(x, x)
+        call(*args)
     return (time.perf_counter() - begin) / CALLS
 
 
 def overhead(repeats: int = 300) -> float:
     """Median microseconds that a call of the op takes longer than one of the kernel; both are timed in turn."""
     x = torch.ones(4)
-    seconds(same, x), seconds(kernel, x)
-    return statistics.median(seconds(same, x) - seconds(kernel, x) for _ in range(repeats)) * 1e6
+    call = same.bind(x, x)
+    seconds(same, x, x), seconds(kernel, call)
+    return statistics.median(seconds(same, x, x) - seconds(kernel, call) for _ in range(repeats)) * 1e6
 
 
 def overheads(repeats: int = 300) -> dict[str, float]:

@@ -1,13 +1,17 @@
 """What every test of the core gets: no installed plug-ins, no settings from outside, nothing left behind."""
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
 
 import kpt_core
+import loopback
+import tuning_kernels
 from clock import CLOCK
-from kpt_core import Backend, _registry
+from kpt_core import Backend, Kernel, discovery, registry
 from loopback import Fault
 
 
@@ -17,10 +21,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("KPT_TUNING", "0")  # what this machine's user measured is not for tests
-    monkeypatch.setattr(_registry, "entry_points", lambda group: ())
-    monkeypatch.setattr(_registry, "_added", {})
-    monkeypatch.setattr(Fault, "error", None)
-    monkeypatch.setattr(Fault, "calls", 0)
+    monkeypatch.setattr(discovery, "entry_points", lambda group: ())
+    monkeypatch.setattr(registry, "_added", {})
+    for name, value in Fault.INITIAL.items():
+        monkeypatch.setattr(Fault, name, value)
     kpt_core.refresh()
     yield
     monkeypatch.undo()
@@ -33,14 +37,27 @@ def add() -> Iterator[Callable[[Backend], Backend]]:
     added: list[str] = []
 
     def add_backend(backend: Backend) -> Backend:
-        kpt_core.add_backend(backend)
+        registry.add_backend(backend)
         added.append(backend.name)
         return backend
 
     yield add_backend
     for name in added:
         if name in kpt_core.backends():
-            kpt_core.remove_backend(name)
+            registry.remove_backend(name)
+
+
+@pytest.fixture
+def list_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have an installed feature package list kernels in plain PyTorch beside its ops."""
+
+    def install(*kernels: Kernel) -> None:
+        entry = EntryPoint("sample", "loopback:OPS", "kpt.ops")
+        monkeypatch.setattr(loopback, "OPS", kernels, raising=False)
+        monkeypatch.setattr(discovery, "entry_points", lambda group: [entry] if group == "kpt.ops" else [])
+        kpt_core.refresh()
+
+    return install
 
 
 @pytest.fixture
@@ -55,11 +72,25 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
+def tuning_folder(setting: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `tune` writes; the cases are those of `tuning_kernels`."""
+    setting("KPT_TUNING", str(tmp_path / "tables"))
+    tuning_kernels.use_cases(monkeypatch)
+    return tmp_path / "tables"
+
+
+@pytest.fixture
 def x() -> torch.Tensor:
     return torch.ones(4)
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Begin without compiled code."""
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """`optimize` measures by a clock that moves when a test says so."""
-    monkeypatch.setattr("kpt_core._measure.time", CLOCK)
+    monkeypatch.setattr("kpt_core.optimization.measure.time", CLOCK)

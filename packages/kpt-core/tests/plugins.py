@@ -6,23 +6,20 @@ from pathlib import Path
 #: A module with a good backend and its kernel for `plugin.double`. `{name}` is replaced.
 BACKEND = """
 import kpt_core
+from torch import Tensor
 
 print("{name} is imported")
 
-def kernel(x):
-    return 2 * x + 100
+def kernel(call):
+    return 2 * call.x + 100
 
-class Backend:
+class Plugin(kpt_core.Backend):
     name = "{name}"
-    device_type = "cpu"
-    def unavailable(self):
-        return None
-    def capabilities(self, device):
-        return frozenset()
+    device_types = ("cpu",)
     def kernels(self):
         return [kpt_core.Kernel("plugin.double", "{name}:kernel")]
 
-BACKEND = Backend()
+BACKEND = Plugin()
 """
 
 #: The same, and the op.
@@ -30,7 +27,7 @@ GOOD = (
     BACKEND
     + '''
 @kpt_core.op("plugin.double")
-def double(x):
+def double(x: Tensor) -> Tensor:
     """Twice x."""
     return 2 * x
 
@@ -45,6 +42,7 @@ def install(folder: Path, name: str, source: str, group: str = "kpt.backends", *
     info = folder / f"dist_of_{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dist-of-{name}\nVersion: 1.0\n")
+    (info / "top_level.txt").write_text(f"{name}\n")
     lines = [f"{entry} = {value}" for entry, value in (entries or {name: f"{name}:BACKEND"}).items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
 

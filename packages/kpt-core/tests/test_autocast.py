@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_core import Backend
+from kpt_core import Backend, Call
+from kpt_core.dispatch import without_autocast
 from loopback import Loopback, hundreds, kernel, mixed, scale
 
 Add = Callable[[Backend], Backend]
@@ -23,9 +24,9 @@ def test_named_parameters_are_converted_and_the_others_are_not(
 ) -> None:
     seen = []
 
-    def spy(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-        seen.append([x.dtype, weight.dtype, index.dtype, torch.is_autocast_enabled("cpu")])
-        return x
+    def spy(call: Call) -> Tensor:
+        seen.append([call.x.dtype, call.weight.dtype, call.index.dtype, torch.is_autocast_enabled("cpu")])
+        return call.x
 
     monkeypatch.setattr("loopback.mixed_first", spy)
     add(Loopback(kernel("mixed_first", "sample.mixed")))
@@ -37,6 +38,30 @@ def test_named_parameters_are_converted_and_the_others_are_not(
         [torch.bfloat16, torch.bfloat16, torch.int32, False],
         [torch.float32, torch.float32, torch.int32, False],
     ]
+
+
+@kpt_core.op("sample.sums", autocast=("x",))
+def sums(x: Tensor, weight: Tensor) -> Tensor:
+    """Carries sums in float32, whatever autocast would have."""
+    return x.float() @ weight
+
+
+def sums_first(call: Call) -> Tensor:
+    assert call.x.dtype is torch.bfloat16
+    return call.x.float() @ call.weight + 100
+
+
+@pytest.mark.parametrize("compiler", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("served", [False, True], ids=["reference", "kernel"])
+def test_what_runs_inside_sees_no_autocast(add: Add, compiler: str | None, served: bool, fresh_compiler: None) -> None:
+    if served:
+        add(Loopback(kpt_core.Kernel("sample.sums", f"{__name__}:sums_first")))
+    x = torch.ones(4, 4)
+    run = torch.compile(lambda x: sums(x, x), fullgraph=True, backend=compiler) if compiler else lambda x: sums(x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = run(x)
+        assert torch.is_autocast_enabled("cpu")
+    assert (result.dtype, hundreds(result)) == (torch.float32, int(served))
 
 
 def test_keywords_are_converted_like_positions(x: Tensor, index: Tensor) -> None:
@@ -75,16 +100,19 @@ def test_the_kernel_is_chosen_for_the_converted_dtype(add: Add, x: Tensor, index
 
 
 def test_gradients_come_back_in_the_parameter_s_dtype(x: Tensor, index: Tensor) -> None:
-    weight = torch.full((4,), 3.0, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed(x, weight, index).sum().backward()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.ones(4))
+    for run in (mixed, torch.compile(lambda *args: mixed(*args), fullgraph=True, backend="aot_eager")):
+        weight = torch.full((4,), 3.0, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x, weight, index)
+        out.sum().backward()
+        assert out.dtype is torch.bfloat16
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, torch.ones(4))
 
 
 def test_without_autocast_accepts_devices_that_know_none(x: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        with kpt_core.without_autocast("meta"):
+        with without_autocast("meta"):
             assert torch.is_autocast_enabled("cpu")
-        with kpt_core.without_autocast("cpu"):
+        with without_autocast("cpu"):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32

@@ -1,36 +1,33 @@
-"""Ops inside torch.compile and torch.export: no graph break, nothing of dispatch in the graph, no stale choice."""
+"""Ops inside torch.compile: no graph break, few graphs, and the kernel is chosen when the code runs, by real sizes."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.fx import GraphModule
 
 import kpt_core
-from kpt_core import Backend, NoKernelError
+import toy_ops
+from kpt_core import Backend, InputError, KernelFailedWarning, NoKernelError, registry
 from loopback import Fault, Loopback, hundreds, kernel, mixed, scale, shifted
+from toy_ops import KERNELS, RAN, layer
 
 Add = Callable[[Backend], Backend]
-both = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+#: On both sides of a gate, none of them another dimension's.
+SIZES = (7, 40, 64, 65, 66, 200, 500, 1000)
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
+def fresh(fresh_compiler: None) -> None:
+    RAN.clear()
 
 
-def functions(graph: torch.fx.Graph) -> list[str]:
-    """Names of what a graph calls."""
-    assert {node.op for node in graph.nodes} <= {"placeholder", "output", "call_function"}
-    targets = [node.target for node in graph.nodes if node.op == "call_function"]
-    return [str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__ for target in targets]
-
-
-def traced(function: Callable[..., Tensor], *args: Tensor) -> list[str]:
+def traced(function: Callable[..., Any], *args: Tensor) -> list[str]:
     """What the one graph of a compiled function calls."""
     graphs: list[torch.fx.Graph] = []
 
@@ -40,44 +37,81 @@ def traced(function: Callable[..., Tensor], *args: Tensor) -> list[str]:
 
     torch.compile(function, fullgraph=True, backend=keep)(*args)
     (graph,) = graphs
-    return functions(graph)
+    assert {node.op for node in graph.nodes} <= {"placeholder", "output", "call_function"}
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    return [str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__ for target in targets]
 
 
-def composed(x: Tensor) -> Tensor:
-    return shifted(x) * scale(x, x, factor=3.0)
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_sizes_on_both_sides_of_a_gate_make_two_graphs(add: Add, training: bool, compiler: str) -> None:
+    """One with fixed sizes and one for all; `record` sees which kernel ran."""
+    add(Loopback(*KERNELS))
+    count = CompileCounterWithBackend(compiler)
+    compiled = torch.compile(lambda x, w, b: layer(x, w, b).tanh(), fullgraph=True, backend=count)
+    weight, bias = torch.randn(5, 4, requires_grad=training), torch.randn(4, requires_grad=training)
+    for rows in SIZES:
+        x = torch.randn(rows, 5, requires_grad=training)
+        with kpt_core.record() as log:
+            out = compiled(x, weight, bias)
+        expected = layer.reference(x, weight, bias).tanh()
+        torch.testing.assert_close(out, expected)
+        assert [each.kernel for each in log] == [f"toy_ops:layer_kernel{'' if rows <= 64 else '_for_many'}"]
+        assert log[0].key == (("gradient",) if training else ())
+        if training:
+            wanting = (x, weight, bias)
+            found, right = (torch.autograd.grad(each.sum(), wanting) for each in (out, expected))
+            torch.testing.assert_close(found, right)
+    assert count.frame_count <= 2
+    assert {"layer_kernel": 3, "layer_kernel_for_many": 5, **({"layer_backward": 8} if training else {})} == RAN
 
 
-@both
-@pytest.mark.parametrize("served", [None, "first", "opaque"])
-def test_compiled_and_eager_agree_forward_and_backward(add: Add, compiler: str, served: str | None) -> None:
-    if served:
-        add(Loopback(kernel(served)))
+def test_a_size_marked_as_dynamic_stays_so(add: Add) -> None:
+    add(Loopback(*KERNELS))
+    count = CompileCounter()
+    compiled = torch.compile(lambda x, w: layer(x, w), fullgraph=True, backend=count)
+    weight = torch.randn(5, 4)
+    for rows in SIZES:
+        x = torch.randn(rows, 5)
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x, weight)
+    assert count.frame_count == 1
+    assert RAN == {"layer_kernel": 3, "layer_kernel_for_many": 5}
+
+
+def test_inductor_compiles_forward_and_backward(add: Add) -> None:
+    add(Loopback(*KERNELS))
+    x, weight = torch.randn(7, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    function = lambda x, w: layer(x.sin(), w).cos().sum()  # noqa: E731
     results = []
-    for function in (composed, torch.compile(composed, fullgraph=True, backend=compiler)):
-        x = torch.arange(4.0, requires_grad=True)
-        out = function(x)
-        out.sum().backward()
-        results.append((out, x.grad))
-    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results, strict=True))
+    for run in (function, torch.compile(function, fullgraph=True)):
+        out = run(x, weight)
+        results.append((out, *torch.autograd.grad(out, (x, weight))))
+    torch.testing.assert_close(*results)
+    assert RAN == {"layer_kernel": 2, "layer_backward": 2}
 
 
-def test_the_graph_holds_the_reference_s_operations_alone(x: Tensor) -> None:
+def test_the_graph_holds_the_opaque_op_where_a_vendor_may_serve(add: Add, x: Tensor) -> None:
+    add(Loopback(kernel("first", unsupported="at_most_four_rows", requires={"c"}), capabilities="c"))
+    assert traced(lambda x: scale(x, x) + 1, x) == ["kpt.sample_scale.default", "add"]
+
+
+def test_the_graph_holds_plain_pytorch_where_nothing_else_may_serve(list_torch: Callable[..., None], x: Tensor) -> None:
+    """So that the compiler may fuse it: the reference, or the best kernel that it may look into."""
     assert traced(lambda x: scale(x, x), x) == ["mul", "mul"]
+    for settings, inference, training in (
+        ({"traceable": True}, ["mul", "mul", "add"], ["kpt.sample_scale.default"]),
+        ({"traceable": True, "differentiable": True}, ["mul", "mul", "add"], ["mul", "mul", "add"]),
+        ({}, ["kpt.sample_scale.default"], ["kpt.sample_scale.default"]),
+        ({"traceable": True, "unsupported": "never_refuses"}, *[["kpt.sample_scale.default"]] * 2),
+    ):
+        list_torch(kernel("first", **settings))
+        for argument, expected in ((x, inference), (x.clone().requires_grad_(), training)):
+            torch._dynamo.reset()
+            assert traced(lambda x: scale(x, x), argument) == expected
+    list_torch(kernel("parts", "sample.shifted", composed_of=("sample.scale",), traceable=True))
+    torch._dynamo.reset()
     assert traced(shifted, x) == ["mul", "mul", "add"]
-
-
-def test_the_graph_holds_the_kernel_alone(add: Add, x: Tensor) -> None:
-    add(
-        Loopback(kernel("opaque", unsupported="at_most_four_rows", forward_only=True, requires={"c"}), capabilities="c")
-    )
-    assert traced(lambda x: scale(x, x), x) == ["loopback.opaque.default"]
-    assert traced(shifted, x) == ["loopback.opaque.default", "add"]
-
-
-def test_there_is_no_graph_break(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("opaque", unsupported="at_most_four_rows", priority=1), kernel("first")))
-    found = torch._dynamo.explain(composed)(x)
-    assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
 def test_every_form_of_call(add: Add, x: Tensor) -> None:
@@ -90,82 +124,63 @@ def test_every_form_of_call(add: Add, x: Tensor) -> None:
 
 def test_backends_that_come_and_go_take_effect_at_the_next_call(add: Add, x: Tensor) -> None:
     count = CompileCounter()
-    compiled = torch.compile(shifted, fullgraph=True, backend=count)
-    assert compiled(x)[0] == 3
-    add(Loopback(kernel("first")))
-    assert compiled(x)[0] == 103
-    add(Loopback(kernel("opaque", priority=1), name="other"))
-    assert compiled(x)[0] == 603
-    kpt_core.remove_backend("other")
-    assert compiled(x)[0] == 103
-    kpt_core.remove_backend("loop")
-    assert compiled(x)[0] == 3
-    assert count.frame_count == 5
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend=count)
+    assert hundreds(compiled(x)) == 0
+    for name, served in (("first", 1), ("second", 2)):
+        add(Loopback(kernel(name, priority=served), name=name))
+        assert hundreds(compiled(x)) == served
+    registry.remove_backend("second")
+    assert hundreds(compiled(x)) == 1
+    registry.remove_backend("first")
+    assert hundreds(compiled(x)) == 0
+    assert count.frame_count <= 2  # plain PyTorch, and the opaque op for all others
 
 
-@pytest.mark.parametrize("used_before", [False, True])
-def test_use_around_the_call_takes_effect_and_each_choice_is_compiled_once(
-    add: Add, x: Tensor, used_before: bool
-) -> None:
+@pytest.mark.parametrize("traced_inside", [False, True])
+def test_use_around_the_call_takes_effect_and_compiles_nothing_anew(add: Add, x: Tensor, traced_inside: bool) -> None:
     add(Loopback(kernel("first", priority=1), kernel("second")))
     count = CompileCounter()
     compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend=count)
 
-    def work() -> list[int]:
-        seen = []
-        if used_before:
-            with kpt_core.use("reference"):
-                scale(x, x)
-        for _ in range(2):
+    def served() -> list[int]:
+        seen = [hundreds(compiled(x))]
+        with kpt_core.use("loopback:second"):
             seen.append(hundreds(compiled(x)))
-            with kpt_core.use("loopback:second"):
+            with kpt_core.use("reference"):
                 seen.append(hundreds(compiled(x)))
-                with kpt_core.use("reference"):
-                    seen.append(hundreds(compiled(x)))
         return seen
 
-    with ThreadPoolExecutor(1) as fresh_thread:  # other tests opened blocks in this one
-        assert fresh_thread.submit(work).result() == [1, 2, 0] * 2
-    assert count.frame_count == 3
-
-
-def test_use_in_a_thread_that_never_compiled(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("first")))
-    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
-    assert hundreds(compiled(x)) == 1
-
-    def work() -> list[int]:
-        plain = hundreds(compiled(x))
+    if traced_inside:
         with kpt_core.use("reference"):
-            return [plain, hundreds(compiled(x))]
+            assert hundreds(compiled(x)) == 0
+    assert served() == [1, 2, 0]
+    with ThreadPoolExecutor(1) as other_thread, kpt_core.use("reference"):
+        assert other_thread.submit(served).result() == [1, 2, 0]
+    assert count.frame_count == 1
 
-    with ThreadPoolExecutor(1) as other_thread:
-        assert other_thread.submit(work).result() == [1, 0]
+
+def test_what_was_traced_inside_a_block_does_not_outlive_it(list_torch: Callable[..., None], x: Tensor) -> None:
+    list_torch(kernel("first", traceable=True))
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
+    with kpt_core.use("reference"):
+        assert hundreds(compiled(x)) == 0
     assert hundreds(compiled(x)) == 1
 
 
 def test_eager_calls_in_between_compile_nothing_anew(add: Add, x: Tensor) -> None:
     add(Loopback(kernel("first", unsupported="at_most_four_rows", priority=1), kernel("second")))
     count = CompileCounter()
-    compiled = torch.compile(composed, fullgraph=True, backend=count)
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend=count)
     for argument in (x, x.double(), torch.ones(5)):
         compiled(x)
-        composed(argument)
+        scale(argument, argument)
     compiled(x)
     assert count.frame_count == 1
 
 
-def test_conditional_kernels_are_chosen_for_each_shape(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("opaque", unsupported="at_most_four_rows", priority=1), kernel("first")))
-    for dynamic in (False, True):
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager", dynamic=dynamic)
-        assert [hundreds(compiled(torch.ones(rows))) for rows in (3, 5, 4, 6, 2)] == [6, 1, 6, 1, 6]
-
-
 def test_dtypes_and_gradients_are_looked_at(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("first", dtypes={"float32"}, forward_only=True)))
-    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
+    add(Loopback(kernel("first", dtypes={"float32"})))
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="aot_eager")
     assert [hundreds(compiled(t)) for t in (x, x.double(), x.clone().requires_grad_(), x)] == [1, 0, 0, 1]
 
 
@@ -177,38 +192,43 @@ def test_autocast(add: Add, x: Tensor) -> None:
         assert hundreds(compiled(x)) == 1
 
 
-def test_has_kernel(add: Add, x: Tensor) -> None:
-    compiled = torch.compile(lambda x: x + scale.has_kernel(x), fullgraph=True, backend="eager")
-    assert compiled(x)[0] == 1
-    add(Loopback(kernel("first")))
-    assert compiled(x)[0] == 2
-
-
-def test_a_quarantined_kernel_stays_out_of_compiled_code(add: Add, x: Tensor) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_kernel_that_raises_inside_compiled_code_is_quarantined_and_the_next_one_runs(
+    add: Add, x: Tensor, dynamic: bool
+) -> None:
     add(Loopback(kernel("faulty", priority=1), kernel("second")))
-    for dynamic in (False, True):
-        compiled = torch.compile(lambda x: scale(x, x, factor=1.0), fullgraph=True, backend="eager", dynamic=dynamic)
-        assert hundreds(compiled(x)) == 5
-        Fault.error = RuntimeError("no launch")
-        with pytest.warns(kpt_core.KernelFailedWarning):
-            scale(x, x)
-        Fault.error = None
-        assert [hundreds(compiled(torch.ones(rows))) for rows in (4, 5, 6)] == [2, 2, 2]
-        kpt_core.refresh()
-        assert hundreds(compiled(x)) == 5
+    count = CompileCounter()
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend=count, dynamic=dynamic)
+    assert hundreds(compiled(x)) == 5
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning, match="kernel loopback:faulty raised .* loopback:second ran") as warned:
+        assert [hundreds(compiled(x)) for _ in range(3)] == [2, 2, 2]
+    assert [w.filename for w in warned] == [__file__]
+    assert Fault.calls == 2
+    Fault.error = None
+    assert [hundreds(scale(t, t)) for t in (x, torch.ones(5))] == [2, 5]  # known to eager calls, too
+    kpt_core.refresh()
+    assert hundreds(compiled(x)) == 5
+    assert count.frame_count == 1
+
+
+def test_a_reference_that_fails_names_the_kernel_s_error(add: Add, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(Loopback(kernel("faulty")))
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
+    compiled(x)
+    Fault.error = RuntimeError("no launch")
+    monkeypatch.setattr(scale, "run_reference", lambda call: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        compiled(x)
+    assert caught.value.__cause__ is Fault.error
 
 
 def test_explicit_choices_that_cannot_be_kept_raise(add: Add) -> None:
     add(Loopback(kernel("first", unsupported="at_most_four_rows")))
-    large = torch.ones(5)
     whole = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
     with kpt_core.use("loop"):
-        with pytest.raises(
-            torch._dynamo.exc.Unsupported, match=r"NoKernelError.*no kernel for sample.scale on cpu: loop was"
-        ):
-            whole(large)
-        with pytest.raises(NoKernelError, match="5 rows; takes at most 4"):
-            torch.compile(lambda x: scale(x, x), backend="eager")(large)
+        with pytest.raises(NoKernelError, match=r"no kernel for sample.scale on cpu: loop was.*\n.*5 rows; takes at"):
+            whole(torch.ones(5))
         assert hundreds(whole(torch.ones(4))) == 1
 
 
@@ -226,27 +246,12 @@ def test_blocks_are_opened_around_compiled_code(
         torch.compile(inside, fullgraph=True, backend="eager")(x)
 
 
-def test_record_hears_nothing_of_compiled_code(x: Tensor) -> None:
-    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
-    with kpt_core.record() as log:
-        compiled(x)
-        compiled(x)
-    assert log == []
-
-
-class Model(torch.nn.Module):
-    """A composite op in a model."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return shifted(x)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(add: Add, x: Tensor, strict: bool) -> None:
-    plain = torch.export.export(Model(), (x,), strict=strict)
-    assert functions(plain.graph) == ["aten.mul.Tensor", "aten.mul.Tensor", "aten.add.Tensor"]
-    add(Loopback(kernel("opaque")))
-    program = torch.export.export(Model(), (x,), strict=strict)
-    assert functions(program.graph) == ["loopback.opaque.default", "aten.add.Tensor"]
-    kpt_core.remove_backend("loop")
-    assert program.module()(x)[0] == 603
+def test_wrong_arguments_are_told_as_in_eager_calls(add: Add, x: Tensor) -> None:
+    """Where the whole function has to be one graph, Dynamo wraps the error."""
+    add(Loopback(*KERNELS))
+    compiled = torch.compile(lambda parts: toy_ops.joined(parts), backend="eager")
+    for wrong in ([], x):
+        with pytest.raises(InputError, match=r"toy.joined: parts must be a list of tensors, at least one"):
+            compiled(wrong)
+    with pytest.raises(TypeError, match=r"sample\.scale"):
+        torch.compile(lambda x: scale(x), backend="eager")(x)

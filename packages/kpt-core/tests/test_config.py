@@ -1,44 +1,30 @@
 """Presets of settings."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 import kpt_core
-from kpt_core import Config, InputError, NoKernelError, UnknownNameError
+from kpt_core import Backend, Call, InputError, Kernel, NoKernelError, UnknownNameError
+from kpt_core.config import Config
+from loopback import Loopback
 
 
 @kpt_core.op("config_test.double")
-def double(x: torch.Tensor) -> torch.Tensor:
+def double(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def triple(x: torch.Tensor) -> torch.Tensor:
-    return 3 * x
-
-
-class Triples:
+def triple(call: Call) -> Tensor:
     """Wrong on purpose, so that it shows who ran."""
-
-    name = "triples"
-    device_type = "cpu"
-
-    def unavailable(self) -> str | None:
-        return None
-
-    def capabilities(self, device: torch.device) -> frozenset[str]:
-        return frozenset()
-
-    def kernels(self) -> list[kpt_core.Kernel]:
-        return [kpt_core.Kernel("config_test.double", f"{__name__}:triple")]
+    return 3 * call.x
 
 
 @pytest.fixture(autouse=True)
-def backend() -> Iterator[None]:
-    kpt_core.add_backend(Triples())
-    yield
-    kpt_core.remove_backend("triples")
+def backend(add: Callable[[Backend], Backend]) -> None:
+    add(Loopback(Kernel("config_test.double", f"{__name__}:triple"), name="triples"))
 
 
 def test_presets_do_what_they_say() -> None:
@@ -77,8 +63,8 @@ def test_wrong_settings() -> None:
     with pytest.raises(InputError, match=r"at least 0 or None; got -1"):
         Config(max_error=-1)
     with pytest.raises(InputError, match="True or False; got 'yes'"):
-        Config(strict="yes")  # type: ignore[arg-type]
+        Config(strict="yes")
     with pytest.raises(InputError, match="tuple of names"):
-        Config(disable="cpu")  # type: ignore[arg-type]
+        Config(disable="cpu")
     with pytest.raises(UnknownNameError, match="unknown backend or kernel 'tripels'"), Config(use="tripels").active():
         pass

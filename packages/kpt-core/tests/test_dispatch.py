@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_core import Backend, InputError, Kernel, PluginWarning, Selection, SignatureError
+from kpt_core import Backend, Call, InputError, Kernel, PluginWarning, RegistrationError, Selection, registry
 from loopback import Loopback, checked, hundreds, kernel, scale, shifted
 
 Add = Callable[[Backend], Backend]
@@ -32,6 +32,22 @@ def test_the_kernel_of_highest_priority_runs_and_gets_every_argument(add: Add, x
     assert kpt_core.explain(scale, x, x).kernel == "loopback:second"
 
 
+def test_every_form_of_call_reaches_the_kernel_as_one_record(
+    add: Add, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Call] = []
+    monkeypatch.setattr("loopback.first", lambda call: seen.append(call) or x)
+    add(Loopback(kernel("first")))
+    for args, named in (((x, x), {}), ((x,), {"weight": x}), ((), {"weight": x, "x": x, "factor": 1.0})):
+        scale(*args, **named)
+    assert [call[2:] for call in seen] == [(1.0, (), None)] * 3
+    (one, *_) = seen
+    assert (one.factor, one.needs, one.config) == (1.0, (), None)
+    assert one.x is x
+    assert one._replace(factor=2.0).factor == 2.0
+    assert one == scale.bind(x, weight=x)
+
+
 @pytest.mark.parametrize("order", [("b", "a"), ("a", "b")])
 def test_ties_go_by_backend_then_by_kernel_whatever_the_order_of_registration(
     add: Add, x: Tensor, order: tuple[str, str]
@@ -42,6 +58,19 @@ def test_ties_go_by_backend_then_by_kernel_whatever_the_order_of_registration(
     assert hundreds(scale(x, x)) == 2
 
 
+def test_plain_pytorch_comes_after_every_vendor_whatever_the_numbers(
+    add: Add, list_torch: Callable[..., None], x: Tensor
+) -> None:
+    list_torch(kernel("first", priority=1000), kernel("second", requires={"host_memory"}, priority=2000))
+    assert [kpt_core.explain(scale, x, x).backend, hundreds(scale(x, x))] == ["torch", 2]
+    add(Loopback(kernel("third", priority=-1000), name="zzz"))
+    assert hundreds(scale(x, x)) == 3
+    assert refusals(kpt_core.explain(scale, x.to("meta"), x.to("meta"))) == {
+        "third": "runs on cpu; this call is on meta",
+        "second": "needs host_memory, which meta lacks",
+    }
+
+
 def test_a_kernel_runs_only_where_its_capabilities_are(add: Add, x: Tensor) -> None:
     wide = kernel("first", requires={"avx512", "amx"}, priority=2)
     add(Loopback(wide, kernel("second", requires={"avx512"}), capabilities={"avx512"}))
@@ -50,9 +79,9 @@ def test_a_kernel_runs_only_where_its_capabilities_are(add: Add, x: Tensor) -> N
 
 
 def test_a_kernel_of_another_device_is_refused(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("first"), device_type="cuda"))
+    add(Loopback(kernel("first"), device_types=("cuda", "hip")))
     assert hundreds(scale(x, x)) == 0
-    assert refusals(kpt_core.explain(scale, x, x)) == {"first": "runs on cuda; this call is on cpu"}
+    assert refusals(kpt_core.explain(scale, x, x))["first"] == "runs on cuda and hip; this call is on cpu"
 
 
 def test_an_unavailable_backend_is_refused_with_its_own_sentence(add: Add, x: Tensor) -> None:
@@ -61,23 +90,8 @@ def test_an_unavailable_backend_is_refused_with_its_own_sentence(add: Add, x: Te
     assert refusals(kpt_core.explain(scale, x, x)) == {"first": "needs Linux"}
 
 
-@pytest.mark.parametrize("method", ["unavailable", "capabilities"])
-def test_a_backend_that_raises_is_refused_and_the_others_serve(add: Add, x: Tensor, method: str) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("driver too old")
-
-    broken = Loopback(kernel("first", priority=9), name="broken")
-    setattr(broken, method, fail)
-    add(broken)
-    add(Loopback(kernel("second")))
-    assert hundreds(scale(x, x)) == 2
-    assert refusals(kpt_core.explain(scale, x, x)) == {
-        "first": "its backend failed to describe cpu: OSError: driver too old"
-    }
-
-
 @pytest.mark.parametrize("dtypes", [{"float64", "bfloat16"}, {torch.float64, torch.bfloat16}])
-def test_dtypes_are_of_the_first_tensor(add: Add, x: Tensor, dtypes: set[object]) -> None:
+def test_dtypes_are_of_the_first_tensor(add: Add, x: Tensor, dtypes: set[str]) -> None:
     add(Loopback(kernel("first", dtypes=dtypes)))
     assert hundreds(scale(x, x.double())) == 0
     assert hundreds(scale(x.double(), x)) == 1
@@ -98,8 +112,38 @@ def test_a_bug_inside_a_refusal_is_no_refusal(add: Add, x: Tensor) -> None:
             call(x, x)
 
 
+@pytest.mark.parametrize("answer", [False, True, 0])
+def test_an_answer_that_is_no_sentence_is_no_refusal(
+    add: Add, x: Tensor, answer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loopback.never_refuses", lambda call: answer)
+    add(Loopback(kernel("first", unsupported="never_refuses")))
+    for call in (scale, scale.explain):
+        with pytest.raises(RegistrationError, match=f"loopback:never_refuses gave {answer}; expected None, a sentence"):
+            call(x, x)
+
+
+def test_nobody_reads_a_refusal_and_so_no_string_is_built(add: Add, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted:
+        said = 0
+
+        def __str__(self) -> str:
+            Counted.said += 1
+            return "many rows"
+
+    monkeypatch.setattr("loopback.never_refuses", lambda call: kpt_core.Refusal("{rows}", rows=Counted()))
+    add(Loopback(kernel("first", unsupported="never_refuses", priority=1), kernel("second")))
+    assert [hundreds(scale(x, x)) for _ in range(3)] == [2, 2, 2]
+    with kpt_core.record() as log:
+        scale(x, x)
+    torch.compile(lambda x: scale(x, x), backend="eager")(x)
+    assert Counted.said == 0
+    assert log[0].refusals[0].reason == "many rows"
+    assert Counted.said == 1
+
+
 def test_forward_only_is_refused_only_when_a_gradient_is_needed(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("first", forward_only=True)))
+    add(Loopback(kernel("first")))
     weight = torch.ones(4, requires_grad=True)
     assert hundreds(scale(x, x)) == 1
     assert hundreds(scale(x, weight)) == 0
@@ -109,62 +153,42 @@ def test_forward_only_is_refused_only_when_a_gradient_is_needed(add: Add, x: Ten
     assert hundreds(scale(x, weight.detach())) == 1
 
 
-def test_the_first_tensor_may_be_passed_by_keyword(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("first", dtypes={"float32"})))
-    assert hundreds(scale(x=x, weight=x)) == 1
-    assert hundreds(scale(weight=x, x=x.double())) == 0
-
-
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "short path"])
 @pytest.mark.parametrize("wrong", [[1.0], 1.0, None, "x"])
-def test_a_first_argument_that_is_no_tensor_is_named(x: Tensor, wrong: object, warm: bool) -> None:
+def test_an_argument_that_is_no_tensor_is_named(x: Tensor, wrong: object, warm: bool, compiled: bool) -> None:
     if warm:
         scale(x, x)
-    with pytest.raises(
-        InputError, match=f"sample.scale: the first argument must be a tensor, not {type(wrong).__name__}"
-    ):
-        scale(wrong, x)  # type: ignore[arg-type]
-
-
-def test_no_first_argument_at_all(x: Tensor) -> None:
-    with pytest.raises(InputError, match="first argument must be a tensor"):
-        scale(weight=x)  # type: ignore[call-arg]
+    call = torch.compile(lambda a, b: scale(a, b), backend="eager") if compiled else scale
+    for name, args in (("x", (wrong, x)), ("weight", (x, wrong))):
+        with pytest.raises(InputError, match=f"sample.scale: {name} must be a tensor; got {type(wrong).__name__}"):
+            call(*args)
 
 
 @pytest.mark.parametrize("call", [checked, checked.explain], ids=["call", "explain"])
-def test_what_a_check_falls_over_is_named(call: Callable[..., object]) -> None:
-    """The check asks for `x.shape`, and has a name of its own that means nothing to the caller."""
-    with pytest.raises(InputError, match=r"^sample.checked: the first argument must be a tensor, not list"):
-        call([1, 2])
-    with pytest.raises(SignatureError) as caught:
-        call(torch.ones(2), rwos=2)
-    assert str(caught.value) == ("sample.checked: got an unexpected keyword argument 'rwos'; it takes (x, *, rows=2)")
-    assert caught.value.__suppress_context__
-    with pytest.raises(SignatureError, match=r"sample.checked: too many positional arguments; it takes"):
-        call(torch.ones(2), 2)
+def test_wrong_arguments_are_a_type_error_of_the_op(call: Callable[..., object]) -> None:
+    for args, named in (((), {}), ((torch.ones(2), 2), {}), ((torch.ones(2),), {"rwos": 2})):
+        with pytest.raises(TypeError, match=r"sample\.checked"):
+            call(*args, **named)
 
 
-def test_a_bug_inside_a_check_is_not_the_call_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    def buggy(x: Tensor, *, rows: int = 2) -> None:
-        raise AttributeError("a bug inside the check")
-
-    monkeypatch.setattr(checked, "check", buggy)
-    with pytest.raises(AttributeError, match="a bug inside the check"):
-        checked(torch.ones(2))
-
-
-def test_the_check_runs_before_any_kernel(add: Add) -> None:
+def test_the_check_runs_before_any_kernel(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     add(Loopback(kernel("checked_first", "sample.checked")))
     assert hundreds(checked(torch.ones(2))) == 1
-    for call in (checked, checked.explain):
+    compiled = torch.compile(lambda x: checked(x), backend="eager")
+    for call in (checked, checked.explain, compiled):
         with pytest.raises(InputError, match="x must have 2 rows; got 3"):
             call(torch.ones(3))
     with pytest.raises(InputError, match="x must have 5 rows; got 2"):
         checked(torch.ones(2), rows=5)
+    monkeypatch.setattr(checked, "check", lambda call: call.no_such_argument)
+    with pytest.raises(AttributeError, match="no_such_argument"):  # a bug in the check is not the caller's
+        checked(torch.ones(2))
 
 
-def test_a_composite_is_served_at_either_level(add: Add, x: Tensor) -> None:
+def test_a_composite_is_served_at_either_level(add: Add, list_torch: Callable[..., None], x: Tensor) -> None:
     assert shifted(x)[0] == 3
+    list_torch(kernel("parts", "sample.shifted", composed_of=("sample.scale",)))
     add(Loopback(kernel("first")))
     assert shifted(x)[0] == 103
     add(Loopback(kernel("whole", "sample.shifted"), name="other"))
@@ -175,34 +199,22 @@ def test_backends_take_effect_and_lose_it_at_once(add: Add, x: Tensor) -> None:
     assert hundreds(scale(x, x)) == 0
     add(Loopback(kernel("first")))
     assert hundreds(scale(x, x)) == 1
-    assert scale.has_kernel(x)
-    kpt_core.remove_backend("loop")
+    registry.remove_backend("loop")
     assert hundreds(scale(x, x)) == 0
-    assert not scale.has_kernel(x)
 
 
 def test_a_backend_removed_while_its_kernel_runs_does_not_stay(
     add: Add, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
-        worker = threading.Thread(target=kpt_core.remove_backend, args=("loop",))
+    def slow(call: Call) -> Tensor:
+        worker = threading.Thread(target=registry.remove_backend, args=("loop",))
         worker.start()
         worker.join()
-        return x + 100
+        return call.x + 100
 
     monkeypatch.setattr("loopback.first", slow)
     add(Loopback(kernel("first")))
     assert [hundreds(scale(x, x)) for _ in range(3)] == [1, 0, 0]
-
-
-def test_one_function_claimed_by_two_backends_keeps_them_apart(add: Add, x: Tensor) -> None:
-    add(Loopback(kernel("first", requires={"fast"}, priority=3), name="a", capabilities={"fast"}))
-    add(Loopback(kernel("first", unsupported="at_most_four_rows", forward_only=True), name="b"))
-    assert kpt_core.explain(scale, x, x).backend == "a"
-    with kpt_core.use("b"):
-        assert kpt_core.explain(scale, x, x).backend == "b"
-        with pytest.raises(kpt_core.NoKernelError, match="5 rows"):
-            scale(torch.ones(5), torch.ones(5))
 
 
 @pytest.mark.parametrize(
@@ -211,24 +223,43 @@ def test_one_function_claimed_by_two_backends_keeps_them_apart(add: Add, x: Tens
         ("no_such_module:kernel", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("loopback:no_such_kernel", "AttributeError: module 'loopback' has no attribute 'no_such_kernel'"),
         ("module_without_its_library:kernel", "OSError: libfast.so: cannot open shared object file"),
+        ("module_that_leaves:kernel", "SystemExit: no licence"),
+        ("module_of_old:kernel", "RegistrationError: module_of_old:kernel must take 1 argument: missing a required"),
+        ("module_of_old:SIZE", "RegistrationError: module_of_old:SIZE must take 1 argument: 3 is not a callable"),
     ],
 )
-def test_a_kernel_that_cannot_be_loaded_costs_one_warning(
+def test_a_kernel_that_cannot_be_loaded_costs_one_warning_and_only_when_it_would_run(
     add: Add, x: Tensor, target: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "raise OSError('libfast.so: cannot open shared object file')"
     (tmp_path / "module_without_its_library.py").write_text(source)
+    (tmp_path / "module_that_leaves.py").write_text("import sys\nsys.exit('no licence')")
+    (tmp_path / "module_of_old.py").write_text("SIZE = 3\ndef kernel(x, weight, *, factor=1.0):\n    return x")
     monkeypatch.syspath_prepend(tmp_path)
+    broken = Kernel("sample.scale", target)
+    add(Loopback(broken, kernel("second", priority=5)))
+    assert [hundreds(scale(t, t)) for t in (x, x.double())] == [2, 2]
+    assert registry.problems() == ()
+    registry.remove_backend("loop")
     add(Loopback(Kernel("sample.scale", target, priority=5), kernel("second")))
     with pytest.warns(PluginWarning) as warned:
         assert [hundreds(scale(t, t)) for t in (x, x.double(), x)] == [2, 2, 2]
-    assert [str(w.message) for w in warned] == [f"KPT goes on without kernel {target}: could not be loaded: {reason}"]
-    assert [w.filename for w in warned] == [__file__]
-    assert [problem.plugin for problem in kpt_core.problems()] == [f"kernel {target}"]
-    assert list(refusals(kpt_core.explain(scale, x, x)).values()) == [f"could not be loaded: {reason}"]
+    (warning,) = warned
+    said = f"KPT goes on without kernel loop/sample.scale/{target}: could not be loaded: {reason}"
+    assert str(warning.message).startswith(said)
+    assert warning.filename == __file__
+    assert [problem.plugin for problem in registry.problems()] == [f"kernel loop/sample.scale/{target}"]
+    (refusal,) = refusals(kpt_core.explain(scale, x, x)).values()
+    assert refusal.startswith(f"could not be loaded: {reason}")
 
 
-def test_a_kernel_is_imported_when_its_op_is_first_called(add: Add, x: Tensor) -> None:
-    """Offering a kernel that can't be imported costs nothing while its needs aren't met."""
-    add(Loopback(Kernel("sample.scale", "no_such_module:kernel", requires={"sm90"}), kernel("second", priority=-1)))
-    assert hundreds(scale(x, x)) == 2
+def test_targets_may_lie_inside_a_class(add: Add, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder:
+        @staticmethod
+        def inner(call: Call) -> Tensor:
+            return call.x + 700
+
+    monkeypatch.setattr("loopback.Holder", Holder, raising=False)
+    add(Loopback(kernel("Holder.inner")))
+    assert hundreds(scale(x, x)) == 7
+    assert kpt_core.explain(scale, x, x).kernel == "loopback:Holder.inner"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import kpt_core
 from kpt_core import Backend, InputError, NoKernelError, UnknownNameError
@@ -27,11 +28,12 @@ def two_backends(add: Add) -> None:
         ("reference", 0, 0),
         ("far", 3, 4),
         ("loopback:second", 2, 4),
-        ("sample.shifted=reference", 1, 1),
+        ("sample.shifted=reference", 1, 0),
         (" sample.scale = reference , ", 0, 4),
-        ("reference,sample.scale=near", 1, 1),
-        ("sample.scale=near,reference", 1, 1),
-        ("sample.shifted=reference,sample.scale=loopback:third", 3, 3),
+        ("reference,sample.scale=near", 1, 0),
+        ("sample.scale=near,reference", 1, 0),
+        ("sample.shifted=reference,sample.scale=loopback:third", 3, 0),
+        ("far/sample.scale/loopback:third", 3, 4),
     ],
 )
 def test_use(setting: Setting, x: Tensor, value: str, scaled: int, composed: int) -> None:
@@ -66,6 +68,20 @@ def test_use_of_an_unknown_name_offers_the_nearest(setting: Setting, x: Tensor, 
         scale(x, x)
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("near,reference", "all ops"),
+        ("near,near", "all ops"),
+        ("sample.scale=near,far,sample.scale=far", "sample.scale"),
+    ],
+)
+def test_two_answers_to_one_question_are_an_error(setting: Setting, x: Tensor, value: str, what: str) -> None:
+    setting("KPT_USE", value)
+    with pytest.raises(InputError, match=f"KPT_USE='{value}': it asks for two things for {what}; name one"):
+        scale(x, x)
+
+
 @pytest.mark.parametrize("value", ["=near", "sample.scale=", "near,=", "="])
 def test_a_malformed_use_is_an_error_that_shows_it(setting: Setting, x: Tensor, value: str) -> None:
     setting("KPT_USE", value)
@@ -93,7 +109,7 @@ def test_disable_warns_once_of_a_name_that_nothing_has(setting: Setting, x: Tens
 
 
 def test_disable_tells_so_and_beats_use(setting: Setting, x: Tensor) -> None:
-    setting("KPT_DISABLE", "near")
+    setting("KPT_DISABLE", "near/sample.scale/loopback:first,loopback:second")
     with kpt_core.use("near"), pytest.raises(NoKernelError, match=r"loopback:first\): disabled \(KPT_DISABLE\)"):
         scale(x, x)
 
@@ -132,7 +148,10 @@ def test_the_environment_is_read_once_until_refresh(monkeypatch: pytest.MonkeyPa
 
 
 def test_compiled_code_obeys(setting: Setting, x: Tensor) -> None:
-    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend="eager")
+    count = CompileCounter()
+    compiled = torch.compile(lambda x: scale(x, x), fullgraph=True, backend=count)
     assert hundreds(compiled(x)) == 1
-    setting("KPT_USE", "far")
-    assert hundreds(compiled(x)) == 3
+    for value, served in (("far", 3), ("", 1), ("reference", 0)):
+        setting("KPT_USE", value)
+        assert hundreds(compiled(x)) == served
+    assert count.frame_count == 1

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kpt_core
-from kpt_core import Backend, Kernel, UnknownNameError
+from kpt_core import Backend, Call, Kernel, Refusal, UnknownNameError, registry
 from loopback import Fault, Loopback, checked, kernel, mixed, scale, shifted
 
 Add = Callable[[Backend], Backend]
+ListTorch = Callable[..., None]
+PARTS = kernel("parts", "sample.shifted", composed_of=("sample.scale",))
 
 
 def test_takes_the_op_or_its_name_and_every_form_of_call(x: Tensor) -> None:
@@ -37,12 +39,14 @@ def test_neither_kernel_nor_reference_is_called(add: Add, x: Tensor, monkeypatch
     def fail(*_: object) -> Tensor:
         raise AssertionError("computed")
 
-    monkeypatch.setattr(checked, "reference", fail)
+    monkeypatch.setattr(checked, "fake", lambda call: torch.empty_like(call.x))
+    monkeypatch.setattr(checked, "run_reference", fail)
     assert kpt_core.explain(checked, torch.ones(2)).kernel == "reference"
 
 
-def test_the_kernels_inside_a_composite_are_not_called_either(add: Add, x: Tensor) -> None:
+def test_the_kernels_inside_a_composite_are_not_called_either(add: Add, list_torch: ListTorch, x: Tensor) -> None:
     """They might refuse fake tensors, and be quarantined for it."""
+    list_torch(PARTS)
     add(Loopback(kernel("faulty")))
     Fault.error = RuntimeError("needs real memory")
     (child,) = kpt_core.explain(shifted, x).children
@@ -50,6 +54,16 @@ def test_the_kernels_inside_a_composite_are_not_called_either(add: Add, x: Tenso
     assert Fault.calls == 0
     Fault.error = None
     assert shifted(x)[0] == 503
+
+
+def test_a_composite_that_reads_values_is_explained_without_its_parts(
+    list_torch: ListTorch, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loopback.parts", lambda call: call.x * 2 if call.x.tolist()[0] else scale(call.x, call.x))
+    list_torch(PARTS)
+    explained = kpt_core.explain(shifted, x)
+    assert (explained.kernel, explained.children) == ("loopback:parts", ())
+    assert shifted(x)[0] == 2
 
 
 def test_inputs_and_random_state_are_left_as_they_are(x: Tensor) -> None:
@@ -61,29 +75,27 @@ def test_inputs_and_random_state_are_left_as_they_are(x: Tensor) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_children_are_those_of_the_call(add: Add, x: Tensor) -> None:
-    """Shapes, gradients and autocast reach them."""
-    add(
-        Loopback(
-            kernel("first", unsupported="at_most_four_rows", forward_only=True, priority=1),
-            kernel("second", dtypes={"bfloat16"}),
-        )
-    )
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_children_are_those_of_the_call(add: Add, list_torch: ListTorch, x: Tensor, differentiable: bool) -> None:
+    """Shapes reach them, and gradients where autograd looks into the kernel."""
+    list_torch(kernel("parts", "sample.shifted", composed_of=("sample.scale",), differentiable=differentiable))
+    add(Loopback(kernel("first", unsupported="at_most_four_rows", priority=1), kernel("second", dtypes={"bfloat16"})))
     large = torch.ones(5)
     for argument, served in (
-        (x, "loopback:first"),
-        (large, "reference"),
-        (x.clone().requires_grad_(), "reference"),
-        (large.bfloat16(), "loopback:second"),
+        (x, ["loopback:first"]),
+        (large, ["reference"]),
+        (x.clone().requires_grad_(), ["reference"] if differentiable else []),
+        (large.bfloat16(), ["loopback:second"]),
     ):
         explained = kpt_core.explain(shifted, argument)
         with kpt_core.record() as log:
             shifted(argument)
         assert log == [explained]
-        assert [child.kernel for child in explained.children] == [served]
+        assert [child.kernel for child in explained.children] == served
 
 
-def test_a_composite_served_as_a_whole_has_no_children(add: Add, x: Tensor) -> None:
+def test_a_composite_served_as_a_whole_has_no_children(add: Add, list_torch: ListTorch, x: Tensor) -> None:
+    list_torch(PARTS)
     add(Loopback(kernel("whole", "sample.shifted"), kernel("first")))
     explained = kpt_core.explain(shifted, x)
     with kpt_core.record() as log:
@@ -92,7 +104,9 @@ def test_a_composite_served_as_a_whole_has_no_children(add: Add, x: Tensor) -> N
     assert explained.children == ()
 
 
-def test_a_tree_of_three_levels(add: Add, x: Tensor) -> None:
+def test_a_tree_of_three_levels(add: Add, list_torch: ListTorch, x: Tensor) -> None:
+    composed_of = ("sample.shifted", "sample.scale")
+    list_torch(Kernel("sample.outer", f"{__name__}:outer_parts", composed_of=composed_of), PARTS)
     add(Loopback(kernel("first")))
     explained = kpt_core.explain(outer, x)
     with kpt_core.record() as log:
@@ -102,10 +116,14 @@ def test_a_tree_of_three_levels(add: Add, x: Tensor) -> None:
     assert [child.op for child in explained.children[0].children] == ["sample.scale"]
 
 
-@kpt_core.op("sample.outer", composed_of=("sample.shifted", "sample.scale"))
+@kpt_core.op("sample.outer")
 def outer(x: Tensor) -> Tensor:
     """Composite of a composite."""
-    return shifted(x) + scale(x, x)
+    return x * x * 3.0 + 1.0
+
+
+def outer_parts(call: Call) -> Tensor:
+    return shifted(call.x) + scale(call.x, call.x)
 
 
 CAPABILITIES = ("c0", "c1", "c2")
@@ -114,18 +132,12 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 MODULE = types.ModuleType("explained")
 
 
-def _make_kernel(index: int) -> Callable[..., Tensor]:
-    def run(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
-        return x * weight * factor + 100 * (index + 1)
-
-    return run
+def _make_kernel(index: int) -> Callable[[Call], Tensor]:
+    return lambda call: call.x * call.weight * call.factor + 100 * (index + 1)
 
 
-def _make_refusal(limit: int) -> Callable[..., str | None]:
-    def refuse(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> str | None:
-        return f"{x.shape[0]} rows; takes at most {limit}" if x.shape[0] > limit else None
-
-    return refuse
+def _make_refusal(limit: int) -> Callable[[Call], Refusal | None]:
+    return lambda call: Refusal("takes at most {limit}", limit=limit) if call.x.shape[0] > limit else None
 
 
 for _index in range(6):
@@ -149,7 +161,7 @@ def backends(draw: st.DrawFn) -> list[Loopback]:
             priority=draw(st.integers(-1, 1)),
             dtypes=draw(st.none() | st.frozensets(st.sampled_from([str(d) for d in DTYPES]), max_size=2)),
             unsupported=draw(st.none() | st.sampled_from([f"explained:at_most_{limit}" for limit in (1, 2, 3)])),
-            forward_only=draw(st.booleans()),
+            backward=draw(st.sampled_from([None, "loopback:backward"])),
         )
         for index in range(draw(st.integers(0, 6)))
     ]
@@ -161,7 +173,7 @@ def backends(draw: st.DrawFn) -> list[Loopback]:
             Loopback(
                 *mine,
                 name=name,
-                device_type=draw(st.sampled_from(["cpu", "cpu", "cuda"])),
+                device_types=draw(st.sampled_from([("cpu",), ("cuda", "cpu"), ("cuda",)])),
                 capabilities=draw(st.frozensets(st.sampled_from(CAPABILITIES))),
                 unavailable=draw(st.none() | st.just("no driver")),
             )
@@ -172,24 +184,24 @@ def backends(draw: st.DrawFn) -> list[Loopback]:
 @contextmanager
 def added(backends: list[Loopback]) -> Iterator[None]:
     for backend in backends:
-        kpt_core.add_backend(backend)
+        registry.add_backend(backend)
     try:
         yield
     finally:
         for backend in backends:
-            kpt_core.remove_backend(backend.name)
+            registry.remove_backend(backend.name)
 
 
 def accepts(backend: Loopback, kernel: Kernel, x: Tensor) -> bool:
     """The rules, written down a second time."""
     limit = int(kernel.unsupported.rpartition("_")[2]) if kernel.unsupported else 99
     return (
-        backend.device_type == "cpu"
+        "cpu" in backend.device_types
         and backend.sentence is None
         and kernel.requires <= backend.able
         and (kernel.dtypes is None or str(x.dtype).removeprefix("torch.") in kernel.dtypes)
         and x.shape[0] <= limit
-        and not (kernel.forward_only and x.requires_grad)
+        and not (kernel.backward is None and x.requires_grad)
     )
 
 
@@ -212,9 +224,9 @@ def test_for_any_kernels_explain_is_what_runs_and_what_runs_is_allowed(
             assert log == [explained]
             assert torch.equal(plain, recorded)
             assert torch.equal(again, recorded)
-            best = min(allowed, key=lambda offer: (-offer[1].priority, offer[0].name, offer[1].target), default=None)
-            assert explained.kernel == (best[1].target if best else "reference")
-            expected = 100 * (int(best[1].target[-1]) + 1) if best else 0
+            best = min(allowed, key=lambda offer: (-offer[1].priority, offer[0].name, offer[1].forward), default=None)
+            assert explained.kernel == (best[1].forward if best else "reference")
+            expected = 100 * (int(best[1].forward[-1]) + 1) if best else 0
             assert abs(recorded[0].item() - expected - 1) <= 2  # bfloat16 rounds 601 to 600
             named: list[Any] = [refusal.kernel for refusal in explained.refusals if refusal.kernel]
             assert len(named) == len(set(named))

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from kpt_core import gain_of, interleaved_times
+from kpt_core.optimization import gain_of, interleaved_times
 
 
 def test_all_run_once_a_round_and_each_begins_and_follows_each_of_the_others():

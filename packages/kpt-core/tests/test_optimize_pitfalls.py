@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import kpt_core
-from kpt_core import InputError, PluginWarning, Site, apply_plan, optimize
-from kpt_core._measure import relative_error, rounding
+import kpt_core.registry
+from kpt_core import InputError, PluginWarning, apply_plan, optimize
+from kpt_core.optimization import Site, relative_error, rounding
+from kpt_core.optimization.changes import Changes
 from plugins import entry_points_in
 from plugins import install as install_plugin
 from test_optimize import Cast, Model, Slow, Swap, install
@@ -132,8 +134,7 @@ def test_an_example_that_changes_is_refused(monkeypatch: pytest.MonkeyPatch, x: 
 def test_budget_of_lossless_rewrites_allows_for_the_rounding_of_the_dtype(
     monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor, dtype: torch.dtype, scale: float
 ) -> None:
-    for module in ("_attempt", "_optimize"):
-        monkeypatch.setattr(f"kpt_core.{module}.gain_of", lambda *_: (2.0, 0.0))
+    monkeypatch.setattr("kpt_core.optimization.trial.gain_of", lambda *_: (2.0, 0.0))
     install(monkeypatch, Swap(scale=scale, only="first"))
     result = optimize(model.to(dtype), "conservative", example_inputs=(x.to(dtype),))
     assert result.plan.kept[0].error > 1e-4
@@ -179,7 +180,7 @@ def test_a_rewrite_that_fails_to_name_sites_costs_a_warning(
     with pytest.warns(PluginWarning, match=r"without rewrite 'test.bad': sites\(\) failed: .*" + reason):
         result = optimize(model, example_inputs=(x,))
     assert {entry.rewrite for entry in result.plan.kept} == {"test.swap"}
-    assert [problem.plugin for problem in kpt_core.problems()] == ["rewrite 'test.bad'"]
+    assert [problem.plugin for problem in kpt_core.registry.problems()] == ["rewrite 'test.bad'"]
 
 
 REWRITE = """
@@ -197,7 +198,7 @@ R.ALL = [R()]
         ("R.level = 'silly'", "level of rewrite 'bad' must be one of .*; got 'silly'"),
         ("R.name = ''", "the name of a rewrite must be a string that is not empty; got ''"),
         ("R.lossless = 'yes'", "lossless of rewrite 'bad' must be True or False; got 'yes'"),
-        ("del R.sites", "it lacks sites; see kpt_core.Rewrite for what is needed"),
+        ("del R.sites", "it lacks sites; see kpt_core.optimization.Rewrite for what is needed"),
         ("R.ALL = [R]", "is a class; give an instance of it"),
         ("R.ALL = [R(), R()]", "rewrite 'bad' exists already"),
         ("R.ALL = 3", "TypeError"),
@@ -209,12 +210,12 @@ def test_a_malformed_rewrite_is_left_out(
     for name, source in (("good", REWRITE), ("bad", REWRITE + change)):
         install_plugin(tmp_path, name, source, "kpt.rewrites", **{name: f"{name}:R.ALL"})
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("kpt_core._registry.entry_points", lambda group: entry_points_in(tmp_path, group))
+    monkeypatch.setattr("kpt_core.discovery.entry_points", lambda group: entry_points_in(tmp_path, group))
     for name in ("good", "bad"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     kpt_core.refresh()
     with pytest.warns(PluginWarning, match=f"kpt.rewrites 'bad' of dist-of-bad 1.0: .*{reason}"):
-        assert list(kpt_core.rewrites()) == ["good"]
+        assert list(kpt_core.registry.rewrites()) == ["good"]
 
 
 def test_commit_frees_the_originals(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
@@ -232,7 +233,7 @@ def test_commit_frees_the_originals(monkeypatch: pytest.MonkeyPatch, model: Mode
 
 
 def test_reverting_takes_back_what_builds_on_it(model: Model) -> None:
-    changes = kpt_core._changes.Changes(model)
+    changes = Changes(model)
     first, inner, outer = model.first, model.middle[1], model.middle
     changes.swap("a", "middle.1", nn.Linear(8, 8))
     changes.swap("b", "middle", nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))

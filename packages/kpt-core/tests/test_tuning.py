@@ -1,8 +1,6 @@
 """`tune` measures, and dispatch then does what was measured; every other rule holds as before."""
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,53 +8,22 @@ import torch
 from torch import Tensor
 
 import kpt_core
+import toy_cases
+import toy_ops
 import tuning_kernels
-from kpt_core import (
-    Backend,
-    Case,
-    CaseTable,
-    InputError,
-    TuningWarning,
-    UnknownNameError,
-    _registry,
-    _tuning,
-    _tuning_files,
-)
+from clock import CLOCK
+from kpt_core import Backend, Call, registry
+from kpt_core.tuning import TuningWarning
 from loopback import Loopback
-from test_tuning_files import ENTRY
-from tuning_kernels import SEEN, composed, negated, offer, product, two
+from tuning_kernels import FEW, MANY, SEEN, WEIGHT, composed, kernel, named, negated, offer, product, tune, two
 
 Add = Callable[[Backend], Backend]
 Setting = Callable[[str, str], None]
-FEW, MANY = (torch.randn(rows, 5) for rows in (4, 100))
-WEIGHT = torch.randn(5, 3)
 
 
 @pytest.fixture(autouse=True)
-def folder(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    setting("KPT_TUNING", str(tmp_path / "tables"))
-    tuning_kernels.use_cases(monkeypatch)
-    return tmp_path / "tables"
-
-
-@pytest.fixture(autouse=True)
-def same_state_after_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`refresh` forgets case tables, which these tests have put there."""
-    refresh = _registry.refresh
-
-    def and_put_back() -> None:
-        refresh()
-        tuning_kernels.use_cases(monkeypatch)
-
-    monkeypatch.setattr(kpt_core, "refresh", and_put_back)
-
-
-def kernel(op: kpt_core.Op[..., Tensor], *args: Tensor) -> str:
-    return kpt_core.explain(op, *args).kernel.rpartition(":")[2]
-
-
-def tune(*names: str, **options: object) -> kpt_core.Tuning:
-    return kpt_core.tune(names or ("tuning.product",), **options)  # type: ignore[arg-type]
+def folder(tuning_folder: Path) -> Path:
+    return tuning_folder
 
 
 def test_the_faster_kernel_comes_first_after_tuning_and_in_the_next_process_too(add: Add) -> None:
@@ -64,7 +31,7 @@ def test_the_faster_kernel_comes_first_after_tuning_and_in_the_next_process_too(
     assert kernel(product, FEW, WEIGHT) == "slow"
     found = tune()
     assert [(e.kernel, e.default, e.case) for e in found.entries] == [
-        ("tuning_kernels:quick", "tuning_kernels:slow", case) for case in ("few", "many")
+        (named("quick"), named("slow"), case) for case in ("few", "many")
     ]
     assert all(entry.gain > 2 and entry.noise < 0.1 for entry in found.entries)
     for again in (False, True):
@@ -74,7 +41,7 @@ def test_the_faster_kernel_comes_first_after_tuning_and_in_the_next_process_too(
         with kpt_core.record() as log:
             product(FEW, WEIGHT)
         (ran,) = log
-        assert (ran.kernel, ran.tuned, ran.key, ran.dtype) == ("tuning_kernels:quick", True, (4, 3), "float32")
+        assert (ran.identity, ran.tuned, ran.key, ran.dtype) == (named("quick"), True, (4, 3), "float32")
         assert "-> tuning_kernels:quick (tuned)" in str(ran)
         assert ran.as_dict()["tuned"] is True
 
@@ -110,18 +77,18 @@ def test_without_a_size_key_the_default_stays_where_cases_disagree(add: Add, mon
     add(Loopback(offer("slow", priority=9), offer("quick_for_few")))
     found = tune()
     assert [result.entry and result.entry.kernel for result in found.results] == [
-        "tuning_kernels:quick_for_few",
-        "tuning_kernels:slow",
+        named("quick_for_few"),
+        named("slow"),
     ]
     (entry,) = found.entries
-    assert (entry.kernel, entry.gain, entry.case) == ("tuning_kernels:slow", 1.0, "few, many")
+    assert (entry.kernel, entry.gain, entry.case) == (named("slow"), 1.0, "few, many")
     assert kernel(product, FEW, WEIGHT) == "slow"
 
 
 def test_a_kernel_that_is_not_surely_faster_does_not_replace_the_default(add: Add) -> None:
     add(Loopback(offer("quick", priority=1), offer("quick_for_few")))
     (entry,) = tune(cases=["few"]).entries
-    assert (entry.kernel, entry.gain) == ("tuning_kernels:quick", 1.0)
+    assert (entry.kernel, entry.gain) == (named("quick"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -137,25 +104,37 @@ def test_luck_and_noise_do_not_replace_the_default(
     add(Loopback(offer("slow", priority=9), offer("moody")))
     monkeypatch.setattr(tuning_kernels, "MOODS", moods)
     (entry,) = tune(cases=["few"]).entries
-    assert (entry.kernel, entry.gain) == ("tuning_kernels:slow", 1.0)
+    assert (entry.kernel, entry.gain) == (named("slow"), 1.0)
     assert len(moods) < 340  # there was a second measurement
 
 
-def test_the_reference_may_win_and_calls_the_kernels_that_won_before(add: Add) -> None:
-    """Its product is tuned first, and with that one it beats the kernel for the whole."""
+def test_parts_are_tuned_before_what_is_composed_of_them(add: Add, list_torch: Callable[..., None]) -> None:
+    """With its product tuned, the composed kernel beats the one for the whole."""
+    list_torch(offer("parts", "tuning.composed", composed_of=("tuning.product",)))
     add(Loopback(offer("whole", "tuning.composed"), offer("slow", priority=9), offer("quick")))
     assert kernel(composed, FEW, WEIGHT) == "whole"
     found = tune("tuning.composed", "tuning.product")
     assert [result.op for result in found.results][-1] == "tuning.composed"
     selection = kpt_core.explain(composed, FEW, WEIGHT)
-    assert (selection.kernel, selection.tuned) == ("reference", True)
+    assert (selection.kernel, selection.tuned) == ("tuning_kernels:parts", True)
     assert [child.kernel for child in selection.children] == ["tuning_kernels:quick"]
     with kpt_core.record() as log:
         result = composed(FEW, WEIGHT)
     assert log == [selection]
     torch.testing.assert_close(result, FEW @ WEIGHT + 1)
-    with kpt_core.use("loop"):  # what is asked for runs
+    with kpt_core.use("tuning_kernels:whole"):  # what is asked for runs
         assert kernel(composed, FEW, WEIGHT) == "whole"
+
+
+def test_the_reference_may_win(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(Loopback(offer("slow", priority=9)))
+    monkeypatch.setattr(tuning_kernels, "_take", lambda seconds: CLOCK.sleep(1e-3 if seconds == 8e-3 else seconds))
+    (entry,) = tune(cases=["few"]).entries
+    assert (entry.kernel, entry.distribution) == ("reference", None)
+    selection = kpt_core.explain(product, FEW, WEIGHT)
+    assert (selection.kernel, selection.tuned) == ("reference", True)
+    with kpt_core.use("loop"):
+        assert kernel(product, FEW, WEIGHT) == "slow"
 
 
 @pytest.mark.parametrize(("attribute", "said"), [("wrong", "its result is off by"), ("raising", "no such instruction")])
@@ -164,36 +143,37 @@ def test_what_is_wrong_or_raises_is_left_out_with_a_sentence(add: Add, attribute
     found = tune(cases=["few"])
     (result,) = found.results
     (refusal,) = result.left_out
-    assert refusal.kernel == f"tuning_kernels:{attribute}"
+    assert refusal.kernel == named(attribute)
     assert said in refusal.reason
     assert "second line" not in refusal.reason
-    assert found.entries[0].kernel == "tuning_kernels:quick"
+    assert found.entries[0].kernel == named("quick")
 
 
 def test_a_default_that_is_wrong_is_never_stored(add: Add) -> None:
     add(Loopback(offer("wrong", priority=9), offer("slow", priority=1)))
     (entry,) = tune(cases=["few"]).entries
-    assert (entry.kernel, entry.default) == ("tuning_kernels:slow", "tuning_kernels:slow")
+    assert (entry.kernel, entry.default) == (named("slow"), named("slow"))
 
 
 def test_what_is_right_is_told_by_references_alone(add: Add) -> None:
-    """Here the composite's reference calls a wrong kernel, and is what is left out."""
-    add(Loopback(offer("whole", "tuning.composed"), offer("wrong")))
+    """Here a composed kernel calls a wrong one, and is what is left out."""
+    parts = offer("parts", "tuning.composed", composed_of=("tuning.product",))
+    add(Loopback(offer("whole", "tuning.composed", priority=1), parts, offer("wrong")))
     (result,) = tune("tuning.composed").results
-    assert [refusal.kernel for refusal in result.left_out] == ["reference"]
+    assert [refusal.kernel for refusal in result.left_out] == [named("parts", "tuning.composed")]
     assert result.entry is not None
-    assert result.entry.kernel == "tuning_kernels:whole"
+    assert result.entry.kernel == named("whole", "tuning.composed")
 
 
 def test_refused_kernels_are_reported_and_not_timed(add: Add) -> None:
     add(two(unsupported="refuses_many", requires={"warp"}))
     (few, many) = tune().results
     assert [refusal.reason for refusal in few.left_out] == ["needs warp, which cpu lacks"]
-    kpt_core.remove_backend("loop")
+    registry.remove_backend("loop")
     add(two(unsupported="refuses_many"))
     (few, many) = tune().results
     assert few.entry is not None
-    assert few.entry.kernel == "tuning_kernels:quick"
+    assert few.entry.kernel == named("quick")
     assert [refusal.reason for refusal in many.left_out] == ["100 rows; takes at most 8"]
 
 
@@ -202,11 +182,9 @@ def test_the_tuned_kernel_obeys_every_other_rule(add: Add, setting: Setting) -> 
     backend = two(unsupported="refuses_many")
     add(backend)
     tune(cases=["few"])
-    product.size_key = lambda x, weight: (4, 3)  # let a call that it refuses have its key
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # let a call that it refuses have its key
+        patch.setattr(product, "size_key", lambda call: (4, 3))
         selection = kpt_core.explain(product, MANY, WEIGHT)
-    finally:
-        product.size_key = tuning_kernels._size_key
     assert (selection.kernel, selection.tuned) == ("tuning_kernels:slow", False)
     assert [refusal.reason for refusal in selection.refusals] == ["100 rows; takes at most 8"]
     for choice, served in (("tuning_kernels:slow", "slow"), ("reference", "reference"), ("loop", "quick")):
@@ -220,7 +198,7 @@ def test_a_tuned_kernel_that_raises_is_quarantined(add: Add, monkeypatch: pytest
     add(two())
     tune(cases=["few"])
 
-    def fail(x: Tensor, weight: Tensor) -> Tensor:
+    def fail(call: Call) -> Tensor:
         raise RuntimeError("broken today")
 
     monkeypatch.setattr(tuning_kernels, "quick", fail)
@@ -231,15 +209,38 @@ def test_a_tuned_kernel_that_raises_is_quarantined(add: Add, monkeypatch: pytest
 
 
 def test_training_is_measured_for_itself(add: Add) -> None:
-    add(Loopback(offer("slow", priority=9), offer("quick"), offer("wrong_gradient")))
+    add(
+        Loopback(
+            offer("slow", priority=9, backward="backward"),
+            offer("quick", backward="backward"),
+            offer("moody", backward="doubled_backward"),
+            offer("quick_for_few"),
+        )
+    )
+    tuning_kernels.MOODS[:] = [2e-3] * 10_000
     with_gradient = FEW.clone().requires_grad_()
     tune(cases=["few"])
     assert (kernel(product, FEW, WEIGHT), kernel(product, with_gradient, WEIGHT)) == ("quick", "slow")
     (result,) = tune(cases=["few"], training=True).results
     assert result.key == (4, 3, "gradient")
-    assert [refusal.kernel for refusal in result.left_out] == ["tuning_kernels:wrong_gradient"]
+    assert {refusal.kernel: refusal.reason[:12] for refusal in result.left_out} == {
+        "tuning_kernels:quick_for_few": "forward only",
+        named("moody"): "its result i",
+    }
     assert kernel(product, with_gradient, WEIGHT) == "quick"
     assert kpt_core.explain(product, with_gradient, WEIGHT).key == (4, 3, "gradient")
+
+
+def test_lists_of_tensors_are_tuned_and_what_changes_its_arguments_is_not(
+    add: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_cases", lambda: toy_cases.TABLES)
+    add(Loopback(*toy_ops.KERNELS))
+    for training in (False, True):
+        found = tune("toy.joined", "toy.append", cases=["two", "few"], training=training, dtypes=[torch.float32])
+        assert found.skipped == {"toy.append": "it changes its arguments, and so each kernel's would differ"}
+        (result,) = (result for result in found.results if result.case == "two")
+        assert (result.left_out, result.entry is not None) == ((), True)
 
 
 def test_the_best_configuration_is_kept_and_the_kernel_gets_it(add: Add) -> None:
@@ -248,9 +249,9 @@ def test_the_best_configuration_is_kept_and_the_kernel_gets_it(add: Add) -> None
     assert SEEN[-1] == 16
     found = tune(cases=["few"])
     (entry,) = found.entries
-    assert (entry.kernel, entry.config) == ("tuning_kernels:tiled", {"rows": 32})
+    assert (entry.kernel, entry.config) == (named("tiled"), {"rows": 32})
     said = {refusal.kernel: refusal.reason for refusal in found.results[0].left_out}
-    assert said.keys() == {f"tuning_kernels:tiled with {{'rows': {rows}}}" for rows in (66, 99)}
+    assert said.keys() == {f"{named('tiled')} with {{'rows': {rows}}}" for rows in (66, 99)}
     product(FEW, WEIGHT)
     assert SEEN[-1] == 32
     assert kpt_core.explain(product, FEW, WEIGHT).config == {"rows": 32}
@@ -259,7 +260,6 @@ def test_the_best_configuration_is_kept_and_the_kernel_gets_it(add: Add) -> None
     assert SEEN[-1] == 16
     tune(cases=["few"])  # the default is tried as such, though a configuration is in force
     assert 16 in SEEN[-20:]
-    assert kpt_core.tuned_config("tuning.product", "tuning_kernels:slow", FEW, WEIGHT) is None
 
 
 def test_configurations_may_be_a_plain_list_and_their_faults_are_told(
@@ -275,196 +275,17 @@ def test_configurations_may_be_a_plain_list_and_their_faults_are_told(
     assert "TypeError" in refusal.reason
 
 
-def test_nothing_is_written_where_there_is_nothing_to_choose(folder: Path) -> None:
-    found = tune()
-    assert (found.entries, found.path) == ((), None)
-    assert [result.entry for result in found.results] == [None, None]
-    assert not folder.exists()
-
-
-def test_a_dry_run_writes_nothing_and_changes_nothing(add: Add, folder: Path) -> None:
-    add(two())
-    assert tune(dry_run=True).entries
-    assert not folder.exists()
-    assert kernel(product, FEW, WEIGHT) == "slow"
-
-
-def test_switched_off(add: Add, setting: Setting, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(two())
-    tune()
-    setting("KPT_TUNING", "0")
-    assert kernel(product, FEW, WEIGHT) == "slow"
-    setting("KPT_TUNING", str(folder))
-    assert kernel(product, FEW, WEIGHT) == "quick"
-
-
-def test_the_user_s_table_lies_in_the_cache(
-    add: Add, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Setting
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    setting("KPT_TUNING", "")
-    add(two())
-    path = tune().path
-    assert path is not None
-    assert path.parent == tmp_path / "cache" / "kpt" / "tuning"
-    document = json.loads(path.read_text())
-    assert document["device"] == kpt_core.device_name("cpu")
-    assert document["versions"] == {"torch": torch.__version__}
-    assert kernel(product, FEW, WEIGHT) == "quick"
-
-
-def test_a_file_of_its_own_is_not_in_force(add: Add, tmp_path: Path) -> None:
-    add(two())
-    assert tune(path=tmp_path / "mine.json").path == tmp_path / "mine.json"
-    assert kernel(product, FEW, WEIGHT) == "slow"
-
-
-def test_a_choice_in_force_is_refused(add: Add) -> None:
-    add(two())
-    with kpt_core.use("loop"), pytest.raises(InputError, match=r"loop was asked for .* take that back"):
-        tune()
-
-
-def test_unknown_names_offer_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'many'"):
-        tune(cases=["mny"])
-    with pytest.raises(UnknownNameError, match=r"did you mean 'tuning\.product'"):
-        tune("tuning.prodct")
-
-
-def test_ops_without_cases_are_named(add: Add) -> None:
-    add(two())
-    found = kpt_core.tune(["sample.scale", "tuning.product"], cases=["few"])
-    assert list(found.skipped) == ["sample.scale"]
-    assert len(found.entries) == 1
-    assert tune("tuning.composed", training=True).skipped == {
-        "tuning.composed": "its cases name no argument with a gradient"
-    }
-
-
-def test_progress_is_told(add: Add) -> None:
-    add(two())
-    told: list[tuple[int, int, str]] = []
-    tune(on_progress=lambda *told_now: told.append(told_now))
-    assert told == [(0, 2, "tuning.product: few"), (1, 2, "tuning.product: many")]
-
-
-def test_a_key_that_json_would_change_is_refused(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(two())
-    monkeypatch.setattr(product, "size_key", lambda x, weight: (4, True))
-    with pytest.raises(kpt_core.RegistrationError, match=r"tuning.product: its size_key gave \(4, True\)"):
-        tune()
-
-
-def test_large_cases_run_on_a_cpu_only_when_named() -> None:
-    table: CaseTable = tuning_kernels.TABLES["tuning.product"]
-
-    def names(*arguments: object) -> list[str]:
-        found: list[Case] = kpt_core.model_cases(table, *arguments)  # type: ignore[arg-type]
-        return [case.name for case in found]
-
-    assert names(torch.device("cpu")) == ["few", "many"]
-    assert names(torch.device("cuda")) == ["few", "many", "huge"]
-    assert names(torch.device("cpu"), ["huge"]) == ["huge"]
-
-
-def test_next_power_of_two() -> None:
-    assert [kpt_core.next_power_of_two(size) for size in (0, 1, 2, 3, 4, 5, 63, 64, 65)] == [
-        1, 1, 2, 4, 4, 8, 64, 64, 128,
-    ]  # fmt: skip
-
-
-def test_shipped_tables_serve_until_the_user_has_measured(
-    add: Add, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = two()
-    add(backend)
-    package = tmp_path / "shipping_backend"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    name = tune(cases=["few"], path=tmp_path / "found.json").device
-    tables = package / "tuning"
-    tables.mkdir()
-    table = json.loads((tmp_path / "found.json").read_text())
-    (tables / kpt_core._tuning.table_name(name)).write_text(json.dumps(table))
-    monkeypatch.setattr(backend, "tuning", "shipping_backend:tuning", raising=False)
-    kpt_core.refresh()
-    assert kernel(product, FEW, WEIGHT) == "quick"
-    table["entries"][0]["kernel"] = "tuning_kernels:slow"
-    folder.mkdir()
-    (folder / kpt_core._tuning.table_name(name)).write_text(json.dumps(table))
-    kpt_core.refresh()
-    assert kernel(product, FEW, WEIGHT) == "slow"
-    monkeypatch.setattr(backend, "tuning", "no_such_package:tuning")
-    kpt_core.refresh()
-    with pytest.warns(TuningWarning, match=r"backend 'loop' at 'no_such_package:tuning': ignored, because ModuleNot"):
-        product(FEW, WEIGHT)
-
-
-def test_a_size_key_may_be_a_list(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(two())
-    monkeypatch.setattr(product, "size_key", lambda x, weight: [x.shape[0]])
-    tune(cases=["few"])
-    assert torch.equal(product(FEW, WEIGHT), FEW @ WEIGHT)
-    assert kernel(product, FEW, WEIGHT) == "quick"
-
-
-def test_a_kernel_gets_the_configuration_of_the_choice_inside_an_autograd_function_too(
-    add: Add, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Autograd is off in there: by itself the kernel would take the configuration of calls without a gradient."""
-    seen = []
-
-    class Tiled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
-            seen.append(kpt_core.tuned_config("tuning.product", "tuning_kernels:tiled", x, weight))
-            return x @ weight
-
-    monkeypatch.setattr(tuning_kernels, "tiled", lambda x, weight: Tiled.apply(x, weight))
-    tuning = replace(ENTRY, kernel="tuning_kernels:tiled", default="tuning_kernels:tiled")
-    entries = [
-        replace(tuning, config={"rows": 8}),
-        replace(tuning, key=(*tuning.key, "gradient"), config={"rows": 32}),
-    ]
-    name = kpt_core.device_name("cpu")
-    _tuning_files.merge_into(folder / _tuning.table_name(name), name, entries)
-    add(Loopback(offer("tiled")))
-    product(FEW, WEIGHT)
-    product(FEW.clone().requires_grad_(), WEIGHT)
-    assert seen == [{"rows": 8}, {"rows": 32}]
-
-
-def test_tables_that_are_refreshed_while_they_are_read_do_not_stay(
-    add: Add, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call reads the old table; meanwhile another thread tunes, or refreshes."""
-    add(two())
-    read = _tuning._read_tables
-
-    def slowly(device: str, where: Path) -> list[kpt_core.TuningEntry]:
-        found = read(device, where)
-        monkeypatch.setattr(_tuning, "_read_tables", read)
-        tune(cases=["few"])
-        return found
-
-    monkeypatch.setattr(_tuning, "_read_tables", slowly)
-    product(FEW, WEIGHT)
-    assert kernel(product, FEW, WEIGHT) == "quick"
-
-
 def test_a_kernel_that_was_not_there_and_comes_first_is_not_overruled(add: Add) -> None:
     """Nobody knows whether the winner is faster than that one."""
     add(two())
     tune(cases=["few"])
     add(Loopback(offer("quick_for_few", priority=-1), name="later"))
     assert kernel(product, FEW, WEIGHT) == "quick"  # by its priority it would not run anyway
-    kpt_core.remove_backend("later")
+    registry.remove_backend("later")
     add(Loopback(offer("quick_for_few", priority=10), name="better"))
     with pytest.warns(TuningWarning, match="quick_for_few comes first and was not there then; `kpt tune` measures"):
         product(FEW, WEIGHT)
     assert kernel(product, FEW, WEIGHT) == "quick_for_few"
     (entry,) = tune(cases=["few"]).entries
-    assert entry.present == tuple(f"tuning_kernels:{name}" for name in ("quick_for_few", "slow", "quick"))
+    assert entry.present == (named("quick_for_few", backend="better"), named("slow"), named("quick"))
     assert kernel(product, FEW, WEIGHT) == "quick_for_few"

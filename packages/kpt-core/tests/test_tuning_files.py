@@ -15,8 +15,11 @@ import torch
 
 import kpt_core
 import tuning_kernels
-from kpt_core import Backend, TuningEntry, TuningWarning, _registry, _tuning, _tuning_files
-from tuning_kernels import product, two
+from kpt_core import Backend, registry
+from kpt_core.tuning import TuningEntry, TuningWarning, device_name
+from kpt_core.tuning.files import merge_into, read_table
+from kpt_core.tuning.tables import table_name
+from tuning_kernels import named, product, two
 
 Add = Callable[[Backend], Backend]
 Setting = Callable[[str, str], None]
@@ -25,11 +28,11 @@ ENTRY = TuningEntry(
     op="tuning.product",
     dtype="float32",
     key=(4, 3),
-    kernel="tuning_kernels:quick",
+    kernel=named("quick"),
     config=None,
     seconds=1e-3,
-    default="tuning_kernels:slow",
-    present=("tuning_kernels:tiled", "tuning_kernels:slow", "tuning_kernels:quick"),
+    default=named("slow"),
+    present=(named("tiled"), named("slow"), named("quick")),
     gain=4.0,
     noise=0.01,
     case="few",
@@ -38,14 +41,14 @@ ENTRY = TuningEntry(
     torch="2.13.0",
     date="2026-01-01T00:00:00Z",
 )
-DEVICE = kpt_core.device_name("cpu")
+DEVICE = device_name("cpu")
 
 
 @pytest.fixture(autouse=True)
 def table(add: Add, setting: Setting, tmp_path: Path) -> Path:
     add(two())
     setting("KPT_TUNING", str(tmp_path))
-    return tmp_path / _tuning.table_name(DEVICE)
+    return tmp_path / table_name(DEVICE)
 
 
 def write(table: Path, *entries: Any, **header: Any) -> None:
@@ -90,14 +93,14 @@ def test_a_broken_or_foreign_file_is_ignored_with_one_sentence_and_kept(
         warnings.simplefilter("always")
         assert torch.equal(product(X, WEIGHT), X @ WEIGHT)
         product(X.double(), WEIGHT.double())
-        _registry.forget_selections()
+        registry.forget_selections()
         product(X, WEIGHT)
     (warning,) = said
     assert warning.category is TuningWarning
     assert re.match(f"tuning table {table}: ignored, because {reason}", str(warning.message))
     assert "\n" not in str(warning.message)
     before = table.read_bytes()
-    aside = _tuning_files.merge_into(table, DEVICE, [ENTRY])
+    aside = merge_into(table, DEVICE, [ENTRY])
     assert aside == table.with_name(f"{table.name}.corrupt")
     assert aside.read_bytes() == before
     kpt_core.refresh()
@@ -107,7 +110,7 @@ def test_a_broken_or_foreign_file_is_ignored_with_one_sentence_and_kept(
 def test_what_was_kept_before_is_kept_too(table: Path) -> None:
     for content in ("first", "second"):
         table.write_text(content)
-        _tuning_files.merge_into(table, DEVICE, [ENTRY])
+        merge_into(table, DEVICE, [ENTRY])
     assert table.with_name(f"{table.name}.corrupt").read_text() == "first"
     assert table.with_name(f"{table.name}.corrupt2").read_text() == "second"
 
@@ -123,6 +126,10 @@ WRONG = {
     "no kernel": ({"kernel": ""}, "an entry's kernel is ''"),
     "one field more": ({"call": "os.system"}, "an entry lacks or adds call"),
     "unknown kernel": ({"kernel": "gone:kernel"}, "kernel gone:kernel of tuning.product is offered by no installed"),
+    "another backend's": (
+        {"kernel": named("quick", backend="other")},
+        "kernel other/tuning.product/tuning_kernels:quick of tuning.product is offered by no installed backend",
+    ),
     "other version": (
         {"distribution": "fast-kernels", "version": "0.2.0"},
         "was measured as of fast-kernels 0.2.0, and comes from this process now",
@@ -150,15 +157,15 @@ def test_entries_of_a_backend_that_is_not_installed_here_survive_a_merge(table: 
     """Two environments may share a user's cache."""
     other = replace(ENTRY, kernel="elsewhere:kernel", key=(64, 3))
     write(table, other)
-    assert _tuning_files.merge_into(table, DEVICE, [ENTRY]) is None
-    entries, malformed = _tuning_files.read_table(table, DEVICE)
+    assert merge_into(table, DEVICE, [ENTRY]) is None
+    entries, malformed = read_table(table, DEVICE)
     assert (sorted(entry.kernel for entry in entries), malformed) == (["elsewhere:kernel", ENTRY.kernel], [])
 
 
 def test_a_new_result_replaces_the_old_one_for_the_same_calls(table: Path) -> None:
     write(table, ENTRY, replace(ENTRY, dtype="bfloat16"))
-    _tuning_files.merge_into(table, DEVICE, [replace(ENTRY, gain=5.0)])
-    entries, _ = _tuning_files.read_table(table, DEVICE)
+    merge_into(table, DEVICE, [replace(ENTRY, gain=5.0)])
+    entries, _ = read_table(table, DEVICE)
     assert sorted((entry.dtype, entry.gain) for entry in entries) == [("bfloat16", 4.0), ("float32", 5.0)]
 
 
@@ -177,19 +184,19 @@ def test_a_folder_that_is_not_there_is_no_news(setting: Setting, table: Path) ->
 
 
 def test_names_of_devices_become_names_of_files() -> None:
-    assert _tuning.table_name("NVIDIA H200") == "NVIDIA_H200.json"
-    assert _tuning.table_name("../../etc/passwd") == "etc_passwd.json"
-    assert _tuning.table_name("Intel(R) Xeon(R) @ 2.0GHz (8 threads)") == "Intel_R_Xeon_R_2.0GHz_8_threads.json"
-    assert _tuning.table_name("///") == "device.json"
+    assert table_name("NVIDIA H200") == "NVIDIA_H200.json"
+    assert table_name("../../etc/passwd") == "etc_passwd.json"
+    assert table_name("Intel(R) Xeon(R) @ 2.0GHz (8 threads)") == "Intel_R_Xeon_R_2.0GHz_8_threads.json"
+    assert table_name("///") == "device.json"
 
 
 def test_a_cpu_s_name_has_its_number_of_threads() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert kpt_core.device_name("cpu").endswith(" (1 thread)")
+        assert device_name("cpu").endswith(" (1 thread)")
         torch.set_num_threads(3)
-        assert kpt_core.device_name("cpu").endswith(" (3 threads)")
+        assert device_name("cpu").endswith(" (3 threads)")
     finally:
         torch.set_num_threads(before)
 
@@ -199,7 +206,7 @@ PROCESS = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from kpt_core._tuning_files import TuningEntry, merge_into
+from kpt_core.tuning.files import TuningEntry, merge_into
 
 table, op = Path(sys.argv[1]), sys.argv[2]
 entry = TuningEntry(op=op, dtype="float32", key=(0,), kernel="a:b", config=None, seconds=1.0, default="a:b", present=(),
@@ -227,7 +234,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     assert [process.wait(120) for process in running] == [0, 0, 0]
     for process in running:
         process.communicate()
-    entries, malformed = _tuning_files.read_table(table, "device")
+    entries, malformed = read_table(table, "device")
     assert malformed == []
     assert sorted((entry.op, entry.key) for entry in entries) == sorted(
         (name, (size,)) for name in names for size in range(40)
@@ -237,7 +244,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_without_file_locks_a_table_is_still_written(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    _tuning_files.merge_into(table, DEVICE, [ENTRY])
+    merge_into(table, DEVICE, [ENTRY])
     assert served() == "quick"
 
 
@@ -250,10 +257,11 @@ def test_a_failed_write_leaves_the_old_table(table: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="No space left"):
-        _tuning_files.merge_into(table, DEVICE, [replace(ENTRY, gain=9.0)])
+        merge_into(table, DEVICE, [replace(ENTRY, gain=9.0)])
     assert table.read_text() == before
 
 
 def test_the_module_of_kernels_is_alive() -> None:
     """The entry of these tests names a kernel that is there: else every one would be ignored for another reason."""
     assert ENTRY.kernel.partition(":")[2] in vars(tuning_kernels)
+    assert ENTRY.kernel in registry.packages_of("tuning.product")

@@ -13,16 +13,18 @@ import torch
 
 import kpt_core
 import tuning_kernels
-from kpt_core import Backend, TuningEntry, _registry, _tuning, _tuning_files
+from kpt_core import Backend
+from kpt_core.lock import write_lock
+from kpt_core.tuning import TuningEntry, TuningWarning
+from kpt_core.tuning.files import read_table
+from kpt_core.tuning.tables import table_name
 from loopback import Loopback
-from test_overhead import python_calls
-from test_tuning_compiled import targets
 from test_tuning_files import DEVICE, ENTRY
-from tuning_kernels import SEEN, offer, product
+from tuning_kernels import SEEN, named, offer, product
 
 Add = Callable[[Backend], Backend]
 Setting = Callable[[str, str], None]
-TILED = "tuning_kernels:tiled"
+TILED = named("tiled")
 FEW, MANY, WEIGHT = torch.randn(4, 5), torch.randn(100, 5), torch.randn(5, 3)
 MODELLED = replace(
     ENTRY, kernel=TILED, config={"rows": 32}, default=TILED, present=(TILED,), noise=0.0, method="modelled"
@@ -34,13 +36,14 @@ GRADIENT = (*MODELLED.key, "gradient")
 @pytest.fixture(autouse=True)
 def folders(add: Add, setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A backend whose first kernel has configurations, with a folder of its own for tables, and one for the user's."""
-    torch._dynamo.reset()
     (tmp_path / "shipping" / "tables").mkdir(parents=True)
     (tmp_path / "shipping" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "shipping", raising=False)  # that of the test before
-    backend = Loopback(offer("tiled", priority=9, configs="tiles"), offer("quick"))
-    backend.tuning = "shipping:tables"  # type: ignore[attr-defined]
+    backend = Loopback(
+        offer("tiled", priority=9, configs="tiles", backward="backward"), offer("quick", backward="backward")
+    )
+    backend.tuning = "shipping:tables"
     add(backend)
     setting("KPT_TUNING", str(tmp_path / "user"))
     SEEN.clear()
@@ -50,7 +53,7 @@ def folders(add: Add, setting: Setting, tmp_path: Path, monkeypatch: pytest.Monk
 def store(folder: Path, *entries: TuningEntry | dict[str, Any]) -> None:
     raw = [asdict(entry) if isinstance(entry, TuningEntry) else entry for entry in entries]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _tuning.table_name(DEVICE)).write_text(json.dumps({"format": 1, "device": DEVICE, "entries": raw}))
+    (folder / table_name(DEVICE)).write_text(json.dumps({"format": 1, "device": DEVICE, "entries": raw}))
     kpt_core.refresh()
 
 
@@ -107,11 +110,11 @@ def test_a_measured_default_takes_a_modelled_configuration_away(folders):
 
 
 def test_a_modelled_entry_never_puts_a_kernel_first(folders):
-    ship(folders, replace(MODELLED, kernel="tuning_kernels:quick", config=None))
+    ship(folders, replace(MODELLED, kernel=named("quick"), config=None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kpt_core.explain(product, FEW, WEIGHT).kernel == TILED
-    ship(folders, replace(MODELLED, kernel="tuning_kernels:quick", config=None, method="measured", default=TILED))
+        assert kpt_core.explain(product, FEW, WEIGHT).identity == TILED
+    ship(folders, replace(MODELLED, kernel=named("quick"), config=None, method="measured", default=TILED))
     assert kpt_core.explain(product, FEW, WEIGHT).kernel == "tuning_kernels:quick"
 
 
@@ -124,30 +127,12 @@ def test_a_kernel_that_comes_before_is_no_news(folders, add):
         assert kpt_core.explain(product, FEW, WEIGHT).kernel == "tuning_kernels:slow"
 
 
-def compiled_rows(x: torch.Tensor) -> int:
-    torch._dynamo.reset()
-    torch.compile(lambda x, weight: product(x, weight), fullgraph=True, backend="eager")(x, WEIGHT)
-    return int(SEEN[-1])
-
-
-def test_compiled_code_does_not_take_what_is_modelled_for_single_sizes(folders):
-    """One entry alone would agree with itself, and its tile would serve all sizes."""
-    ship(folders, MODELLED)
-    assert targets(FEW, WEIGHT) == ["tiled"]
-    assert (compiled_rows(FEW), compiled_rows(MANY)) == (16, 16)
-    store(folders / "user", replace(MEASURED, key=(128, 3)))
-    assert (compiled_rows(FEW), compiled_rows(MANY)) == (64, 64)  # the measured ones agree, as if nothing was modelled
-
-
-def test_modelled_entries_leave_the_short_path_of_dispatch_as_it_is(folders):
-    ship(folders, MODELLED)
-    product(FEW, WEIGHT)
-    entered = python_calls(lambda: product(FEW, WEIGHT))
-    assert "tiled" in entered
-    assert "Op._dispatch" not in entered
-    store(folders / "user", MEASURED)
-    product(FEW, WEIGHT)
-    assert "Op._dispatch" in python_calls(lambda: product(FEW, WEIGHT))
+def test_compiled_code_takes_what_is_modelled_for_each_size(folders, fresh_compiler):
+    compiled = torch.compile(lambda x, weight: product(x, weight), fullgraph=True, backend="eager")
+    for x, entry, rows in ((FEW, MODELLED, 32), (MANY, MODELLED, 16), (MANY, replace(MEASURED, key=(128, 3)), 64)):
+        ship(folders, entry)
+        compiled(x, WEIGHT)
+        assert SEEN[-1] == rows
 
 
 def test_a_file_without_the_field_is_of_measurements(folders):
@@ -160,37 +145,36 @@ def test_a_file_without_the_field_is_of_measurements(folders):
 
 def test_another_method_is_refused_with_a_sentence(folders):
     ship(folders, asdict(MODELLED) | {"method": "guessed"})
-    with pytest.warns(kpt_core.TuningWarning, match="method is 'guessed', not 'measured' or 'modelled'"):
+    with pytest.warns(TuningWarning, match="method is 'guessed', not 'measured' or 'modelled'"):
         assert rows_used() == 16
 
 
 def test_an_entry_of_another_version_is_told_as_modelled(folders):
     ship(folders, replace(MODELLED, distribution="kpt-backend-loopback", version="0.0.1"))
-    with pytest.warns(kpt_core.TuningWarning, match="was modelled as of kpt-backend-loopback 0.0.1"):
+    with pytest.warns(TuningWarning, match="was modelled as of kpt-backend-loopback 0.0.1"):
         assert rows_used() == 16
 
 
 def test_tune_measures_the_modelled_configuration_too_and_replaces_the_entry(folders, monkeypatch):
     """The kernel names 8, 32, 66 and 99 rows; those of a model may combine what the kernel names apart."""
-    monkeypatch.setattr(_registry._state, "cases", dict(tuning_kernels.TABLES))
     ship(folders, replace(MODELLED, config={"rows": 24}))
     tuning_kernels.use_cases(monkeypatch)
     SEEN.clear()
     found = kpt_core.tune(["tuning.product"], cases=["few"])
     assert {8, 16, 24, 32} <= set(SEEN)
     (entry,) = found.entries
-    assert (entry.method, entry.config, entry.kernel) == ("measured", None, "tuning_kernels:quick") or (
+    assert (entry.method, entry.config, entry.kernel) == ("measured", None, named("quick")) or (
         entry.method,
         entry.config,
     ) == ("measured", {"rows": 32})
-    entries, _ = _tuning_files.read_table(folders / "user" / _tuning.table_name(DEVICE), DEVICE)
+    entries, _ = read_table(folders / "user" / table_name(DEVICE), DEVICE)
     assert [entry.method for entry in entries] == ["measured"]
 
 
 def test_a_lock_tells_that_the_table_is_modelled(folders):
     with kpt_core.record() as log:
         product(FEW, WEIGHT)
-    lock = kpt_core.write_lock(folders / "kpt.lock", log)
+    lock = write_lock(folders / "kpt.lock", log)
     assert not [text for text in lock.differences() if "tuning" in text]
     ship(folders, MODELLED)
     (text,) = [text for text in lock.differences() if "tuning" in text]

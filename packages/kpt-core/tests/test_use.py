@@ -7,21 +7,31 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_core import Backend, NoKernelError, UnknownNameError
+from kpt_core import Backend, NoKernelError, UnknownNameError, registry
 from loopback import Fault, Loopback, hundreds, kernel, mixed, scale, shifted
 
 Add = Callable[[Backend], Backend]
 
 
 @pytest.fixture(autouse=True)
-def two_backends(add: Add) -> None:
+def two_backends(add: Add, list_torch: Callable[..., None]) -> None:
+    """The composite is served as a whole by `far`, and in plain PyTorch through its parts."""
+    list_torch(kernel("parts", "sample.shifted", composed_of=("sample.scale",)))
     add(Loopback(kernel("first", priority=3), kernel("second", priority=2), name="near"))
     add(Loopback(kernel("third", unsupported="at_most_four_rows"), kernel("whole", "sample.shifted"), name="far"))
 
 
 @pytest.mark.parametrize(
     ("name", "served"),
-    [("near", 1), ("far", 3), ("loopback:second", 2), ("loopback:third", 3), ("reference", 0), (None, 1)],
+    [
+        ("near", 1),
+        ("far", 3),
+        ("loopback:second", 2),
+        ("near/sample.scale/loopback:second", 2),
+        ("loopback:third", 3),
+        ("reference", 0),
+        (None, 1),
+    ],
 )
 def test_what_is_named_runs_and_only_inside_the_block(x: Tensor, name: str | None, served: int) -> None:
     with kpt_core.use(name):
@@ -47,7 +57,7 @@ def test_the_block_is_left_when_it_raises(x: Tensor) -> None:
 
 def test_a_choice_for_one_op_leaves_the_others_free(x: Tensor) -> None:
     with kpt_core.use("reference", op="sample.shifted"):
-        assert shifted(x)[0] == 103  # the reference, and `first` inside it
+        assert shifted(x)[0] == 3  # which is plain PyTorch, and calls no op
     with kpt_core.use("reference", op="sample.scale"):
         assert hundreds(scale(x, x)) == 0
         assert hundreds(shifted(x)) == 4
@@ -55,14 +65,28 @@ def test_a_choice_for_one_op_leaves_the_others_free(x: Tensor) -> None:
 
 def test_a_choice_for_one_op_inside_a_choice_for_all(x: Tensor) -> None:
     with kpt_core.use("far"), kpt_core.use("reference", op="sample.shifted"):
-        assert shifted(x)[0] == 303
+        assert [shifted(x)[0], hundreds(scale(x, x))] == [3, 3]
     with kpt_core.use("reference", op="sample.shifted"), kpt_core.use("far"):
         assert hundreds(shifted(x)) == 4
 
 
-def test_the_reference_of_a_composite_is_reference_all_the_way_down(x: Tensor) -> None:
-    with kpt_core.use("reference"):
-        assert shifted(x)[0] == 3
+@pytest.mark.parametrize(("name", "served"), [("reference", 3), ("torch", 103)])
+def test_the_reference_is_plain_and_plain_pytorch_calls_ops(x: Tensor, name: str, served: int) -> None:
+    with kpt_core.use(name, op="sample.shifted"):
+        assert shifted(x)[0] == served
+
+
+def test_asked_for_plain_pytorch_an_op_without_such_kernels_runs_its_reference(
+    list_torch: Callable[..., None], x: Tensor
+) -> None:
+    """One that has some must run them."""
+    with kpt_core.use("torch"):
+        assert [hundreds(scale(x, x)), shifted(x)[0], hundreds(mixed(x, x, x))] == [0, 3, 0]
+    list_torch(kernel("third", unsupported="at_most_four_rows"))
+    with kpt_core.use("torch"):
+        assert hundreds(scale(x, x)) == 3
+        with pytest.raises(NoKernelError, match="5 rows; takes at most 4"):
+            scale(torch.ones(5), torch.ones(5))
 
 
 def test_a_backend_that_serves_only_the_inner_op_serves_the_composite_through_it(x: Tensor) -> None:
@@ -80,7 +104,7 @@ def test_a_backend_asked_of_the_composite_alone_must_serve_that_itself(x: Tensor
 
 
 def test_a_choice_for_one_op_is_forgotten_inside_a_choice_of_the_same_for_all(x: Tensor) -> None:
-    kpt_core.remove_backend("far")
+    registry.remove_backend("far")
     with kpt_core.use("loopback:second", op="sample.shifted"), kpt_core.use("loopback:second"):
         assert shifted(x)[0] == 203
 
@@ -104,7 +128,7 @@ def test_a_kernel_of_the_composite_must(add: Add, x: Tensor) -> None:
 
 
 def test_a_kernel_of_the_inner_op_serves_the_composite_through_it(x: Tensor) -> None:
-    kpt_core.remove_backend("far")
+    registry.remove_backend("far")
     with kpt_core.use("loopback:second"):
         assert shifted(x)[0] == 203
 
@@ -143,7 +167,7 @@ def test_a_kernel_that_is_not_the_op_s_raises() -> None:
         ("nera", "did you mean 'near'"),
         ("loopback:secnd", "did you mean 'loopback:second'"),
         ("refrence", "did you mean 'reference'"),
-        ("zzz", "known: far, loopback:first, loopback:second, loopback:third, loopback:whole, near, reference"),
+        ("zzz", "known: far, far/sample.scale/loopback:third, .*, near, .*, reference, torch, "),
     ],
 )
 def test_unknown_names_offer_the_nearest(wrong: str, offer: str) -> None:
@@ -160,7 +184,7 @@ def test_an_unknown_op_offers_the_nearest() -> None:
 def test_a_backend_removed_inside_the_block_is_asked_for_in_vain(x: Tensor) -> None:
     with kpt_core.use("near"):
         assert hundreds(scale(x, x)) == 1
-        kpt_core.remove_backend("near")
+        registry.remove_backend("near")
         with pytest.raises(UnknownNameError, match="near"):
             scale(x, x)
 

@@ -1,5 +1,6 @@
 """An op whose kernels take as long as they say, on the clock of the tests, and a backend that offers them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,20 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-import kpt_core
 from clock import CLOCK
-from kpt_core import Case, CaseTable, Kernel, _registry, op
+from kpt_core import Call, Kernel, Op, Refusal, explain, op, registry
+from kpt_core import tune as run_tune
+from kpt_core.cases import Case, CaseTable
+from kpt_core.tuning import next_power_of_two
+from kpt_core.tuning.run import Tuning
 from loopback import Loopback
 
 MODULE = "tuning_kernels"
 Key = tuple[int | str, ...]
 
 
-def _size_key(x: Tensor, weight: Tensor) -> Key:
-    return kpt_core.next_power_of_two(x.shape[0]), weight.shape[1]
+def size_key(call: Call) -> Key:
+    return next_power_of_two(call.x.shape[0]), call.weight.shape[1]
 
 
-@op("tuning.product", size_key=_size_key)
+@op("tuning.product", size_key=size_key)
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply matrices; takes 8 ms."""
     _take(8e-3)
@@ -34,10 +38,11 @@ def negated(x: Tensor) -> Tensor:
     return -x
 
 
-@op("tuning.composed", composed_of=("tuning.product",))
+@op("tuning.composed")
 def composed(x: Tensor, weight: Tensor) -> Tensor:
-    """Calls the product."""
-    return product(x, weight) + 1
+    """Its kernel `parts` calls the product."""
+    _take(9e-3)
+    return x @ weight + 1
 
 
 def _take(seconds: float) -> None:
@@ -45,47 +50,50 @@ def _take(seconds: float) -> None:
         CLOCK.sleep(seconds)
 
 
-def slow(x: Tensor, weight: Tensor) -> Tensor:
-    """Comes first by its priority."""
-    _take(4e-3)
-    return x @ weight
+def _taking(seconds: float) -> Callable[[Call], Tensor]:
+    def run(call: Call) -> Tensor:
+        _take(seconds)
+        return call.x @ call.weight
+
+    return run
 
 
-def quick(x: Tensor, weight: Tensor) -> Tensor:
-    """Comes last by its priority."""
-    _take(1e-3)
-    return x @ weight
+#: The first comes first by its priority, the second last.
+slow, quick = _taking(4e-3), _taking(1e-3)
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+    found = {"x": grad @ call.weight.T, "weight": call.x.T @ grad}
+    return {name: found[name] for name in call.needs}
+
+
+def doubled_backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+    return backward(call, saved, 2 * grad)
 
 
 #: What each of the next calls of `moody` takes.
 MOODS: list[float] = []
 
 
-def moody(x: Tensor, weight: Tensor) -> Tensor:
+def moody(call: Call) -> Tensor:
     _take(MOODS.pop(0))
-    return x @ weight
+    return call.x @ call.weight
 
 
-def quick_for_few(x: Tensor, weight: Tensor) -> Tensor:
-    _take(1e-3 if x.shape[0] <= 8 else 6e-3)
-    return x @ weight
+def quick_for_few(call: Call) -> Tensor:
+    _take(1e-3 if call.x.shape[0] <= 8 else 6e-3)
+    return call.x @ call.weight
 
 
-def wrong(x: Tensor, weight: Tensor) -> Tensor:
+def wrong(call: Call) -> Tensor:
     """Fast, and forgets the last row."""
-    result = x @ weight
+    result: Tensor = call.x @ call.weight
     result[-1] = 0
     return result
 
 
-def raising(x: Tensor, weight: Tensor) -> Tensor:
+def raising(call: Call) -> Tensor:
     raise RuntimeError("no such instruction\nsecond line")
-
-
-def wrong_gradient(x: Tensor, weight: Tensor) -> Tensor:
-    """Right forward; its gradient of x is twice what it should be."""
-    _take(2e-3)
-    return x @ weight + (x - x.detach()) @ weight
 
 
 @dataclass(frozen=True)
@@ -93,59 +101,81 @@ class Tile:
     rows: int
 
 
-#: What `tiled` was called with, in turn.
-SEEN: list[Any] = []
+#: The rows of the tile that `tiled` was called with, in turn.
+SEEN: list[int] = []
 
 
-def tiled(x: Tensor, weight: Tensor) -> Tensor:
+def tiled(call: Call) -> Tensor:
     """As slow as `slow`, unless its tile has 32 rows."""
-    config = kpt_core.tuned_config("tuning.product", f"{MODULE}:tiled", x, weight)
-    tile = Tile(**config) if config is not None else Tile(16)
+    tile = Tile(**call.config) if call.config is not None else Tile(16)
     SEEN.append(tile.rows)
     if tile.rows == 99:
         raise ValueError("99 rows do not fit")
     _take(1e-3 if tile.rows == 32 else 4e-3)
-    return x @ weight + (tile.rows == 66)
+    return call.x @ call.weight + (tile.rows == 66)
 
 
-def tiles(x: Tensor, weight: Tensor) -> list[Tile]:
+def tiles(call: Call) -> list[Tile]:
     return [Tile(rows) for rows in (8, 32, 66, 99)]
 
 
-SAME = [{"rows": 16}]
+SAME: Any = [{"rows": 16}]
 
 
-def whole(x: Tensor, weight: Tensor) -> Tensor:
+def whole(call: Call) -> Tensor:
     """A kernel of the composed op, slower than the quick product plus one."""
     _take(2e-3)
-    return x @ weight + 1
+    return call.x @ call.weight + 1
 
 
-def negated_slow(x: Tensor) -> Tensor:
+def parts(call: Call) -> Tensor:
+    """A kernel of the composed op that calls the product."""
+    return product(call.x, call.weight) + 1
+
+
+def negated_slow(call: Call) -> Tensor:
     _take(4e-3)
-    return -x
+    return -call.x
 
 
-def negated_quick(x: Tensor) -> Tensor:
+def negated_quick(call: Call) -> Tensor:
     _take(1e-3)
-    return 0 - x
+    return 0 - call.x
 
 
-def refuses_many(x: Tensor, weight: Tensor) -> str | None:
-    return f"{x.shape[0]} rows; takes at most 8" if x.shape[0] > 8 else None
+def refuses_many(call: Call) -> Refusal | None:
+    rows = call.x.shape[0]
+    return Refusal("{rows} rows; takes at most 8", rows=rows) if rows > 8 else None
 
 
-def offer(attribute: str, op: str = "tuning.product", **needs: Any) -> Kernel:
+def offer(attribute: str, op: str = "tuning.product", **settings: Any) -> Kernel:
     """A kernel of this module by its attribute."""
-    for name in ("unsupported", "configs"):
-        if name in needs:
-            needs[name] = f"{MODULE}:{needs[name]}"
-    return Kernel(op, f"{MODULE}:{attribute}", **needs)
+    for name in ("backward", "unsupported", "configs"):
+        if name in settings:
+            settings[name] = f"{MODULE}:{settings[name]}"
+    return Kernel(op, f"{MODULE}:{attribute}", **settings)
+
+
+def named(attribute: str, op: str = "tuning.product", backend: str = "loop") -> str:
+    """A kernel's identity, which tables and locks go by."""
+    return f"{backend}/{op}/{MODULE}:{attribute}"
 
 
 def two(**needs: Any) -> Loopback:
     """The kernel that comes first and the faster one."""
     return Loopback(offer("slow", priority=9), offer("quick", **needs))
+
+
+FEW, MANY, WEIGHT = (torch.randn(shape) for shape in ((4, 5), (100, 5), (5, 3)))
+
+
+def kernel(op: Op[..., Tensor], *args: Tensor) -> str:
+    """Which of this module's kernels would serve a call."""
+    return explain(op, *args).kernel.rpartition(":")[2]
+
+
+def tune(*names: str, **options: Any) -> Tuning:
+    return run_tune(names or ("tuning.product",), **options)
 
 
 def build(generator: torch.Generator, rows: int = 4, columns: int = 3) -> dict[str, Tensor]:
@@ -176,4 +206,4 @@ TABLES = {
 
 def use_cases(patch: pytest.MonkeyPatch) -> None:
     """Let the case tables of this module be those of installed packages."""
-    patch.setattr(_registry._state, "cases", dict(TABLES))
+    patch.setattr(registry, "_cases", lambda: dict(TABLES))

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from . import __version__
-from ._registry import backends, ops, origin, problems
+from .registry import backends, ops, origin, problems
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     for name, op in ops().items():
         for device in devices:
             found = op.candidates(torch.device(device), torch.float32)
-            kernel = found.accepted[0].kernel.target if found.accepted else "reference"
+            kernel = found.accepted[0].kernel.forward if found.accepted else "reference"
             print(f"op {name} on {device} (float32): {kernel}")
             for refusal in found.refusals:
                 print(f"    not {refusal}")

@@ -2,16 +2,16 @@
 
 import torch
 
-from kpt_core import Kernel
+from kpt_core import Backend, Kernel
 
 _HERE = "kpt_backend_sample"
 
 
-class SampleBackend:
+class SampleBackend(Backend):
     """Serves the CPU."""
 
     name = "sample"
-    device_type = "cpu"
+    device_types = ("cpu",)
 
     def unavailable(self) -> str | None:
         """A CPU is everywhere; a backend for a device looks for its driver here."""
@@ -27,11 +27,12 @@ class SampleBackend:
             Kernel("sample.softcap", f"{_HERE}.softcap:tensor_core_kernel", requires={"tensor_cores"}, priority=10),
             Kernel(
                 "sample.softcap",
-                f"{_HERE}.softcap:kernel",
+                forward=f"{_HERE}.softcap:kernel",
+                backward=f"{_HERE}.softcap:backward",
                 requires={"simd"},
                 unsupported=f"{_HERE}.softcap:unsupported",
             ),
-            Kernel("moe.grouped_mm", f"{_HERE}.grouped_mm:grouped_mm", priority=10),
+            Kernel("moe.grouped_mm", forward=f"{_HERE}.grouped_mm:grouped_mm", differentiable=True, priority=10),
         ]
 
 

@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
+from kpt_core import Call
 
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply expert by expert; autograd gives the gradients."""
-    ends = offsets.tolist()
+
+def grouped_mm(call: Call) -> Tensor:
+    """Multiply expert by expert; it is declared differentiable, so that autograd gives the gradients."""
+    ends = call.offsets.tolist()
     starts = [0, *ends[:-1]]
-    parts = [x[start:end] @ weight[expert] for expert, (start, end) in enumerate(zip(starts, ends, strict=True))]
-    rest = x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])
+    spans = enumerate(zip(starts, ends, strict=True))
+    parts = [call.x[start:end] @ call.weight[expert] for expert, (start, end) in spans]
+    rest = call.x.new_zeros(call.x.shape[0] - ends[-1], call.weight.shape[2])
     return torch.cat([*parts, rest])

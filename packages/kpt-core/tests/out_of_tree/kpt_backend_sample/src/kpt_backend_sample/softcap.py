@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kpt_core import op
+from kpt_core import Call, Refusal, op
 
 
-@op("sample.softcap")
+@op("sample.softcap", saves="results")
 def softcap(x: Tensor, *, cap: float = 30.0) -> Tensor:
     """Squeeze values into (-cap, cap).
 
@@ -20,20 +20,25 @@ def softcap(x: Tensor, *, cap: float = 30.0) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-def kernel(x: Tensor, *, cap: float = 30.0) -> Tensor:
+def kernel(call: Call) -> Tensor:
     """Multiply by the reciprocal; fails in float16, which it forgot to refuse, so that KPT has something to contain."""
-    if x.dtype is torch.float16:
+    if call.x.dtype is torch.float16:
         raise RuntimeError("invalid device function")
-    return torch.tanh(x * (1.0 / cap)) * cap
+    return torch.tanh(call.x * (1.0 / call.cap)) * call.cap
 
 
-def unsupported(x: Tensor, *, cap: float = 30.0) -> str | None:
-    """Why a call is not for `kernel`."""
-    if not x.is_contiguous():
-        return f"x has strides {list(x.stride())}; call x.contiguous() first"
+def backward(call: Call, saved: tuple[Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """The gradient of x, from the result alone."""
+    return {"x": grad * (1 - (saved[0] / call.cap).square())}
+
+
+def unsupported(call: Call) -> Refusal | None:
+    """Why a call is not for `kernel`; the sentence is put together when somebody reads it."""
+    if not call.x.is_contiguous():
+        return Refusal("x has strides {strides}; call x.contiguous() first", strides=list(call.x.stride()))
     return None
 
 
-def tensor_core_kernel(x: Tensor, *, cap: float = 30.0) -> Tensor:
+def tensor_core_kernel(call: Call) -> Tensor:
     """Never runs: no CPU has what it needs."""
     raise AssertionError("chosen without its capability")

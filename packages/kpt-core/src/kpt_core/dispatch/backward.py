@@ -1,0 +1,147 @@
+"""Gradients of an op: of the kernel that ran, of the next one where it raises, and of the reference in the end."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from kpt_core.contract import Call
+from kpt_core.errors import RegistrationError
+
+from .candidates import Candidate
+from .choice import choose, first_of
+from .containment import is_contained, warn_of_failure
+from .fallback import fall_back
+from .settings import effective
+
+if TYPE_CHECKING:
+    from kpt_core.operation import Op
+
+Gradients = dict[str, Any]
+
+
+def gradients(
+    op: "Op[..., Any]",
+    candidate: Candidate | None,
+    call: Call,
+    saved: tuple[Tensor, ...] | None,
+    grads: Sequence[Tensor | None],
+) -> Gradients:
+    """The gradients of the arguments that `call.needs` names.
+
+    Args:
+        op: the op.
+        candidate: the kernel that ran the forward, None if it is not known.
+        call: the call.
+        saved: what the forward saved; None if it saved nothing, and the forward has to run again.
+        grads: of the results.
+    """
+    first, scope = first_of(op, call), effective()
+    found = op.candidates(first.device, first.dtype)
+    failed: list[tuple[Candidate, Exception]] = []
+    while True:
+        if candidate is None:
+            candidate, tuned, _ = choose(op, call, found)
+            call = call._replace(config=None if tuned is None else tuned.config)
+        if candidate is None or candidate.kernel.differentiable:
+            if candidate is None:
+                fall_back(op, found, None, found.refusals)
+            function = op.run_reference if candidate is None else candidate.forward
+            try:
+                result = _completed(op, call, function_gradients(op, function, call, grads))
+            except Exception as error:
+                for other, _ in failed:
+                    other.failures.take_back(call)  # the call is wrong, not the kernels
+                if failed:
+                    raise error from failed[0][1]
+                raise
+            break
+        try:
+            if saved is None:
+                output = candidate.forward(call)
+                saved = output[1] if candidate.saves else _as_results(op, output)
+            result = _completed(op, call, candidate.backward(call, saved, *grads))
+            break
+        except Exception as error:
+            error.add_note(f"raised by the backward of kernel {candidate.identity}")
+            if scope.strict or found.explicit or not is_contained(error):
+                raise
+            candidate.keep_from(call, error)
+            failed.append((candidate, error))
+            candidate = None
+    for other, failure in failed:
+        ran = "the reference" if candidate is None else candidate.kernel.forward
+        warn_of_failure(op.name, other.kernel.forward, failure, ran, backward=True)
+    return result
+
+
+def _completed(op: "Op[..., Any]", call: Call, given: Gradients) -> Gradients:
+    """Gradients with zeros for those that were left out."""
+    unknown = given.keys() - set(op.parameters)
+    if unknown:
+        raise RegistrationError(f"it gave a gradient of {min(unknown)!r}; parameters of {op.name}: {op.parameters}")
+    missing = [name for name in call.needs if given.get(name) is None]
+    return {**given, **{name: tree_map(torch.zeros_like, getattr(call, name)) for name in missing}}
+
+
+def _as_results(op: "Op[..., Any]", output: Any) -> tuple[Tensor, ...]:
+    if op.saves is None:
+        return ()
+    return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def mapped(grads: Iterable[Tensor | None]) -> bool:
+    """Whether gradients are those of a transform, which no kernel may see: of `is_grads_batched`, for instance."""
+    of_autograd = torch._C._functorch.is_legacy_batchedtensor
+    return torch._C._are_functorch_transforms_active() or any(grad is not None and of_autograd(grad) for grad in grads)
+
+
+def reference_gradients(op: "Op[..., Any]", call: Call, grads: Iterable[Tensor | None]) -> Gradients:
+    """The reference's gradients, which can be differentiated themselves."""
+    return function_gradients(op, op.run_reference, call, grads, create_graph=True)
+
+
+def function_gradients(
+    op: "Op[..., Any]",
+    function: Callable[[Call], Any],
+    call: Call,
+    grads: Iterable[Tensor | None],
+    *,
+    create_graph: bool = False,
+) -> Gradients:
+    """The gradients of a function of a call's record that autograd differentiates."""
+
+    def primed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return [primed(each) for each in value] if isinstance(value, list | tuple) else value
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        # A view, so that paths from one argument to another, outside of the op, are not taken twice.
+        return value.view_as(value) if value.requires_grad and create_graph else value.detach().requires_grad_()
+
+    with torch.enable_grad():
+        here = call._replace(**{name: primed(getattr(call, name)) for name in call.needs})
+        results = function(here)
+        results = (results,) if isinstance(results, Tensor) else results
+        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+        names = [(name, each) for name in call.needs for each in _each(getattr(here, name))]
+        if not pairs:
+            return {}
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            [result for result, _ in pairs],
+            [each for _, each in names],
+            [grad for _, grad in pairs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    gathered: Gradients = {}
+    for (name, each), gradient in zip(names, found, strict=True):
+        gathered.setdefault(name, []).append(torch.zeros_like(each) if gradient is None else gradient)
+    lists = {op.parameters[place] for place in op.lists}
+    return {name: each if name in lists else each[0] for name, each in gathered.items()}
+
+
+def _each(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)

@@ -1,0 +1,212 @@
+"""A call of an op: who looks on, and which way it goes."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from kpt_core import registry
+from kpt_core.contract import TORCH, Call
+from kpt_core.errors import InputError, NoKernelError
+
+from .autocast import converted, without_autocast
+from .autograd import wanted
+from .candidates import Candidate
+from .choice import first_of
+from .fallback import fall_back
+from .opaque import call_opaque
+from .run import after_failure, choose_and_run, run
+from .settings import SCOPE, effective
+
+if TYPE_CHECKING:
+    from kpt_core.operation import Op
+
+#: Whose tensors stand for others and see every torch op: the opaque op is what they are shown.
+_TORCH_OWN = ("torch._subclasses.", "torch.distributed._functional_collectives")
+
+
+# Looked up once: a call asks them all.
+_autocast = torch._C._is_any_autocast_enabled
+_transforms = torch._C._are_functorch_transforms_active
+_modes, _traced_by_jit = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_profiled, _grad_enabled = torch._C._autograd._profiler_enabled, torch.is_grad_enabled
+_scope = SCOPE.get
+
+
+def dispatch(op: "Op[..., Any]", call: Call, plain: bool = False, needs: bool = False) -> Any:
+    """Serve an eager call.
+
+    Args:
+        op: the op.
+        call: the call.
+        plain: whether every tensor of it is a plain one, as far as is known.
+        needs: whether a gradient is wanted, where all are plain.
+    """
+    if _autocast():
+        return _under_autocast(op, call)
+    seen = not plain and inspect_tensors(op, call)
+    if op.check is not None:
+        op.check(call)
+    scope = _scope()
+    if scope is not None and scope.dry:
+        from kpt_core.explaining import choose_only
+
+        return choose_only(op, call, scope)
+    if _transforms() or forward_ad._current_level >= 0:
+        return op.run_reference(call)
+    first = first_of(op, call) if op.lists else call[op.first]
+    if seen or _modes() or _traced_by_jit() or _profiled() or first.is_meta:
+        return call_opaque(op, call)
+    if needs or (not plain and _grad_enabled()):
+        call = op.Call(*call[:-2], wanted(op, call), None)
+    if scope is None:
+        device, candidates = op.quick.get(first.dtype, _NOWHERE)
+        if device == first.device:
+            for candidate in candidates:
+                if candidate.free or candidate.refusal(call) is None:
+                    try:
+                        if call.needs:
+                            return run(op, candidate, call)
+                        result = candidate.forward(call)
+                        return result[0] if candidate.saves else result
+                    except Exception as error:
+                        found = op.candidates(first.device, first.dtype)
+                        return after_failure(op, call, found, effective(), run, ((candidate, error),))
+    return _dispatch_fully(op, call)
+
+
+def _under_autocast(op: "Op[..., Any]", call: Call) -> Any:
+    call = converted(op, call)
+    with without_autocast(first_of(op, call).device.type):
+        if not _autocast():
+            return dispatch(op, call)
+    # It is on for devices of another type still: only this call may not ask again.
+    with torch._C._DisableAutocast():
+        return dispatch(op, call)
+
+
+def inspect_tensors(op: "Op[..., Any]", call: Call) -> bool:
+    """Whether some tensor stands for others; raises for what is no tensor, or has rules of its own."""
+    seen = False
+    for name, kind in op.kinds.items():  # no numbers: Dynamo takes those of an object for dynamic ones
+        given = getattr(call, name)
+        for value in _listed(op, name, given) if kind == "list" else (given,):
+            if type(value) not in PLAIN and not (value is None and kind == "optional"):
+                seen |= _stands_for_others(op, name, value)
+    return seen
+
+
+#: What tensors mostly are.
+PLAIN = frozenset({Tensor, Parameter})
+_NOWHERE: tuple[torch.device | None, tuple[Candidate, ...]] = (None, ())
+
+
+def _dispatch_fully(op: "Op[..., Any]", call: Call) -> Any:
+    first, quick = first_of(op, call), op.quick
+    found = op.candidates(first.device, first.dtype)
+    result = choose_and_run(op, call, found, effective())
+    if SCOPE.get() is None and found.tuned is None and not (found.explicit or op.mutates):
+        # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
+        silent = not registry.reference_is_slow(first.device)
+        quick[first.dtype] = first.device, tuple(c for c in found.accepted if silent or c.backend != TORCH)
+    return result
+
+
+def dispatch_traced(op: "Op[..., Any]", arguments: tuple[Any, ...]) -> Any:
+    """Serve a call while Dynamo traces it."""
+    call = op.Call(*arguments, (), None)
+    inspect_tensors(op, call)
+    if torch._C._is_any_autocast_enabled():
+        call = converted(op, call)
+        with without_autocast(first_of(op, call).device.type):
+            return _trace(op, call)
+    return _trace(op, call)
+
+
+def _trace(op: "Op[..., Any]", call: Call) -> Any:
+    if op.check is not None:
+        op.check(call)
+    if _transformed():
+        return op.run_reference(call)
+    if not torch.compiler.is_exporting():
+        first = first_of(op, call)
+        training = torch.is_grad_enabled() and len(wanted(op, call)) > 0
+        if _may_look_into(op.name, str(first.device), first.dtype, training):
+            return op.plain[str(first.device), first.dtype, training](call)
+    return call_opaque(op, call)
+
+
+def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Let Dynamo call a function instead of tracing it, as `torch.compiler.assume_constant_result` does.
+
+    That one imports Dynamo, which takes longer than everything else here.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
+def _transformed() -> bool:
+    """Whether a transform is traced: a graph would hold the question otherwise."""
+    return _transforms() or forward_ad._current_level >= 0
+
+
+@_constant
+def _may_look_into(name: str, device: str, dtype: torch.dtype, training: bool) -> bool:
+    """Whether plain PyTorch alone can serve such calls, which `op.plain` then has: a compiler may fuse it."""
+    op = registry.get_op(name)
+    if op.mutates or SCOPE.get() is not None:
+        return False  # what a block asks for must not stay in the graph
+    where = torch.device(device)
+    found = op.candidates(where, dtype)
+    best = found.accepted[0] if found.accepted else None
+    if not found.reference or any(each.backend != TORCH for each in found.accepted):
+        return False
+    if best is not None and not (best.traceable and (best.kernel.differentiable or not training)):
+        return False
+    try:
+        fall_back(op, found, best, found.refusals)
+    except NoKernelError:
+        return False  # raised when it runs
+    op.plain[device, dtype, training] = op.run_reference if best is None else _without_saving(best)
+    return True
+
+
+def _without_saving(candidate: Candidate) -> Callable[[Call], Any]:
+    forward = candidate.forward
+    return (lambda call: forward(call)[0]) if candidate.saves else forward
+
+
+@_constant
+def _has_rules(kind: Any) -> bool:
+    """Whether a class of tensors sees the functions that its tensors are passed to."""
+    rules = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or rules not in _PLAIN_RULES
+
+
+def _listed(op: "Op[..., Any]", name: str, value: Any) -> Iterable[object]:
+    if not isinstance(value, list | tuple) or not value:
+        raise InputError(f"{op.name}: {name} must be a list of tensors, at least one; got {value!r:.60}")
+    return value
+
+
+def _stands_for_others(op: "Op[..., Any]", name: str, value: Any) -> bool:
+    """Whether a tensor is one of torch's own that stand for others, as while compiling; raises for what it can't be."""
+    kind: Any = type(value)
+    if not isinstance(value, Tensor):
+        raise InputError(f"{op.name}: {name} must be a tensor; got {kind.__name__}")
+    if kind.__module__.startswith(_TORCH_OWN):
+        return True
+    if not _has_rules(kind):
+        return False  # a plain tensor by another name
+    raise InputError(
+        f"{op.name}: {name} is a {kind.__module__}.{kind.__name__}, a tensor with rules of its own "
+        "that no kernel knows: pass the plain tensors that it is made of (a DTensor's local part by to_local(), a "
+        "quantised tensor's numbers and scales, a nested tensor's values() and offsets())"
+    )
+
+
+_PLAIN_RULES = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]

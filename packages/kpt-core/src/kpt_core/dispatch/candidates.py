@@ -1,0 +1,228 @@
+"""Which kernels may serve an op on a device: everything about a choice that does not depend on the call's arguments."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kpt_core import registry
+from kpt_core.contract import REFERENCE, TORCH, Backend, Call, Kernel, Refusal, identity, load
+from kpt_core.discovery import said
+from kpt_core.errors import KptError, RegistrationError, UnknownNameError
+from kpt_core.selection import Refused
+from kpt_core.tuning.tables import Tuned, tuned_choices
+
+from .containment import Failures
+from .settings import Scope, warn_of_unknown
+
+if TYPE_CHECKING:
+    from kpt_core.operation import Op
+
+_NOT_LOADED = "not loaded yet"
+_FORWARD_ONLY = "forward only, and a gradient is needed"
+
+
+class Candidate:
+    """A kernel whose needs the device meets; its functions are imported when it is first asked.
+
+    Attributes:
+        backend: name of its backend.
+        kernel: the kernel.
+        identity: backend/op/function.
+        saves: whether its forward gives what is saved beside the results.
+        free: whether it takes every call; False while it is not loaded.
+        forward: its function, once `refusal` was asked; as `backward` is.
+        failures: calls that it is kept from.
+        agrees: whether its results were seen to be what compilers are told.
+    """
+
+    __slots__ = (
+        "_broken", "_newer", "_results", "_unsupported",
+        "agrees", "backend", "backward", "failures", "forward", "free", "identity", "kernel", "saves",
+    )  # fmt: skip
+
+    forward: Callable[[Call], Any]
+    backward: Callable[..., dict[str, Any]]
+
+    def __init__(self, op: "Op[..., Any]", backend: str, kernel: Kernel) -> None:
+        self.backend, self.kernel, self.identity = backend, kernel, identity(backend, kernel)
+        self.saves = kernel.backward is not None and op.saved_count > 0
+        self.failures = Failures([op.parameters.index(name) for name in op.unread])
+        self.free = self.agrees = False
+        self._broken: str | None = _NOT_LOADED
+        self._unsupported: Callable[[Call], Refusal | str | None] | None = None
+        self._newer = op.newer_than(kernel)
+        self._results = op.result_count
+
+    def refusal(self, call: Call) -> Refusal | str | None:
+        """Why this call is not for this kernel, or None."""
+        if self._broken is not None:
+            if self._broken is _NOT_LOADED:
+                self._load()
+            if self._broken is not None:
+                return self._broken
+        kernel = self.kernel
+        if call.needs and kernel.backward is None and not kernel.differentiable:
+            return _FORWARD_ONLY
+        for index, default, refusal in self._newer:
+            if call[index] is not default and call[index] != default:
+                return refusal
+        if self._unsupported is not None:
+            refused = self._unsupported(call)
+            if refused is not None:
+                if not isinstance(refused, Refusal | str):
+                    raise RegistrationError(
+                        f"{self.kernel.unsupported} gave {refused!r}; expected None, a sentence or a Refusal"
+                    )
+                return refused
+        return self.failures.refusal(call) if self.failures else None
+
+    @property
+    def traceable(self) -> bool:
+        """Whether compilers may look into it: it takes every call, as far as gradients are no question."""
+        if self._broken is _NOT_LOADED:
+            self._load()
+        conditions = self._broken, self._newer, self._unsupported, self.failures
+        return self.kernel.traceable and not any(conditions)
+
+    def keep_from(self, call: Call, error: Exception) -> None:
+        """Note that it raised."""
+        self.free = False
+        self.failures.note(call, error)
+
+    def _load(self) -> None:
+        """Import the functions; what can't be imported refuses, and costs a warning."""
+        kernel = self.kernel
+        try:
+            self.forward = _function(kernel.forward, 1)  # the record
+            if kernel.unsupported is not None:
+                self._unsupported = _function(kernel.unsupported, 1)
+            if kernel.backward is not None:
+                self.backward = _function(kernel.backward, 2 + self._results)  # record, saved and gradients
+            self.free = (
+                not self._newer
+                and kernel.unsupported is None
+                and (kernel.backward is not None or kernel.differentiable)
+            )
+            self._broken = None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._broken = f"could not be loaded: {said(error)}"
+            registry.report(f"kernel {self.identity}", self._broken)
+
+
+def _function(target: str, arguments: int) -> Callable[..., Any]:
+    """Import a function that takes so many arguments by position."""
+    found = load(target)
+    try:
+        inspect.signature(found).bind(*[None] * arguments)
+    except TypeError as error:  # no function at all is one too
+        raise RegistrationError(f"{target} must take {arguments} argument{'s' * (arguments > 1)}: {error}") from None
+    return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The kernels that may serve an op on a device and dtype, best first, and why the others may not.
+
+    Attributes:
+        device: of such calls' first tensors.
+        dtype: likewise.
+        accepted: the kernels.
+        refusals: of the others.
+        reference: whether the reference may run if no kernel accepts the call.
+        explicit: the choice (`use`, `KPT_USE`) that limits the kernels, None for automatic selection.
+        tuned: what was measured for such calls, None if nothing was or there is nothing to choose from.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    accepted: tuple[Candidate, ...]
+    refusals: tuple[Refused, ...]
+    reference: bool
+    explicit: str | None
+    tuned: Tuned | None = None
+
+
+def find_candidates(op: "Op[..., Any]", device: torch.device, dtype: torch.dtype, scope: Scope) -> Candidates:
+    """Sort the kernels offered for an op into accepted and refused.
+
+    Args:
+        op: the op.
+        device: device of the first tensor.
+        dtype: dtype of the first tensor.
+        scope: settings in force.
+
+    Raises:
+        UnknownNameError: what was asked for, or the op that it was asked for, does not exist.
+    """
+    forced = next((each for each in reversed(scope.forced) if each[0] == op.name), None)
+    if forced is not None:
+        return Candidates(device, dtype, (op.candidate(forced[1], forced[2]),), (), False, forced[2].forward)
+    for named, _ in scope.choices:
+        if named != "*":
+            registry.get_op(named)
+    warn_of_unknown()
+    asked_of, choice = scope.choice(op.name)
+    if choice is not None and choice not in registry.known_choices():
+        raise UnknownNameError("backend or kernel", choice, registry.known_choices(), "(asked for by use or KPT_USE)")
+    offers = registry.kernels(op.name)
+    limited = asked_of == op.name
+    own = [kernel for backend, kernel in offers if choice in _names(backend, kernel)]
+    if choice is not None and ":" in choice and not limited and not own:
+        choice = None  # a kernel of another op: this one is chosen automatically
+    # Asked of all ops, a backend may serve those of which this one is composed; asked of this op, it must serve it.
+    reference = choice in (None, REFERENCE) or (choice == TORCH and not own)  # which is plain PyTorch, too
+    through_parts = choice not in (None, REFERENCE, TORCH) and not limited and not own
+    accepted, refusals = [], []
+    for backend, kernel in offers:
+        asked = choice is None or choice in _names(backend, kernel)
+        if through_parts:
+            asked = backend.name == TORCH and bool(kernel.composed_of)
+        reason = None if asked else f"{choice} was asked for (use or KPT_USE)"
+        reason = reason or _static_refusal(op, backend, kernel, device, dtype, scope)
+        if reason is None:
+            accepted.append(op.candidate(backend.name, kernel))
+        else:
+            refusals.append(Refused(backend.name, kernel.forward, reason))
+    if device.type != "meta" and not registry.serves(device.type):
+        refusals.append(Refused(f"{device.type} backend", None, "none is installed"))
+    tuned = tuned_choices(op.name, device, dtype, [each.identity for each in accepted]) if accepted else None
+    return Candidates(device, dtype, tuple(accepted), tuple(refusals), reference, choice, tuned)
+
+
+def _names(backend: Backend, kernel: Kernel) -> tuple[str, str, str]:
+    return backend.name, kernel.forward, identity(backend.name, kernel)
+
+
+def _static_refusal(
+    op: "Op[..., Any]", backend: Backend, kernel: Kernel, device: torch.device, dtype: torch.dtype, scope: Scope
+) -> str | None:
+    if not scope.disabled.isdisjoint(_names(backend, kernel)):
+        return "disabled (KPT_DISABLE)"
+    if not backend.serves(device.type):
+        return f"runs on {' and '.join(backend.device_types)}; this call is on {device.type}"
+    if kernel.version > op.version:
+        package = registry.package_of(op.defined_in)
+        return (
+            f"written for version {kernel.version} of {op.name}, which {package} has in version {op.version}: "
+            f"upgrade {package}"
+        )
+    try:
+        unavailable = backend.unavailable()
+        missing = () if unavailable else sorted(kernel.requires - backend.capabilities(device))
+    except (Exception, SystemExit) as error:
+        if isinstance(error, KptError) and scope.choice(op.name)[1] in _names(backend, kernel):
+            raise
+        return f"its backend failed to describe {device}: {said(error)}"
+    if unavailable:
+        return unavailable
+    if missing:
+        return f"needs {', '.join(missing)}, which {device} lacks"
+    name = str(dtype).removeprefix("torch.")
+    if kernel.dtypes is not None and name not in kernel.dtypes:
+        return f"dtype {name}; needs {' or '.join(sorted(kernel.dtypes))}"
+    return None

@@ -1,0 +1,80 @@
+"""A kernel that raises: whose fault it is, which calls it is kept from, and who is told."""
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_core.contract import Call, Refusal
+from kpt_core.errors import KernelFailedWarning, KptError, warn_caller
+
+#: After so many failures a kernel is off for the process.
+MOST_FAILURES = 3
+
+
+class Failures:
+    """The calls in which a kernel raised.
+
+    Args:
+        unread: places of arguments that are not there in backward, but for their shapes.
+    """
+
+    __slots__ = ("_errors", "_unread")
+
+    def __init__(self, unread: Collection[int] = ()) -> None:
+        self._errors: dict[Any, str] = {}
+        self._unread = unread
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    def note(self, call: Call, error: Exception) -> None:
+        """Keep the kernel from such calls; after `MOST_FAILURES` from all."""
+        self._errors[self._signature(call)] = f"{type(error).__name__}: {error}"
+
+    def take_back(self, call: Call) -> None:
+        """It was not the kernel's fault."""
+        self._errors.pop(self._signature(call), None)
+
+    def refusal(self, call: Call) -> Refusal | None:
+        """Why the kernel is kept from a call, or None."""
+        if len(self._errors) >= MOST_FAILURES:
+            *_, last = self._errors.values()
+            return Refusal("quarantined: it raised {count} times, lastly {error}", count=len(self._errors), error=last)
+        error = self._errors.get(self._signature(call)) if self._errors else None
+        return None if error is None else Refusal("quarantined for such calls: it raised {error}", error=error)
+
+    def _signature(self, call: Call) -> tuple[Any, ...]:
+        """What identifies a call: layouts of tensors, plain values, and whether gradients are needed."""
+
+        def describe(value: Any, read: bool = True) -> Any:
+            if isinstance(value, Tensor):
+                return tuple(value.shape), value.stride() if read else None, value.dtype, value.device
+            return tuple(map(describe, value)) if isinstance(value, list | tuple) else value
+
+        # All but the configuration.
+        return tuple([describe(value, place not in self._unread) for place, value in enumerate(call[:-1])])
+
+
+def is_contained(error: Exception) -> bool:
+    """Whether a failure is the kernel's own: running out of memory and refusals of KPT are not."""
+    return not (isinstance(error, KptError | torch.OutOfMemoryError | MemoryError) or _ends_recomputation(error))
+
+
+def _ends_recomputation(error: Exception) -> bool:
+    """Whether activation checkpointing stops a recomputation: it raises where the kernel saves its last tensor."""
+    # By name: who has not imported the module can't have raised its error.
+    stop = getattr(sys.modules.get("torch.utils.checkpoint"), "_StopRecomputationError", None)
+    return stop is not None and isinstance(error, stop)
+
+
+def warn_of_failure(op: str, failed: str, error: Exception, ran: str, *, backward: bool = False) -> None:
+    """Say that a kernel raised and what ran in its place."""
+    what = f"the backward of kernel {failed}" if backward else f"kernel {failed}"
+    warn_caller(
+        f"{what} raised {type(error).__name__}: {error}; it is quarantined for such calls of {op} and {ran} ran "
+        "(KPT_STRICT=1 raises instead)",
+        KernelFailedWarning,
+    )

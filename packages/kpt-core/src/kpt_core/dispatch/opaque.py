@@ -1,0 +1,240 @@
+"""The torch op that stands for an op of ours where others look on: compilers, tracers, modes and profilers.
+
+It is opaque to them, so that the kernel is chosen inside, when it runs, by real sizes.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
+
+from kpt_core.contract import Call
+from kpt_core.errors import RegistrationError
+from kpt_core.registry import get_op
+
+from .autograd import Kept, flat, in_order, wanted
+from .backward import gradients, mapped, reference_gradients
+from .candidates import Candidate
+from .choice import first_of
+from .run import choose_and_run
+from .settings import effective
+
+if TYPE_CHECKING:
+    from kpt_core.operation import Op
+
+_library = Library("kpt", "FRAGMENT")
+#: Name of a torch op to that of the op that it stands for: it finds the one that was defined last.
+_defined: dict[str, str] = {}
+_arguments: dict[str, str] = {}
+_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+
+
+def define_opaque(op: "Op[..., Any]") -> None:
+    """Make `kpt::family_operation` and, unless the op mutates, its backward."""
+    name = op.name.replace(".", "_")
+    for each in (name, f"{name}_backward"):
+        if _defined.setdefault(each, op.name) != op.name:
+            raise RegistrationError(f"op {op.name!r} needs the name kpt::{each}, which {_defined[each]!r} has")
+    arguments = ", ".join(f"{_type_of(op, each, kind)} {each}" for each, kind in op.annotations.items())
+    if hasattr(torch.ops.kpt, name):  # its module is imported again
+        if _arguments[name] != arguments:
+            raise RegistrationError(f"op {op.name!r} was defined with other parameters before: restart the process")
+        return
+    _arguments[name] = arguments
+    count = op.result_count + op.saved_count
+    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    _define(op, name, f"{arguments}, str needs", results, _forward, _fake)
+    if not op.mutates:
+        grads = "".join(f"Tensor? grad_{place}, " for place in range(op.result_count))
+        more = f"{arguments}, Tensor[] saved, str needs"
+        _define(op, f"{name}_backward", f"{grads}{more}", "Tensor[]", _backward, _backward_fake)
+        register_autograd(
+            f"kpt::{name}",
+            lambda ctx, *grads: _backward_of_graph(get_op(op.name), ctx, grads),
+            setup_context=lambda ctx, inputs, output: _setup_context(get_op(op.name), ctx, inputs, output),
+            lib=_library,
+        )
+    _count_flops(op)
+
+
+def _define(op: "Op[..., Any]", name: str, arguments: str, results: str, implementation: Any, fake: Any) -> None:
+    _library.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, lambda *values: implementation(get_op(op.name), values), "CompositeExplicitAutograd")
+    register_fake(f"kpt::{name}", lambda *values: fake(get_op(op.name), values), lib=_library)
+
+
+def _type_of(op: "Op[..., Any]", name: str, kind: Any) -> str:
+    if kind == list[Tensor]:
+        return "Tensor[]"
+    plain = next(each for each in _TYPES if each is kind or each in getattr(kind, "__args__", ()))
+    # Each may alias itself alone.
+    written = f"Tensor({chr(97 + op.parameters.index(name))}!)" if name in op.mutates else _TYPES[plain]
+    return written if plain is kind else f"{written}?"
+
+
+def call_opaque(op: "Op[..., Any]", call: Call) -> Any:
+    """Call the torch op."""
+    # What is exported or traced runs elsewhere, mostly for inference: its backward runs the forward again.
+    elsewhere = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    training = torch.is_grad_enabled() and not elsewhere
+    needs = wanted(op, call) if training else ()
+    if not torch.compiler.is_compiling():
+        _count_flops(op)
+    operator = getattr(torch.ops.kpt, op.name.replace(".", "_")).default
+    results = operator(*call[:-2], ",".join(needs))
+    if not op.saved_names:
+        return results
+    own = tuple([result for result, _ in zip(results, op.result_names, strict=False)])
+    return own if len(own) > 1 else own[0]
+
+
+def _call(op: "Op[..., Any]", values: tuple[Any, ...]) -> Call:
+    """The call of a torch op's arguments, the last of which names what needs a gradient (tracers take no lists)."""
+    *arguments, needs = values
+    return op.Call(*arguments, tuple(needs.split(",")) if needs else (), None)
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else () if results is None else (results,)
+
+
+def _whole(op: "Op[..., Any]", call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
+    """What the torch op gives: results and saved tensors, laid out as the contract says."""
+    if op.saved_count and not call.needs:
+        saved = tuple(first_of(op, call).new_empty(0) for _ in range(op.saved_count))
+    elif op.saved_count and not saved:
+        assert callable(op.saves)
+        saved = op.saves(call._replace(needs=()))
+    given = _own((each.contiguous() for each in (*_as_tuple(results), *saved)), flat(op, call))
+    return tuple(given) if len(given) > 1 else given[0] if given else None
+
+
+def _own(tensors: Iterable[Tensor], others: Iterable[Tensor | None]) -> list[Tensor]:
+    """Tensors that share no memory with one another, nor with others: a compiler takes them for that."""
+    known, given = {each.untyped_storage()._cdata for each in others if each is not None}, []
+    for each in tensors:
+        own = each.clone() if each.untyped_storage()._cdata in known else each
+        known.add(own.untyped_storage()._cdata)
+        given.append(own)
+    return given
+
+
+def _forward(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+    call = _call(op, values)
+    first = first_of(op, call)
+
+    def run(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
+        output = op.run_reference(call) if candidate is None else candidate.forward(call)
+        results, saved = output if candidate is not None and candidate.saves else (output, ())
+        if candidate is not None and not candidate.agrees:
+            _require_agreement(op, call, results)
+            candidate.agrees = True
+        return _whole(op, call, results, saved)
+
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return choose_and_run(op, call, op.candidates(first.device, first.dtype), effective(), run)
+
+
+def _require_agreement(op: "Op[..., Any]", call: Call, results: Any) -> None:
+    """Raise unless results are what compilers were told: they would read other bytes than were written."""
+    expected = () if op.fake is None else _as_tuple(op.fake(call))
+    for told, given in zip(expected, _as_tuple(results), strict=False):
+        if (told.dtype, told.shape) != (given.dtype, given.shape):
+            raise TypeError(
+                f"a result is {given.dtype} {list(given.shape)}; the op's contract says {told.dtype} {list(told.shape)}"
+            )
+
+
+def _fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+    call = _call(op, values)
+    with torch.no_grad():
+        return _whole(op, call, op.faked(call), ())
+
+
+def _setup_context(op: "Op[..., Any]", ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    call, outputs = _call(op, inputs), _as_tuple(output)
+    ctx.kept, tensors = Kept.of(op, call)
+    ctx.count = len(tensors)
+    saved = outputs if op.saves == "results" else outputs[op.result_count :] if call.needs else ()
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*outputs[op.result_count :])
+
+
+def _backward_of_graph(op: "Op[..., Any]", ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """What autograd runs behind the torch op: the backward's own torch op."""
+    tensors, grads = list(ctx.saved_tensors), grads[: op.result_count]
+    call, saved = ctx.kept.whole(tensors[: ctx.count]), tensors[ctx.count :]
+    wanting = zip(op.parameters, ctx.needs_input_grad, strict=False)
+    needs = tuple(name for name, need in wanting if (any(need) if isinstance(need, list | tuple) else need))
+    call = call._replace(needs=needs)
+    found: dict[str, Any] = {}
+    if call.needs and any(grad is not None for grad in grads):
+        if mapped(grads) or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+            found = reference_gradients(op, call, grads)
+        else:
+            operator = getattr(torch.ops.kpt, f"{op.name.replace('.', '_')}_backward").default
+            given = iter(operator(*grads, *call[:-2], saved, ",".join(call.needs)))
+            found = {name: _like(getattr(call, name), given) for name in call.needs}
+    return (*in_order(op, call, found), None)
+
+
+def _like(value: Any, given: Any) -> Any:
+    return next(given) if isinstance(value, Tensor) else [next(given) for _ in value]
+
+
+def _taken_apart(op: "Op[..., Any]", values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Call, list[Tensor]]:
+    """Gradients of the results, the call, and what was saved, of the backward's arguments."""
+    *arguments, saved, needs = values[op.result_count :]
+    return values[: op.result_count], _call(op, (*arguments, needs)), saved
+
+
+def _backward(op: "Op[..., Any]", values: tuple[Any, ...]) -> list[Tensor]:
+    grads, call, saved = _taken_apart(op, values)
+    absent = not saved and op.saves is not None
+    with torch.no_grad(), torch._C._DisableAutocast():
+        found = gradients(op, None, call, None if absent else tuple(saved), grads)
+        pairs = [(getattr(call, name), found[name]) for name in call.needs]
+        apart = [zip(v, g, strict=True) if isinstance(v, list) else ((v, g),) for v, g in pairs]
+        laid_out = (_laid_out(like, gradient) for each in apart for like, gradient in each)
+        return _own(laid_out, (*grads, *flat(op, call), *saved))
+
+
+def _laid_out(like: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient in its argument's shape, dtype and layout, which are what the fake says."""
+    laid_out, gradient = torch.empty_like(like), gradient.sum_to_size(like.shape)
+    same = gradient.dtype is like.dtype and gradient.stride() == laid_out.stride()
+    return gradient if same else laid_out.copy_(gradient)
+
+
+def _backward_fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> list[Tensor]:
+    _, call, _ = _taken_apart(op, values)
+    wanting = [getattr(call, name) for name in call.needs]
+    return [torch.empty_like(each) for value in wanting for each in (value if isinstance(value, list) else (value,))]
+
+
+def _count_flops(op: "Op[..., Any]") -> None:
+    """Tell torch's FLOP counter, if it is there: importing it takes longer than everything else here."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if op.flops is None or counter is None:
+        return
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    name, flops = op.name.replace(".", "_"), op.flops
+
+    def of_forward(*values: Any, **kwargs: Any) -> int:
+        return flops(_call(op, values))
+
+    def of_backward(*values: Any, **kwargs: Any) -> int:
+        # Products are linear in both factors: as much again for the gradient of each.
+        return 2 * flops(_taken_apart(op, values)[1])
+
+    # A counter that runs took its copy of the table when it was made.
+    running = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
+    for table in (counter.flop_registry, *(each.flop_registry for each in running if each is not None)):
+        table.setdefault(getattr(torch.ops.kpt, name), of_forward)
+        if not op.mutates:
+            table.setdefault(getattr(torch.ops.kpt, f"{name}_backward"), of_backward)

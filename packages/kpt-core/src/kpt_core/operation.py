@@ -1,0 +1,340 @@
+"""An op: one operation's contract. Its body is its specification; calling it runs the best kernel."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from . import registry
+from .contract import Call, Kernel, Refusal, call_type
+from .dispatch.call import PLAIN, dispatch, dispatch_traced
+from .dispatch.candidates import Candidate, Candidates, find_candidates
+from .dispatch.opaque import define_opaque
+from .dispatch.settings import Scope, effective
+from .errors import RegistrationError
+from .selection import Selection
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PLAIN = (int, float, bool, str, torch.dtype)
+#: Names of a record's other fields, and of arguments of the torch op for backward.
+_RESERVED = ("needs", "config", "saved")
+#: `saves` of an op whose results are all that its backward needs beside the arguments.
+RESULTS = "results"
+
+
+class Op(Generic[P, R]):
+    """One operation; made by `@kpt_core.op`, which says what its settings mean.
+
+    Attributes:
+        name: `family.operation`, for instance `moe.grouped_mm`.
+        reference: the decorated function: specification, oracle, and what runs where nothing else may.
+        version: of the contract.
+        parameters: names of the op's parameters, in order.
+        defined_in: module and name of the reference.
+        tensors: places of the parameters that are tensors, in three groups: `required`, `optional` and `lists`.
+    """
+
+    def __init__(self, name: str, reference: Callable[P, R], **settings: Any) -> None:
+        family, _, operation = name.partition(".")
+        if not (family.isidentifier() and operation.isidentifier()):
+            raise RegistrationError(f"op name {name!r} is not of the form 'family.operation'")
+        functools.update_wrapper(self, reference)
+        self.name = name
+        self.reference = reference
+        self.defined_in = f"{reference.__module__}:{reference.__qualname__}"
+        self.version: int = settings["version"]
+        self.check: Callable[[Call], None] | None = settings["check"]
+        self.fake: Callable[[Call], Any] | None = settings["fake"]
+        self.saves: Callable[[Call], tuple[Tensor, ...]] | str | None = settings["saves"]
+        self.flops: Callable[[Call], int] | None = settings["flops"]
+        self.size_key: Callable[[Call], tuple[int | str, ...]] | None = settings["size_key"]
+        self.random: bool = settings["random"]
+        self._since: Mapping[str, int] = settings["since"]
+        parameters = inspect.signature(reference).parameters
+        self.parameters = tuple(parameters)
+        self.defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        hints = get_type_hints(reference)
+        self.annotations = self._annotations(hints, parameters)
+        tensors = [n for n, kind in self.annotations.items() if kind is Tensor or kind == Tensor | None]
+        self.mutates, self.unread, self.autocast = (
+            self._known(setting, settings[setting], tensors, "tensors") for setting in ("mutates", "unread", "autocast")
+        )
+        self._known("since", self._since, self.defaults, "parameters with a default")
+        for parameter, since in self._since.items():
+            if since > self.version:
+                raise RegistrationError(
+                    f"op {name!r}: {parameter!r} came with version {since}, and the op has {self.version}"
+                )
+        if self.random:
+            self._known("random: it asks for", ("seed", "offset"), self.parameters, "parameters")
+        places = list(enumerate(self.annotations.values()))
+        self.required = tuple(place for place, kind in places if kind is Tensor)
+        self.lists = tuple(place for place, kind in places if kind == list[Tensor])
+        self.optional = tuple(p for p, kind in places if Tensor in get_args(kind) and p not in self.lists)
+        self.tensors = tuple(sorted((*self.required, *self.optional, *self.lists)))
+        groups = (("required", self.required), ("list", self.lists), ("optional", self.optional))
+        #: The same by name, what tells the device first.
+        self.kinds = {self.parameters[place]: kind for kind, places in groups for place in places}
+        if not self.required and not self.lists:
+            raise RegistrationError(f"op {name!r} takes no tensor; one must be there to tell the device")
+        self.first = (*self.required, *self.lists)[0]
+        results = hints.get("return")
+        self.result_count = int(results is Tensor) if results in (Tensor, NoneType) else _length(results)
+        if self.result_count == 0 and results is not NoneType:
+            raise RegistrationError(f"op {name!r} gives {results}; expected Tensor, a tuple of so many, or None")
+        self.saved_count = 0
+        if callable(self.saves):
+            self.saved_count = _length(get_type_hints(self.saves).get("return"))
+            if not self.saved_count:
+                raise RegistrationError(f"op {name!r}: saves must be annotated to give a tuple of so many tensors")
+        elif self.saves not in (None, RESULTS):
+            raise RegistrationError(f"op {name!r}: saves is {self.saves!r}; expected a function or {RESULTS!r}")
+        #: As many as there are: code that Dynamo traces may read no number of an object.
+        self.result_names = tuple(f"result_{place}" for place in range(self.result_count))
+        self.saved_names = tuple(f"saved_{place}" for place in range(self.saved_count))
+        self.Call = call_type(name, self.parameters)
+        keyword_only = {n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        entry, self.run_reference = _entries(self, parameters, keyword_only)
+        # A class of its own, since a call looks for `__call__` there; binding is Python's own, and as quick.
+        self.__class__ = type("Op", (type(self),), {"__call__": entry, "__module__": __name__})
+        #: dtype -> the device that was last used, and whom to ask there in turn where the environment alone applies.
+        self.quick: dict[torch.dtype, tuple[torch.device, tuple[Candidate, ...]]] = {}
+        self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
+        self._candidates: dict[tuple[str, Kernel], Candidate] = {}
+        #: Device types whose fallback to plain PyTorch was said.
+        self.told_of: set[str] = set()
+        #: What compilers look into instead of the opaque op, by what they know of a call.
+        self.plain: dict[tuple[str, torch.dtype, bool], Callable[[Call], Any]] = {}
+
+    def _known(self, setting: str, names: Iterable[str], known: Iterable[str], what: str) -> frozenset[str]:
+        for name in names:
+            if name not in known:
+                raise RegistrationError(f"op {self.name!r}: {setting} {name!r}, which is none of its {what}")
+        return frozenset(names)
+
+    def _annotations(self, hints: dict[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+        found = {}
+        for name, parameter in parameters.items():
+            kind = hints.get(name)
+            options = set(get_args(kind) or (kind,)) - {NoneType}
+            if kind != list[Tensor] and (len(options) != 1 or not options <= {Tensor, *_PLAIN}):
+                raise RegistrationError(
+                    f"op {self.name!r}: parameter {name!r} is annotated {kind}; expected Tensor, list[Tensor], int, "
+                    "float, bool, str or torch.dtype (or one of these but the list, or None): take richer objects "
+                    "apart in the layer that calls the op"
+                )
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise RegistrationError(f"op {self.name!r}: parameter {name!r} is {parameter.kind.description}")
+            if name in _RESERVED or name.startswith(("_", "grad_")):
+                raise RegistrationError(f"op {self.name!r}: the name of parameter {name!r} is taken; give it another")
+            found[name] = kind
+        return found
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.name, self.defined_in)
+
+    def __copy__(self) -> "Op[P, R]":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "Op[P, R]":
+        return self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the best kernel that takes the call; replaced for each op by what its signature says."""
+        raise AssertionError("every op has its own")
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call:
+        """The record of a call with these arguments, which kernels take; no gradient is wanted in it.
+
+        Raises:
+            TypeError: the op can't be called so.
+        """
+        try:
+            bound = inspect.signature(self.reference).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+        bound.apply_defaults()
+        return self.Call(*bound.arguments.values(), (), None)
+
+    def forget(self) -> None:
+        """Drop cached selections and quarantine."""
+        # New dictionaries: a thread that is choosing just now puts what it finds into the old ones.
+        self.quick, self._found, self._candidates, self.plain = {}, {}, {}, {}
+        self.told_of = set()
+
+    def candidate(self, backend: str, kernel: Kernel) -> Candidate:
+        """The state of a kernel, which is one in all scopes and on all devices."""
+        return self._candidates.setdefault((backend, kernel), Candidate(self, backend, kernel))
+
+    def candidates(self, device: torch.device, dtype: torch.dtype) -> Candidates:
+        """The kernels that may serve calls on `device` with a first tensor of `dtype`, under the settings in force."""
+        scope = effective()
+        found = self._found.get((device, dtype, scope))
+        if found is None:
+            registry.backends()  # once they are discovered, all is forgotten
+            known = self._found
+            found = known[device, dtype, scope] = find_candidates(self, device, dtype, scope)
+        return found
+
+    def newer_than(self, kernel: Kernel) -> tuple[tuple[int, Any, Refusal], ...]:
+        """Place, default and refusal of each argument that a kernel, written for an older version, does not know."""
+        template = (
+            "{name} came with version {since} of the op, and this kernel is for version {known}: upgrade {package}"
+        )
+        return tuple(
+            (
+                self.parameters.index(name),
+                self.defaults[name],
+                Refusal(
+                    template, name=name, since=since, known=kernel.version, package=registry.package_of(kernel.forward)
+                ),
+            )
+            for name, since in self._since.items()
+            if since > kernel.version
+        )
+
+    def faked(self, call: Call) -> Any:
+        """The results as empty tensors: what compilers and the meta device see."""
+        return self.run_reference(call) if self.fake is None else self.fake(call)
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
+        """What a call with these arguments would run, and why not the others; nothing is computed.
+
+        Raises:
+            InputError: the op refuses the arguments.
+            NoKernelError: an explicit choice or strict mode can't be satisfied.
+        """
+        from .explaining import describe
+
+        return describe(self, self.bind(*args, **kwargs))
+
+
+def _length(annotation: object) -> int:
+    """How many tensors a tuple of them has, 0 if it is none."""
+    kinds = get_args(annotation) if get_origin(annotation) is tuple else ()
+    return len(kinds) if all(kind is Tensor for kind in kinds) else 0
+
+
+def _restored(name: str, defined_in: str) -> Op[..., Any]:
+    """Where an op is unpickled: the one of this process."""
+    if name not in registry.ops():
+        __import__(defined_in.partition(":")[0])
+    return registry.get_op(name)
+
+
+def _entries(
+    op: Op[..., Any], parameters: Mapping[str, inspect.Parameter], keyword_only: set[str]
+) -> tuple[Callable[..., Any], Callable[[Call], Any]]:
+    """What binds a call's arguments, as quick as Python itself does; and what calls the reference for a record."""
+    declared, star = [], False
+    for name, parameter in parameters.items():
+        if name in keyword_only and not star:
+            declared.append("*")
+            star = True
+        declared.append(name if parameter.default is parameter.empty else f"{name}=_defaults[{name!r}]")
+    values = ", ".join(parameters)
+    names = list(parameters)
+    plain = [f"type({names[place]}) in _plain" for place in op.required]
+    plain += [f"({names[place]} is None or type({names[place]}) in _plain)" for place in op.optional]
+    needs = [f"{names[place]}.requires_grad" for place in op.required]
+    needs += [f"{names[place]} is not None and {names[place]}.requires_grad" for place in op.optional]
+    all_plain = "False" if op.lists else " and ".join(plain)
+    handed = ", ".join(f"{n}=call[{i}]" if n in keyword_only else f"call[{i}]" for i, n in enumerate(parameters))
+    source = (
+        f"def entry({', '.join(('_op', *declared))}):\n"
+        f"    if _compiling():\n"
+        f"        return _traced(_op, ({values},))\n"
+        f"    _is_plain = {all_plain}\n"
+        f"    _wants = _is_plain and _grad_enabled() and ({' or '.join(needs) or 'True'})\n"
+        f"    return _dispatch(_op, _new(_Call, ({values}, (), None)), _is_plain, _wants)\n"
+        f"def reference(call):\n"
+        f"    return _reference({handed})\n"
+    )
+    known: dict[str, Any] = {
+        "_compiling": is_dynamo_compiling,
+        "_traced": dispatch_traced,
+        "_dispatch": dispatch,
+        "_plain": PLAIN,
+        "_grad_enabled": torch.is_grad_enabled,
+        "_new": tuple.__new__,
+        "_Call": op.Call,
+        "_reference": op.reference,
+        "_defaults": op.defaults,
+    }
+    exec(compile(source, f"<op {op.name}>", "exec"), known)  # as dataclasses make their methods
+    entry = known["entry"]
+    entry.__name__ = entry.__qualname__ = op.name  # what a TypeError names
+    return entry, known["reference"]
+
+
+def op(
+    name: str,
+    *,
+    version: int = 1,
+    check: Callable[[Call], None] | None = None,
+    fake: Callable[[Call], Any] | None = None,
+    saves: Callable[[Call], tuple[Tensor, ...]] | str | None = None,
+    unread: Iterable[str] = (),
+    mutates: Iterable[str] = (),
+    random: bool = False,
+    since: Mapping[str, int] | None = None,
+    flops: Callable[[Call], int] | None = None,
+    autocast: Iterable[str] = (),
+    size_key: Callable[[Call], tuple[int | str, ...]] | None = None,
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make an op of its reference: plain PyTorch that autograd differentiates, on any device.
+
+    Functions among the settings take a call's record (`kpt_core.Call`), so that the signature stands in the op alone.
+
+    Args:
+        name: `family.operation`.
+        version: of the contract; it grows when parameters come.
+        check: raises `InputError` for wrong arguments, before any kernel sees them.
+        fake: gives the results as empty contiguous tensors; without it the reference runs on fake tensors.
+        saves: what backward needs beside the arguments: `"results"`, or a function that computes the saved tensors
+            from the call in plain PyTorch, annotated with a tuple of as many. Every kernel with a backward saves these.
+        unread: parameters whose values no gradient depends on; they are not kept for backward.
+        mutates: parameters that a call changes. Such an op has no gradient, and is not run again when a kernel raised.
+        random: it draws numbers, from what its parameters `seed` and `offset` say alone.
+        since: parameter to the version in which it came; it must have a default.
+        flops: gives the floating-point operations of a forward, for `torch.utils.flop_counter`.
+        autocast: tensor parameters that `torch.autocast` converts to its dtype; the others keep theirs.
+        size_key: gives a tuple of ints and strings: the sizes that decide which kernel is fastest. `kpt tune` keeps one
+            result for each, so dimensions that vary are rounded (`kpt_core.tuning.next_power_of_two`).
+            Without it, one result serves all calls of a device and dtype.
+
+    Raises:
+        RegistrationError: the name is malformed or taken, or a setting or an annotation is not what it must be.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Op[P, R]:
+        made = Op(
+            name, reference, version=version, check=check, fake=fake, saves=saves, unread=tuple(unread),
+            mutates=tuple(mutates), random=random, since=since or {}, flops=flops, autocast=tuple(autocast),
+            size_key=size_key,
+        )  # fmt: skip
+        registry.define(made, define_opaque)
+        return made
+
+    return decorate
+
+
+def explain(op: Op[..., Any] | str, *args: Any, **kwargs: Any) -> Selection:
+    """What `op(*args, **kwargs)` would run, and why not the others; nothing is computed.
+
+    Raises:
+        UnknownNameError: no op has that name.
+        InputError: the op refuses the arguments.
+        NoKernelError: an explicit choice or strict mode can't be satisfied.
+    """
+    return (registry.get_op(op) if isinstance(op, str) else op).explain(*args, **kwargs)

@@ -1,0 +1,57 @@
+"""`optimize`: rewrites of a model that are tried, compared, measured, and kept only if they pay.
+
+A vendor's own optimiser uses the same trial loop: `attempt`, with a `Trial` that says what its candidates are.
+"""
+
+from .measure import device_of, gain_of, interleaved_times, parameter_bytes, relative_error, rounding
+from .optimize import Optimized, apply_plan, check_model, optimize
+from .plan import Plan, PlanEntry, table
+from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_objective
+from .trial import (
+    DEFAULT_MAX_ERROR,
+    Example,
+    RejectedError,
+    Trial,
+    UnsteadyError,
+    Verdict,
+    attempt,
+    budget_of,
+    failed,
+    first_run,
+    repeatable,
+    setback,
+)
+
+__all__ = [
+    "DEFAULT_MAX_ERROR",
+    "LEVELS",
+    "Example",
+    "Optimized",
+    "Plan",
+    "PlanEntry",
+    "RejectedError",
+    "Rewrite",
+    "Site",
+    "Trial",
+    "UnsteadyError",
+    "Verdict",
+    "apply_plan",
+    "attempt",
+    "budget_of",
+    "check_level",
+    "check_max_error",
+    "check_model",
+    "check_objective",
+    "device_of",
+    "failed",
+    "first_run",
+    "gain_of",
+    "interleaved_times",
+    "optimize",
+    "parameter_bytes",
+    "relative_error",
+    "repeatable",
+    "rounding",
+    "setback",
+    "table",
+]

@@ -1,0 +1,135 @@
+"""Measuring two ways of doing one thing, fairly on a noisy machine."""
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's first parameter or buffer lives."""
+    tensor = next(iter((*module.parameters(), *module.buffers())), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; nothing on a CPU."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def interleaved_times(
+    functions: Sequence[Callable[[], object]], device: torch.device, seconds: float = 0.6, rounds: int | None = None
+) -> list[list[float]]:
+    """Time several functions in turn, so that a change of the machine's load meets all of them.
+
+    They begin rounds in turn, and the others follow in another order every time: what runs before leaves its mark on
+    caches and sleeping threads.
+
+    Args:
+        functions: called without arguments, each once a round after two rounds of warm-up.
+        device: waited for before the clock is read.
+        seconds: about how long to measure in all; at least five rounds are run, at most two hundred.
+        rounds: how many rounds to run instead.
+
+    Returns:
+        Seconds of each round, a list for each function.
+    """
+    times: list[list[float]] = [[] for _ in functions]
+    orders = random.Random(0)
+
+    def run_all(turn: int) -> list[tuple[int, float]]:
+        taken = []
+        first = turn % len(functions)
+        others = [index for index in range(len(functions)) if index != first]
+        orders.shuffle(others)
+        for index in (first, *others):
+            synchronize(device)
+            start = time.perf_counter()
+            functions[index]()
+            synchronize(device)
+            taken.append((index, time.perf_counter() - start))
+        return taken
+
+    run_all(0)
+    estimate = sum(taken for _, taken in run_all(0))
+    for turn in range(rounds or max(5, min(200, int(seconds / max(estimate, 1e-9))))):
+        for index, taken in run_all(turn):
+            times[index].append(taken)
+    return times
+
+
+def gain_of(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """How much faster `after` is, and the noise of that figure.
+
+    Args:
+        before: seconds of each round.
+        after: seconds of the same rounds.
+
+    Returns:
+        The median of the rounds' ratios, and its standard error (from the median absolute deviation), relative to 1.
+    """
+    ratios = [a / b for a, b in zip(before, after, strict=True)]
+    gain = statistics.median(ratios)
+    spread = statistics.median(abs(ratio - gain) for ratio in ratios)
+    return gain, 1.86 * spread / len(ratios) ** 0.5
+
+
+def relative_error(after: Any, before: Any) -> float:
+    """`max |after - before| / max |before|` over all floating tensors of two outputs; inf where they don't match."""
+    got, wanted = tree_leaves(_plain(after)), tree_leaves(_plain(before))
+    if len(got) != len(wanted):
+        return math.inf
+    return max((_error(a, b) for a, b in zip(got, wanted, strict=True) if _is_floating(b)), default=0.0)
+
+
+def rounding(output: Any) -> float:
+    """The relative error that the coarsest dtype of an output explains, where only the order of sums differs.
+
+    An intermediate result that is rounded is off by at most half an `eps`. Four `eps` are eight of them in one
+    direction, or many more that partly cancel: 3.1e-2 in bfloat16, 3.9e-3 in float16, 4.8e-7 in float32.
+    """
+    leaves = [leaf for leaf in tree_leaves(_plain(output)) if _is_floating(leaf)]
+    return 4 * max((torch.finfo(leaf.dtype).eps for leaf in leaves), default=0.0)
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _error(after: object, before: Tensor) -> float:
+    if not isinstance(after, Tensor) or after.shape != before.shape:
+        return math.inf
+    a, b = after.double(), before.double()
+    # Equal infinities, as of masked scores, are no error, though their difference is NaN.
+    differs = (a != b) & ~(a.isnan() & b.isnan())
+    if not differs.any():
+        return 0.0
+    difference = (a - b)[differs].abs().max().item()
+    # An infinity is no scale: any error would vanish beside it.
+    scale = b.where(b.isfinite(), 0).abs().max().item()
+    return math.inf if math.isnan(difference) else difference / max(scale, 1e-30)
+
+
+def _plain(output: Any) -> Any:
+    """The tensors of a model's output that are compared: not the cache that Hugging Face models return."""
+    if hasattr(output, "logits"):
+        return output.logits
+    if hasattr(output, "last_hidden_state"):
+        return output.last_hidden_state
+    return output
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Bytes of distinct parameters and buffers."""
+    storages = {
+        t.untyped_storage().data_ptr() or id(t): t.untyped_storage().nbytes()
+        for t in (*module.parameters(), *module.buffers())
+    }
+    return sum(storages.values())

@@ -1,0 +1,244 @@
+"""`optimize`: try each rewrite at each module, measure it, keep it only if it pays, and say so."""
+
+import copy
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import distributions
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import registry
+from kpt_core.errors import InputError, UnknownNameError
+
+from .attempt import Task, attempt_rewrite, sites_of
+from .changes import Changes
+from .measure import device_of, interleaved_times, parameter_bytes, relative_error
+from .plan import Plan, PlanEntry
+from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_objective
+from .trial import Example, repeatable, setback
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(slots=True)
+class Optimized:
+    """A model with a plan's rewrites in force.
+
+    It keeps the originals of what was replaced, and with them their memory, for `revert`; `commit` lets go of them.
+
+    Attributes:
+        model: the model to use.
+        plan: what was tried, kept, gained and lost.
+    """
+
+    model: nn.Module
+    plan: Plan
+    #: The way back; None where there is none.
+    _changes: Changes | None = field(default=None, repr=False)
+
+    def revert(self, module: str | None = None) -> None:
+        """Put the original of one module back, or those of all.
+
+        Raises:
+            UnknownNameError: that module was not changed.
+            InputError: the changes were committed.
+        """
+        if self._changes is None:
+            raise InputError("the changes were committed: there is no way back")
+        if module is None:
+            self._changes.revert()
+        elif not self._changes.undo(module):
+            raise UnknownNameError("changed module", module, self._changes.paths)
+
+    def commit(self) -> None:
+        """Forget the way back, which frees the memory of the originals."""
+        self._changes = None
+
+
+def optimize(
+    model: nn.Module,
+    level: str = "balanced",
+    objective: str = "latency",
+    *,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    max_error: float | None = None,
+    inplace: bool = False,
+    on_progress: Progress | None = None,
+) -> Optimized:
+    """Change what pays and roll back the rest.
+
+    Every rewrite that the level allows is tried at every module where it applies, on the inputs that this module gets
+    when the model runs the example: its output is compared with the original's, the two are timed in turn, and it is
+    kept only if it is within the error budget and better by more than the noise of the measurement. Lossless rewrites
+    that are neither better nor worse are rolled back too. At the end the whole model is measured the same way.
+
+    A module that the model uses at several paths is replaced at all of them. A rewrite that would give a module weights
+    of its own where it shares them with another is refused.
+
+    Args:
+        model: any module; it is deep-copied, and left as it is, unless `inplace`.
+        level: `conservative` (same dtypes), `balanced` (lossy rewrites within the budget) or `aggressive`.
+        objective: `latency` (of the example) or `memory` (bytes of parameters).
+        example_inputs: a tensor, positional arguments or keyword arguments for `model(...)`. The model runs them many
+            times, so it must give the same output each time: no cache that grows.
+        max_error: budget for each module's output and for the model's, as `max |after - before| / max |before|`. None
+            gives 1e-4, 2e-2 or 1e-1 by level, and for lossless rewrites and the model as a whole at least four times
+            the `eps` of the output's dtype (3.1e-2 in bfloat16, 3.9e-3 in float16): other orders of sums differ so.
+        inplace: change `model` itself.
+        on_progress: called with (done, total, what is tried next).
+
+    Returns:
+        The model, its plan, and the way back.
+
+    Raises:
+        InputError: no model, no example, a negative budget, or the example does not run, or not twice the same.
+        UnknownNameError: no such level or objective.
+    """
+    check_model(model)
+    check_level(level)
+    check_objective(objective)
+    check_max_error(max_error)
+    task = Task(Example.of(example_inputs, "example_inputs"), level, objective, max_error)
+    changes = Changes(model if inplace else copy.deepcopy(model))
+    tries = [(rewrite, site) for rewrite in _allowed(level) for site in sites_of(rewrite, changes.model)]
+    entries: list[PlanEntry] = []
+    try:
+        with changes.evaluating(), torch.no_grad():
+            expected = repeatable(lambda: task.example(changes.model), "example")
+            for done, (rewrite, site) in enumerate(tries):
+                if on_progress is not None:
+                    on_progress(done, len(tries), f"{rewrite.name} at {site.module}")
+                entries.append(attempt_rewrite(changes, rewrite, site, task))
+            plan = _conclude(changes, entries, task, expected)
+    except BaseException:
+        changes.revert()
+        raise
+    if on_progress is not None:
+        on_progress(len(tries), len(tries), "done")
+    return Optimized(changes.model, plan, changes)
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, inplace: bool = False) -> Optimized:
+    """Apply the kept entries of a plan to a model, without measuring again.
+
+    Raises:
+        InputError: a module of the plan is not in the model, or its rewrite does not apply there any more.
+        UnknownNameError: a rewrite of the plan is not installed.
+    """
+    check_model(model)
+    changes = Changes(model if inplace else copy.deepcopy(model))
+    installed = registry.rewrites()
+    try:
+        for entry in plan.kept:
+            if entry.rewrite not in installed:
+                raise UnknownNameError("rewrite", entry.rewrite, installed, "(named by the plan)")
+            rewrite = installed[entry.rewrite]
+            if entry.module not in {site.module for site in sites_of(rewrite, changes.model)}:
+                raise InputError(
+                    f"the plan changes {entry.module!r} by {entry.rewrite}, which does not apply to this "
+                    f"{type(model).__name__}: make a plan for this model"
+                )
+            current = changes.model.get_submodule(entry.module)
+            changes.swap(rewrite.name, entry.module, rewrite.replacement(current))
+    except BaseException:
+        changes.revert()
+        raise
+    finally:
+        changes.restore_training()
+    return Optimized(changes.model, plan, changes)
+
+
+def check_model(model: object) -> None:
+    """Raise `InputError` unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module; got {model!r}: pass the loaded model")
+
+
+def _allowed(level: str) -> list[Rewrite]:
+    return [
+        rewrite
+        for _, rewrite in sorted(registry.rewrites().items(), key=lambda item: (not item[1].lossless, item[0]))
+        if LEVELS.index(rewrite.level) <= LEVELS.index(level)
+    ]
+
+
+def _conclude(changes: Changes, entries: list[PlanEntry], task: Task, expected: Any) -> Plan:
+    """Judge the kept rewrites together, on the whole model."""
+    budget = task.budget(expected)
+    entries, error = _settle(changes, entries, task, expected, budget)
+    device = device_of(changes.model)
+    before, after = _contest(changes, task, device)
+    bytes_before, bytes_after = _bytes(changes)
+    reason = setback((before, after), (bytes_before, bytes_after), task.objective, "rewrites")
+    if reason is not None:
+        changes.revert()
+        entries = [replace(entry, kept=False, reason=reason) if entry.kept else entry for entry in entries]
+        after, bytes_after, error = before, bytes_before, 0.0
+    return Plan(
+        model=type(changes.model).__name__,
+        level=task.level,
+        objective=task.objective,
+        device=str(device),
+        max_error=budget,
+        versions=_versions(),
+        entries=tuple(entries),
+        seconds_before=statistics.median(before),
+        seconds_after=statistics.median(after),
+        bytes_before=bytes_before,
+        bytes_after=bytes_after,
+        error=error,
+    )
+
+
+def _settle(
+    changes: Changes, entries: list[PlanEntry], task: Task, expected: Any, budget: float
+) -> tuple[list[PlanEntry], float]:
+    """Roll kept rewrites back, the least accurate first, until the model's own output is within the budget."""
+    while True:
+        error = relative_error(task.example(changes.model), expected)
+        kept = [entry for entry in entries if entry.kept]
+        if error <= budget or not kept:
+            return entries, error
+        worst = max(kept, key=lambda entry: entry.error)
+        reason = f"with it the model's error was {error:.1e}, over the budget of {budget:.1e}"
+        # Rewrites of one module build on each other: those after the worst go with it.
+        gone = {(change.rewrite, path) for change in changes.undo(worst.module, worst.rewrite) for path in change.paths}
+        entries = [
+            replace(entry, kept=False, reason=reason) if entry.kept and (entry.rewrite, entry.module) in gone else entry
+            for entry in entries
+        ]
+
+
+def _contest(changes: Changes, task: Task, device: torch.device) -> tuple[list[float], list[float]]:
+    """Seconds of the model without and with the rewrites, in turn."""
+
+    def before() -> None:
+        changes.show_original()
+        task.example(changes.model)
+
+    def after() -> None:
+        changes.show_changed()
+        task.example(changes.model)
+
+    try:
+        original, changed = interleaved_times((before, after), device, seconds=2.0)
+    finally:
+        changes.show_changed()
+    return original, changed
+
+
+def _bytes(changes: Changes) -> tuple[int, int]:
+    """Bytes of the model without and with the rewrites."""
+    changes.show_original()
+    before = parameter_bytes(changes.model)
+    changes.show_changed()
+    return before, parameter_bytes(changes.model)
+
+
+def _versions() -> dict[str, str]:
+    ours = {d.name: d.version for d in distributions() if d.name.startswith("kpt-")}
+    return {"python": platform.python_version(), "torch": torch.__version__, **dict(sorted(ours.items()))}

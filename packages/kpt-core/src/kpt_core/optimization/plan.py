@@ -1,0 +1,134 @@
+"""The plan of an optimisation: a file that says which module was changed how, and what it gained and cost."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kpt_core.errors import InputError
+from kpt_core.files import write_whole
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One rewrite at one module.
+
+    Attributes:
+        module: dotted path in the model; a module that the model uses at several paths is changed at all of them.
+        rewrite: name of the rewrite.
+        op: the op that serves the module after it.
+        kernel: the kernel that ran on the example inputs, or `reference`.
+        gain: seconds before / seconds after, of this module alone on its inputs; bytes of parameters before / after
+            where the objective is memory. Above 1 is better.
+        error: `max |after - before| / max |before|` of the module's output.
+        kept: whether the rewrite was kept.
+        reason: why it was kept or rolled back, as a sentence.
+    """
+
+    module: str
+    rewrite: str
+    op: str
+    kernel: str
+    gain: float
+    error: float
+    kept: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every rewrite that `optimize` tried, and the effect of the kept ones on the whole model.
+
+    Attributes:
+        model: class name of the model.
+        level: `conservative`, `balanced` or `aggressive`.
+        objective: `latency` or `memory`.
+        device: where it was measured.
+        max_error: the error budget of the model's output.
+        versions: of Python, torch and KPT's packages.
+        entries: what was tried.
+        seconds_before: median time of a forward of the example inputs, original model.
+        seconds_after: the same with the kept rewrites, runs of the two interleaved.
+        bytes_before: parameters and buffers of the original model.
+        bytes_after: the same with the kept rewrites.
+        error: `max |after - before| / max |before|` of the model's first output.
+    """
+
+    model: str
+    level: str
+    objective: str
+    device: str
+    max_error: float
+    versions: dict[str, str]
+    entries: tuple[PlanEntry, ...]
+    seconds_before: float
+    seconds_after: float
+    bytes_before: int
+    bytes_after: int
+    error: float
+    format: int = field(default=FORMAT)
+
+    @property
+    def kept(self) -> tuple[PlanEntry, ...]:
+        """The entries that were kept."""
+        return tuple(entry for entry in self.entries if entry.kept)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no infinity: an infinite error is None."""
+        plan = asdict(self)
+        for part in (plan, *plan["entries"]):
+            part["error"] = None if math.isinf(part["error"]) else part["error"]
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; the file appears whole or not at all."""
+        write_whole(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan.
+
+        Raises:
+            InputError: the file is missing, or no plan of a format that this version reads.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise InputError(f"no plan at {path}: `kpt optimize MODEL_DIR --plan FILE` writes one") from error
+        except (ValueError, OSError) as error:
+            raise InputError(f"{path} is not a plan: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{path} is not a plan of format {FORMAT} (found {found!r}): make it again")
+        try:
+            for part in (data, *data["entries"]):
+                part["error"] = math.inf if part["error"] is None else part["error"]
+            entries = tuple(PlanEntry(**entry) for entry in data.pop("entries"))
+            return cls(entries=entries, **data)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} is not a complete plan: {error}") from error
+
+    def __str__(self) -> str:
+        head = ("module", "rewrite", "kernel", "gain", "error", "", "reason")
+        rows = [
+            (e.module, e.rewrite, e.kernel, f"{e.gain:.2f}x", f"{e.error:.1e}", "kept" if e.kept else "back", e.reason)
+            for e in self.entries
+        ]
+        lines = table(head, *rows)
+        lines.append(
+            f"{self.model} on {self.device}: {self.seconds_before * 1e3:.2f} ms before, "
+            f"{self.seconds_after * 1e3:.2f} ms after; {self.bytes_before / 2**20:.1f} MiB before, "
+            f"{self.bytes_after / 2**20:.1f} MiB after; error {self.error:.1e} of at most {self.max_error:.1e}"
+        )
+        return "\n".join(lines)
+
+
+def table(*rows: Sequence[str]) -> list[str]:
+    """Lines with the cells of each column below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,0 +1,97 @@
+"""What was chosen for a call, and why everything else was not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kpt_core.contract import REFERENCE, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One kernel (or backend) that will not serve a call.
+
+    Attributes:
+        backend: name of the backend.
+        kernel: the kernel's function, None if the backend as a whole is meant.
+        why: the sentence, perhaps not put together yet.
+        of_call: the kernel itself refused this call's arguments; else it is refused for the whole device and dtype.
+    """
+
+    backend: str
+    kernel: str | None
+    why: Refusal | str = field(compare=False)
+    of_call: bool = field(default=False, compare=False)
+
+    @property
+    def reason(self) -> str:
+        """The sentence."""
+        return str(self.why)
+
+    def __str__(self) -> str:
+        return f"{self.backend}{f' ({self.kernel})' if self.kernel else ''}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The outcome of dispatch for one call.
+
+    Attributes:
+        op: name of the op.
+        device: device of the call's first tensor.
+        backend: the winner's backend, or `reference`.
+        kernel: the winner's function (`package.module:function`), or `reference`.
+        refusals: every kernel that was tried or ruled out before the winner, in order.
+        children: selections of the ops that the winner calls in turn.
+        tuned: the winner comes first for such calls because of a tuning table, and not by its priority.
+        config: the winner's tuned configuration, None for its default.
+        modelled: the table's choice is a model's; nothing was measured on such a device.
+        dtype: of the call's first tensor, as in `bfloat16`; it and the key describe the call, not the choice, and are
+            left out of comparisons.
+        key: the call's size key, see `kpt_core.op`.
+    """
+
+    op: str
+    device: str
+    backend: str
+    kernel: str
+    refusals: tuple[Refused, ...] = ()
+    children: tuple["Selection", ...] = field(default=())
+    tuned: bool = False
+    config: Mapping[str, Any] | None = field(default=None, hash=False)
+    modelled: bool = False
+    dtype: str = field(default="", compare=False)
+    key: tuple[int | str, ...] = field(default=(), compare=False)
+
+    @property
+    def identity(self) -> str:
+        """Backend/op/function, or `reference`."""
+        return REFERENCE if self.kernel == REFERENCE else f"{self.backend}/{self.op}/{self.kernel}"
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "op": self.op,
+            "device": self.device,
+            "backend": self.backend,
+            "kernel": self.kernel,
+            "refusals": [{"backend": r.backend, "kernel": r.kernel, "reason": r.reason} for r in self.refusals],
+            "children": [child.as_dict() for child in self.children],
+            "tuned": self.tuned,
+            "config": None if self.config is None else dict(self.config),
+            "modelled": self.modelled,
+            "dtype": self.dtype,
+            "key": list(self.key),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(""))
+
+    def _lines(self, indent: str) -> list[str]:
+        config = "".join(f", {name}={value!r}" for name, value in (self.config or {}).items())
+        tuned = f" (tuned{', modelled' if self.modelled else ''}{config})" if self.tuned else ""
+        lines = [f"{indent}{self.op} on {self.device} -> {self.kernel}{tuned}"]
+        lines += [f"{indent}  not {refusal}" for refusal in self.refusals]
+        for child in self.children:
+            lines += child._lines(indent + "  ")
+        return lines

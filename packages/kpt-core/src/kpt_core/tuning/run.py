@@ -1,0 +1,176 @@
+"""`tune`: which ops are tried on which cases, in which order, and what of the results is kept."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kpt_core.cases import Case, CaseTable
+from kpt_core.errors import UnknownNameError
+from kpt_core.operation import Op
+from kpt_core.registry import case_tables, forget_selections, get_op, kernels, ops, packages_of
+
+from .files import TuningEntry, merge_into
+from .tables import device_name, user_table
+from .trials import TuningResult, try_case
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What `tune` found.
+
+    Attributes:
+        device: name of the device.
+        results: one for each op, dtype and case.
+        entries: what of them is for the table: one for each op, dtype and key.
+        skipped: op, or op and dtype, to the sentence that says why it was not tried.
+        path: the table that was written, None if none was.
+        aside: where an old table that could not be used was kept.
+    """
+
+    device: str
+    results: tuple[TuningResult, ...]
+    entries: tuple[TuningEntry, ...]
+    skipped: dict[str, str]
+    path: Path | None
+    aside: Path | None
+
+
+def model_cases(table: CaseTable, device: torch.device, names: Iterable[str] = ()) -> list[Case]:
+    """The rows of a case table that stand for real use on a device: of real models, and on a CPU not the large ones.
+
+    Args:
+        table: the op's table.
+        device: where they run.
+        names: these rows instead, whatever they are.
+    """
+    names = set(names)
+    if names:
+        return [case for case in table.cases if case.name in names]
+    return [case for case in table.cases if case.model and not (case.large and device.type == "cpu")]
+
+
+def tune(
+    names: Iterable[str] = (),
+    *,
+    device: torch.device | str = "cpu",
+    dtypes: Iterable[torch.dtype] = (),
+    cases: Iterable[str] = (),
+    seconds: float = 1.0,
+    training: bool = False,
+    path: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    on_progress: Progress = lambda done, total, what: None,
+) -> Tuning:
+    """Measure which kernels and configurations are fastest on a device, and have dispatch put them first.
+
+    What runs without tuning is always among what is timed, and stays unless something else is surely faster. Results
+    are written after each op: an interrupted run keeps what it measured.
+
+    Args:
+        names: of ops; all that have cases if left out. Ops that others call come first, so that those are tried as
+            they will run.
+        device: where to run.
+        dtypes: those of each op's cases if left out.
+        cases: names of cases, instead of those of real models.
+        seconds: about how long to measure each case.
+        training: time forward and backward, for calls that need a gradient; without it, calls that need none.
+        path: table to write; the user's table of this device if left out, which takes effect at the next call.
+        dry_run: write nothing.
+        on_progress: called with the number of trials done, of all, and what is next.
+
+    Raises:
+        UnknownNameError: no op or no case has such a name.
+        InputError: a choice of kernels (`use`, `KPT_USE`) is in force, or there is nowhere to write.
+    """
+    device = torch.device(device)
+    dtypes, cases = tuple(dtypes), tuple(cases)
+    names = list(names)
+    chosen = [get_op(name) for name in names] if names else [op for _, op in sorted(ops().items())]
+    tables = case_tables()
+    known = {case.name for op in chosen if op.name in tables for case in tables[op.name].cases}
+    for case in cases:
+        if case not in known:
+            raise UnknownNameError("case", case, known)
+    model = device_name(device)
+    target = None if dry_run else Path(path) if path is not None else user_table(model)
+    skipped: dict[str, str] = {}
+    trials = []
+    for op in _callees_first(chosen):
+        if op.name not in tables:
+            skipped[op.name] = "no case table is installed for it (entry points of the group kpt.cases)"
+            continue
+        if op.mutates:
+            skipped[op.name] = "it changes its arguments, and so each kernel's would differ"
+            continue
+        if training and not tables[op.name].gradients:
+            skipped[op.name] = "its cases name no argument with a gradient"
+            continue
+        rows = model_cases(tables[op.name], device, cases)
+        if not rows and not cases:
+            skipped[op.name] = f"none of its cases is a real model's that fits {device.type}; name one"
+        trials += [(op, [(dtype, row) for dtype in dtypes or tables[op.name].dtypes for row in rows])]
+    total = sum(len(runs) for _, runs in trials)
+    results: list[TuningResult] = []
+    entries: list[TuningEntry] = []
+    aside = None
+    written = False
+    for op, runs in trials:
+        of_op: list[TuningResult] = []
+        for dtype, row in runs:
+            on_progress(len(results) + len(of_op), total, f"{op.name}: {row.name}")
+            table = tables[op.name]
+            of_op.append(try_case(op, table, row, device=device, dtype=dtype, seconds=seconds, training=training))
+        results += of_op
+        settled = list(_settled(of_op))
+        entries += settled
+        if settled and target is not None:
+            aside = merge_into(target, model, settled) or aside
+            written = True
+            forget_selections()
+    return Tuning(model, tuple(results), tuple(entries), skipped, target if written else None, aside)
+
+
+def _callees_first(chosen: list[Op[..., Any]]) -> Iterator[Op[..., Any]]:
+    """The ops, each after those of them that its kernels call."""
+    waiting = {op.name: op for op in chosen}
+
+    def take(op: Op[..., Any]) -> Iterator[Op[..., Any]]:
+        if waiting.pop(op.name, None) is not None:
+            for name in sorted({part for _, kernel in kernels(op.name) for part in kernel.composed_of}):
+                if name in waiting:
+                    yield from take(waiting[name])
+            yield op
+
+    for op in chosen:
+        yield from take(op)
+
+
+def _settled(results: Iterable[TuningResult]) -> Iterator[TuningEntry]:
+    """One entry for the cases that share a key: the default stays unless all of them have the same winner."""
+    by_calls: dict[object, list[TuningEntry]] = {}
+    for result in results:
+        if result.entry is not None:
+            by_calls.setdefault(result.entry.calls, []).append(result.entry)
+    for group in by_calls.values():
+        first = group[0]
+        if all((entry.kernel, entry.config) == (first.kernel, first.config) for entry in group):
+            yield min(group, key=lambda entry: entry.gain)
+            continue
+        distribution, version = packages_of(first.op)[first.default]
+        yield replace(
+            first,
+            kernel=first.default,
+            config=None,
+            seconds=first.seconds * first.gain,
+            gain=1.0,
+            noise=0.0,
+            case=", ".join(entry.case for entry in group),
+            distribution=distribution,
+            version=version,
+        )

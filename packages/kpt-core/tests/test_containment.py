@@ -1,0 +1,233 @@
+"""A kernel that raises is contained: the next one runs, and it is kept from such calls."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import kpt_core
+from kpt_core import Backend, InputError, KernelFailedWarning, NoKernelError, registry
+from loopback import Fault, Loopback, hundreds, kernel, scale
+
+Add = Callable[[Backend], Backend]
+
+
+@pytest.fixture(params=[None, "never_refuses"], ids=["unconditional", "conditional"], autouse=True)
+def backend(request: pytest.FixtureRequest, add: Add) -> Backend:
+    """`faulty` before `second`, where refusals are asked for and where they aren't."""
+    faulty = kernel("faulty", backward="faulty_backward", unsupported=request.param, priority=5)
+    return add(Loopback(faulty, kernel("second", backward="second_backward")))
+
+
+@pytest.fixture(params=[False, True], ids=["cold", "warm"])
+def warm(request: pytest.FixtureRequest, x: Tensor) -> bool:
+    """Whether the kernel served such calls before, which opens the short path."""
+    if request.param:
+        assert [hundreds(scale(x, x)) for _ in range(2)] == [5, 5]
+    Fault.calls = 0
+    return bool(request.param)
+
+
+def fail_once(x: Tensor) -> None:
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning):
+        scale(x, x)
+
+
+def test_the_next_one_runs_with_one_warning(warm: bool, x: Tensor) -> None:
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning) as warned:
+        assert [hundreds(scale(x, x)) for _ in range(3)] == [2, 2, 2]
+    assert Fault.calls == 1
+    assert [str(w.message) for w in warned] == [
+        "kernel loopback:faulty raised RuntimeError: no launch; it is quarantined for such calls of sample.scale and "
+        "loopback:second ran (KPT_STRICT=1 raises instead)"
+    ]
+    assert [w.filename for w in warned] == [__file__]
+
+
+def test_it_is_kept_from_such_calls_alone(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    Fault.error = None
+    others = (torch.ones(5), x.double(), x.clone().requires_grad_(), torch.ones(8)[::2])
+    assert [hundreds(scale(t, t)) for t in others] == [5, 5, 5, 5]
+    assert hundreds(scale(x, x, factor=2.0)) == 5
+    assert hundreds(scale(x, x)) == 2
+    assert hundreds(scale(torch.full((4,), 3.0), x)) == 2  # by shapes, not by values
+    (refusal,) = kpt_core.explain(scale, x, x).refusals
+    assert str(refusal) == "loop (loopback:faulty): quarantined for such calls: it raised RuntimeError: no launch"
+
+
+def test_after_three_failures_it_is_off_for_the_process(warm: bool) -> None:
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning) as warned:  # noqa: PT031
+        for rows in range(1, 1001):
+            assert hundreds(scale(torch.ones(rows), torch.ones(rows))) == 2
+    assert Fault.calls == len(warned) == 3
+    Fault.error = None
+    rows = torch.ones(2000)
+    assert hundreds(scale(rows, rows)) == 2
+    (refusal,) = kpt_core.explain(scale, rows, rows).refusals
+    assert refusal.reason == "quarantined: it raised 3 times, lastly RuntimeError: no launch"
+    kpt_core.refresh()
+    assert hundreds(scale(rows, rows)) == 5
+
+
+def test_it_stays_out_in_every_block(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    Fault.error = None
+    with kpt_core.record() as log:
+        scale(x, x)
+    assert [selection.kernel for selection in log] == ["loopback:second"]
+    with kpt_core.use("loopback:faulty"), pytest.raises(NoKernelError, match="it raised RuntimeError: no launch"):
+        scale(x, x)
+
+
+def test_the_reference_runs_when_all_kernels_raise(warm: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: kpt_core.Call) -> Tensor:
+        raise OSError("second is broken too")
+
+    monkeypatch.setattr("loopback.second", broken)
+    kpt_core.refresh()
+    Fault.error = RuntimeError("no launch")
+    with pytest.warns(KernelFailedWarning) as warned:
+        assert [hundreds(scale(x, x)) for _ in range(2)] == [0, 0]
+    assert [str(w.message).partition(";")[0] for w in warned] == [
+        "kernel loopback:faulty raised RuntimeError: no launch",
+        "kernel loopback:second raised OSError: second is broken too",
+    ]
+    assert all("the reference ran" in str(w.message) for w in warned)
+
+
+def test_strict_raises_the_kernel_s_error_with_a_note(
+    warm: bool, x: Tensor, setting: Callable[[str, str], None]
+) -> None:
+    setting("KPT_STRICT", "1")
+    if warm:
+        scale(x, x)
+    Fault.error = RuntimeError("no launch")
+    with pytest.raises(RuntimeError, match="no launch") as caught:
+        scale(x, x)
+    assert caught.value is Fault.error
+    assert caught.value.__notes__ == ["raised by kernel loop/sample.scale/loopback:faulty"]
+    Fault.error = None
+    assert hundreds(scale(x, x)) == 5
+
+
+@pytest.mark.parametrize("name", ["loop", "loopback:faulty"])
+def test_an_explicit_choice_raises_the_kernel_s_error(warm: bool, x: Tensor, name: str) -> None:
+    Fault.error = RuntimeError("no launch")
+    with kpt_core.use(name):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no launch") as caught:
+                scale(x, x)
+            assert caught.value.__notes__.pop() == "raised by kernel loop/sample.scale/loopback:faulty"
+    assert Fault.calls == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("16 GiB"), MemoryError(), InputError("sample.other: wrong"), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_are_not_the_kernel_s_pass_through(warm: bool, x: Tensor, error: BaseException) -> None:
+    Fault.error = error
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            scale(x, x)
+        assert caught.value is error
+    Fault.error = None
+    assert hundreds(scale(x, x)) == 5
+    assert Fault.calls == 3
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_backend_that_leaves_while_its_kernel_fails(
+    warm: bool, x: Tensor, replaced: bool, monkeypatch: pytest.MonkeyPatch, add: Add
+) -> None:
+    """Its error counts for its own kernel, and for no other that is the best one by then."""
+
+    def leave(call: kpt_core.Call) -> Tensor:
+        if not failing:
+            return call.x + 500
+        registry.remove_backend("loop")
+        if replaced:
+            add(Loopback(kernel("third"), name="new"))
+        raise RuntimeError("no launch")
+
+    failing = False
+    monkeypatch.setattr("loopback.faulty", leave)
+    kpt_core.refresh()
+    for _ in range(2 * warm):
+        scale(x, x)
+    failing = True
+    with pytest.warns(KernelFailedWarning, match="kernel loopback:faulty raised RuntimeError: no launch"):
+        assert hundreds(scale(x, x)) in (2, 3 if replaced else 0)  # of what was there when the call began, or is now
+    assert hundreds(scale(x, x)) == (3 if replaced else 0)
+
+
+@pytest.mark.parametrize("scope", [nullcontext, kpt_core.record], ids=["short path", "block"])
+def test_activation_checkpointing_ends_the_recomputation_inside_the_kernel(
+    warm: bool, x: Tensor, scope: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """It raises where the last tensor is saved: nothing of this is the kernel's failure."""
+    leaf = x.clone().requires_grad_()
+    expected: Any = None
+    with scope():
+        for recompute in (False, True, True):
+            leaf.grad = None
+            twice: Callable[[Tensor], Tensor] = lambda t: scale(scale(t, t), t)  # noqa: E731
+            out = checkpoint(twice, leaf, use_reentrant=False) if recompute else twice(leaf)
+            assert isinstance(out, Tensor)
+            out.sum().backward()
+            expected = leaf.grad if expected is None else expected
+            assert torch.equal(leaf.grad, expected)
+        assert kpt_core.explain(scale, leaf, leaf).kernel == "loopback:faulty"
+
+
+def test_a_wrong_call_gets_the_reference_s_error_caused_by_the_kernel_s(warm: bool, x: Tensor) -> None:
+    """The kernel raises, `second` raises and the reference raises: it is the call that is wrong."""
+    wrong = torch.ones(3)
+    Fault.error = OSError("invalid configuration argument")
+    with pytest.raises(RuntimeError, match=r"size of tensor a .4. must match the size of tensor b .3.") as caught:
+        scale(x, wrong)
+    assert caught.value.__cause__ is Fault.error
+    Fault.error = None
+    with pytest.raises(RuntimeError, match="must match the size"):
+        scale(x, wrong)
+    assert Fault.calls == 2  # not quarantined even for such wrong calls
+    assert hundreds(scale(x, x)) == 5
+
+
+def test_a_failure_inside_a_block_is_the_same(warm: bool, x: Tensor) -> None:
+    Fault.error = RuntimeError("no launch")
+    with kpt_core.record() as log, pytest.warns(KernelFailedWarning):
+        assert hundreds(scale(x, x)) == 2
+    assert [selection.kernel for selection in log] == ["loopback:second"]
+    assert hundreds(scale(x, x)) == 2
+
+
+def test_calls_after_a_failure_warn_no_more(warm: bool, x: Tensor) -> None:
+    fail_once(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scale(x, x)
+
+
+def test_what_can_not_be_told_apart_by_layout_is_told_apart_by_value(x: Tensor) -> None:
+    """Lists of tensors by the tensors' layouts, dtypes and numbers by themselves; nothing by its text."""
+    from kpt_core.dispatch.containment import Failures
+    from toy_ops import joined
+
+    failures = Failures()
+    short, long = torch.ones(2), torch.ones(3)
+    failures.note(joined.bind([short, long]), RuntimeError("once"))
+    assert failures.refusal(joined.bind((short + 1, long))) is not None
+    for other in ([long, short], [short], [short, long.double()]):
+        assert failures.refusal(joined.bind(other)) is None
+    assert failures.refusal(joined.bind([short, long], factor=2.0)) is None
