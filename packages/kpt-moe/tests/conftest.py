@@ -1,6 +1,5 @@
 """What the tests of this package share."""
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from hypothesis import settings
 
 import kpt_core
+from served_by import served_by
 
 # A busy machine must not fail a property: examples have no time limit of their own.
 settings.register_profile("kpt", deadline=None)
@@ -60,8 +60,16 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(before)
 
 
-@pytest.fixture(params=["loop", "grouped"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways that `moe.experts` takes: the loop for host memory, grouped products for everything else."""
-    monkeypatch.setattr(sys.modules["kpt_moe.experts"], "_in_host_memory", lambda x: request.param == "loop")
-    return str(request.param)
+@pytest.fixture(params=["reference", "loop", "grouped"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All that computes `moe.experts` here: its definition, the loop for host memory, grouped products for the rest."""
+    with served_by(*() if request.param == "reference" else (f"experts_{request.param}:forward",)):
+        yield request.param
+
+
+@pytest.fixture(params=["reference", "loop", "product"])
+def product(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All that computes `moe.grouped_mm` and `moe.grouped_mm_wgrad` here."""
+    name = request.param
+    with served_by(*() if name == "reference" else (f"grouped_mm:{name}", f"grouped_mm:{name}_wgrad")):
+        yield name

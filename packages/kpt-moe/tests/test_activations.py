@@ -65,6 +65,9 @@ def test_into_a_buffer_is_the_same(variant):
     out = torch.full_like(want, float("nan"))
     assert act.into(h, out) is out
     torch.testing.assert_close(out, want)
+    grad, out = torch.randn_like(want), torch.full_like(h, float("nan"))
+    assert act.backward(grad, h, out) is out
+    torch.testing.assert_close(out, act.backward(grad, h))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

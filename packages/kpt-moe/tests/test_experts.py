@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpt_core import KptError, record
-from kpt_moe import _experts_loop, experts
+from kpt_core import record
+from kpt_moe import experts
+from kpt_moe.torch_kernels import experts_loop
 from oracle import ACTIVATIONS, CLAMPED, GATED, Inputs, gradients, make_inputs, naive_experts
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -70,11 +71,12 @@ def test_every_routing(routing):
     check(Inputs(inputs.x, routing(inputs.index), *inputs.args[2:]))
 
 
+@pytest.mark.parametrize("path", ["loop"], indirect=True)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 20])
 def test_blocks_of_rows_do_not_show(block, training, monkeypatch):
     # The loop works on blocks of rows, larger than all other tests need.
-    monkeypatch.setattr(_experts_loop, "_BLOCK", block)
+    monkeypatch.setattr(experts_loop, "_BLOCK", block)
     inputs = make_inputs(tokens=30, num_experts=6, bias=True, sentinels=True)
     if training:
         check(inputs)
@@ -98,6 +100,7 @@ def test_int32_ids():
     check(Inputs(inputs.x, inputs.index.int(), *inputs.args[2:]))
 
 
+@pytest.mark.parametrize("path", ["loop", "grouped"], indirect=True)
 def test_default_memory_order_of_gradients():
     # A gradient in another memory order than its parameter costs autograd a copy of all experts.
     for transposed in (False, True):
@@ -213,18 +216,28 @@ def test_gradcheck(kind):
     assert torch.autograd.gradcheck(lambda x, *rest: experts(x, inputs.index, *rest, **choices), inputs.floats)
 
 
-@pytest.mark.parametrize("reduce", [torch.sum, lambda out: out.square().sum()], ids=["of a sum", "of squares"])
+@pytest.mark.parametrize("choices", [{}, {"activation": "gelu_tanh"}, {"activation": "silu", "transposed": True}])
+def test_second_derivative(choices):
+    sizes = {"tokens": 3, "hidden": 3, "inner": 2, "num_experts": 3, "sentinels": True}
+    inputs = make_inputs(
+        **sizes, bias=True, activation=choices.get("activation", "swiglu"), transposed=choices.get("transposed", False)
+    ).leaves()
+    assert torch.autograd.gradgradcheck(
+        lambda x, *rest: experts(x, inputs.index, *rest, **choices), inputs.floats, fast_mode=True
+    )
+
+
 @pytest.mark.parametrize("wanted", range(4))
-def test_second_derivative_is_refused(wanted, reduce):
+def test_a_penalty_on_a_gradient_trains(wanted):
     # With a constant output gradient (of a sum), a second derivative that is left out would not be noticed.
     inputs = make_inputs().leaves()
-    out = reduce(experts(*inputs.args))
-    (grad,) = torch.autograd.grad(out, inputs.floats[wanted], create_graph=True)
-    with pytest.raises(KptError, match=r"no second derivative; kpt_moe.composed_experts has one"):
-        (out + grad.square().sum()).backward()
-    for other in inputs.floats:
-        with pytest.raises(KptError, match="no second derivative"):
-            torch.autograd.grad(grad.sum(), other, allow_unused=True, retain_graph=True)
+    penalties = []
+    for function in (lambda i: experts(*i.args), naive_experts):
+        (grad,) = torch.autograd.grad(function(inputs).sum(), inputs.floats[wanted], create_graph=True)
+        penalties.append(torch.autograd.grad(grad.square().sum(), inputs.floats, allow_unused=True))
+    for have, want, leaf in zip(*penalties, inputs.floats, strict=True):
+        zero = torch.zeros_like(leaf)
+        torch.testing.assert_close(zero if have is None else have, zero if want is None else want)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -241,9 +254,10 @@ def test_inputs_are_not_modified(training):
         assert torch.equal(tensor.detach(), value)
 
 
-def test_grouped_products_are_dispatched_again(path):
+def test_record_tells_what_ran(path):
     inputs = make_inputs()
     with record() as log:
         experts(*inputs.args)
     children = ["moe.grouped_mm"] * 2 if path == "grouped" else []
     assert [(s.op, [child.op for child in s.children]) for s in log] == [("moe.experts", children)]
+    assert path in log[0].kernel

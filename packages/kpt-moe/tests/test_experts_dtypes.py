@@ -1,6 +1,5 @@
 """How `moe.experts` rounds, and what dtypes it takes and gives."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kpt_core import InputError
-from kpt_moe import _experts_loop, experts
+from kpt_moe import experts
+from kpt_moe.torch_kernels import experts_loop
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -92,7 +92,7 @@ def test_result_has_the_dtype_of_x_and_gradients_those_of_their_inputs(dtype, we
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_choices_are_summed_in_float32(weights_dtype, monkeypatch):
     # One expert gives 256 and 64 give 1 each: a bfloat16 accumulator would stay at 256, where its steps are of 2.
-    monkeypatch.setattr(_experts_loop, "_BLOCK", 1)
+    monkeypatch.setattr(experts_loop, "_BLOCK", 1)
     inputs = Inputs(
         x=torch.ones(1, 1, dtype=torch.bfloat16),
         index=torch.arange(65).unsqueeze(0),
@@ -106,18 +106,20 @@ def test_choices_are_summed_in_float32(weights_dtype, monkeypatch):
 @pytest.mark.parametrize("top_k", [1, 8])
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_grouped_products_are_as_good_as_the_loop(dtype, weights_dtype, top_k, monkeypatch):
+@pytest.mark.parametrize("path", ["loop", "grouped"], indirect=True)
+def test_kernels_are_as_good_as_the_reference(dtype, weights_dtype, top_k):
     inputs = rounded(dtype, top_k)
     inputs = replace(inputs, weights=inputs.weights.to(weights_dtype))
     grad = torch.randn(TOKENS, HIDDEN).to(dtype)
     want, want_grads = exact(inputs, grad)
-    errors = {}
-    for way in (True, False):
-        monkeypatch.setattr(sys.modules["kpt_moe.experts"], "_in_host_memory", lambda x, way=way: way)
-        have, grads = gradients(lambda i: experts(*i.args), inputs, grad)
+
+    def errors(function) -> list[float]:
+        have, grads = gradients(lambda i: function(*i.args), inputs, grad)
         pairs = zip((have, *grads), (want, *want_grads), strict=True)
-        errors[way] = [(a.double() - b).abs().mean().item() for a, b in pairs]
-    assert all(grouped <= 1.1 * loop for loop, grouped in zip(errors[True], errors[False], strict=True)), errors
+        return [(a.double() - b).abs().mean().item() for a, b in pairs]
+
+    pairs = list(zip(errors(experts), errors(experts.reference), strict=True))
+    assert all(kernel <= 1.1 * reference for kernel, reference in pairs), pairs
 
 
 def test_mixed_precision_of_experts_is_refused():

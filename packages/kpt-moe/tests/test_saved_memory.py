@@ -69,9 +69,14 @@ def test_is_within_a_twentieth_of_the_least(dtype):
     assert saved[NAME] < saved["eager"]
 
 
+#: The references keep what autograd asks for.
+kernels = pytest.mark.parametrize("path", ["loop", "grouped"], indirect=True)
+
+
+@kernels
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_both_paths_save_the_same(dtype):
+def test_kernels_save_the_same(dtype):
     module, args, least = make(dtype)
     parameters = list(module.parameters())
     assert saved_bytes(lambda: experts(*args, *parameters), parameters) <= least * 1.05
@@ -98,6 +103,7 @@ class Made(TorchDispatchMode):
         return sum(size for storage, size in self.storages.items() if not storage.expired())
 
 
+@kernels
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nothing_else_stays_alive(dtype):
@@ -111,6 +117,7 @@ def test_nothing_else_stays_alive(dtype):
     assert made.alive() == 0
 
 
+@kernels
 @pytest.mark.usefixtures("path")
 def test_frozen_experts_save_no_more():
     module, args, least = make(torch.float32)

@@ -1,6 +1,6 @@
 """`moe.scaled_grouped_mm` against products of dequantised numbers in float64, row by row."""
 
-import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from kpt_core import InputError
-from kpt_moe import _scaled
 from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
+from kpt_moe.torch_kernels import tiles
+from served_by import served_by
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LOADS = [4, 0, 63, 1, 0]
@@ -26,13 +27,12 @@ SCALES = {
 }
 
 
-@pytest.fixture(params=["host", "accelerator"], autouse=True)
-def way(request, monkeypatch) -> str:
-    """Both implementations, the accelerator's with a workspace of two matrices."""
-    if request.param == "accelerator":
-        monkeypatch.setattr(sys.modules["kpt_moe._accelerators"], "_WORKSPACE", 2 * 200 * 136 * 4)
-        monkeypatch.setattr(_scaled, "scaled_grouped_mm", _scaled._scaled_grouped_mm)
-    return str(request.param)
+@pytest.fixture(params=["reference", "loop", "tiled"], autouse=True)
+def way(request, monkeypatch) -> Iterator[str]:
+    """All that computes the op here, tiles with a workspace of two matrices."""
+    monkeypatch.setattr(tiles, "_WORKSPACE", 2 * 200 * 136 * 4)
+    with served_by(*() if request.param == "reference" else (f"scaled_grouped_mm:{request.param}",)):
+        yield request.param
 
 
 def codes(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
@@ -194,7 +194,9 @@ def test_what_wants_a_gradient_and_has_none_is_refused():
 
 def test_size_key_tells_layouts_and_scales_apart():
     keys = {
-        scaled_grouped_mm.size_key(torch.ones(ROWS, 200), *operands(200, 136, scales, stored), OFFSETS)
+        scaled_grouped_mm.size_key(
+            scaled_grouped_mm.bind(torch.ones(ROWS, 200), *operands(200, 136, scales, stored), OFFSETS)
+        )
         for scales in ("row", "block")
         for stored in ("KN", "NK")
     }

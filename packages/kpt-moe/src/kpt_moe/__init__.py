@@ -1,6 +1,6 @@
 """Mixture-of-Experts for PyTorch: ops, routers and layers that run on whatever accelerator is there.
 
-What is used now and then lies in modules of its own: `offload`, `parallel`, `placement`, `conversion`, `transformers`.
+What is used now and then lies in modules of its own: `offload`, `parallel`, `conversion`, `transformers`.
 """
 
 from .activations import Activation

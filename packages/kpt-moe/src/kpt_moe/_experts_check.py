@@ -1,56 +1,25 @@
 """What op `moe.experts` refuses."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kpt_core import InputError
+from kpt_core import Call, InputError
 
-from ._scaled import FLOAT8, NAMES_OF_FLOAT8, SCALE_DTYPES, in_blocks, one_of
-from .activations import Activation
-from .grouped_mm import DTYPES, NAMES_OF_DTYPES
+from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8
+from ._scales import SCALE_DTYPES, in_blocks, one_of
+from .activations import activation_of
 from .scaled_grouped_mm import require_frozen
 
 
-def check_experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_proj_bias: Tensor | None = None,
-    down_proj_bias: Tensor | None = None,
-    *,
-    activation: str = "swiglu",
-    transposed: bool = False,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> None:
+def check_experts(call: Call) -> None:
     """Raise unless the arguments of `moe.experts` fit each other.
 
     Raises:
         InputError: a shape, dtype or device does not fit, or quantised weights require a gradient.
         UnknownNameError: no such activation.
     """
-    tensors: dict[str, Any] = {
-        "x": x,
-        "top_k_index": top_k_index,
-        "top_k_weights": top_k_weights,
-        "gate_up_proj": gate_up_proj,
-        "down_proj": down_proj,
-        "gate_up_proj_bias": gate_up_proj_bias,
-        "down_proj_bias": down_proj_bias,
-    }
-    scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-    for name, tensor in {**tensors, **scales}.items():
-        if not isinstance(tensor, Tensor) and (tensor is not None or not name.endswith(("_bias", "_scale"))):
-            raise InputError(f"moe.experts: {name} must be a tensor; got {type(tensor).__name__}")
-    gated = Activation(activation, alpha, beta, limit, interleaved).gated
+    x, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases = call[:7]
+    gated, transposed = activation_of(call).gated, call.transposed
     if x.dim() != 2 or x.dtype not in DTYPES:
         raise InputError(
             f"moe.experts: x must be floating [tokens, hidden_size], of {NAMES_OF_DTYPES}; "
@@ -80,18 +49,22 @@ def check_experts(
     down_shape = [num_experts, inner, hidden] if transposed else [num_experts, hidden, inner]
     if list(gate_up_proj.shape) != up_shape or list(down_proj.shape) != down_shape or (gated and width % 2):
         raise InputError(
-            f"moe.experts: with hidden_size {hidden}, activation {activation!r} and transposed={transposed}, "
+            f"moe.experts: with hidden_size {hidden}, activation {call.activation!r} and transposed={transposed}, "
             f"gate_up_proj {list(gate_up_proj.shape)} asks for itself as {up_shape} and for down_proj as {down_shape}; "
             f"got down_proj {list(down_proj.shape)}"
         )
-    for name, bias, size in (("gate_up", gate_up_proj_bias, width), ("down", down_proj_bias, hidden)):
+    for name, bias, size in zip(("gate_up", "down"), biases, (width, hidden), strict=True):
         if bias is not None and list(bias.shape) != [num_experts, size]:
             raise InputError(f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}")
-    _check_quantised("gate_up", gate_up_proj, gate_up_scale, x, transposed)
-    _check_quantised("down", down_proj, down_scale, x, transposed)
-    quantised = {f"{name.removesuffix('_scale')}_proj" for name, scale in scales.items() if scale is not None}
-    for name, tensor in list(tensors.items())[3:]:
-        if tensor is not None and name not in quantised and (tensor.dtype is not x.dtype or tensor.device != x.device):
+    _check_quantised("gate_up", gate_up_proj, call.gate_up_scale, x, transposed)
+    _check_quantised("down", down_proj, call.down_scale, x, transposed)
+    alike = {"gate_up_proj_bias": biases[0], "down_proj_bias": biases[1]}
+    if call.down_scale is None:
+        alike = {"down_proj": down_proj, **alike}
+    if call.gate_up_scale is None:
+        alike = {"gate_up_proj": gate_up_proj, **alike}
+    for name, tensor in alike.items():
+        if tensor is not None and (tensor.dtype is not x.dtype or tensor.device != x.device):
             raise InputError(
                 f"moe.experts: {name} must have x's dtype and device ({x.dtype} on {x.device}); "
                 f"got {tensor.dtype} on {tensor.device}: convert one of them"

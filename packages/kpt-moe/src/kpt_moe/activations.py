@@ -7,29 +7,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import Call, InputError, UnknownNameError
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """An elementwise function, the same into a buffer, `(grad, x) -> grad * f'(x)`, and that into a buffer.
+    """An elementwise function, the same into a buffer, and `(grad, x, buffer) -> grad * f'(x)`.
 
-    A buffer may be `grad` itself, never `x`.
+    The last buffer may be `grad` itself, none may be `x`.
     """
 
     forward: Callable[[Tensor], Tensor]
     into: Callable[[Tensor, Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-    backward_into: Callable[[Tensor, Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _gelu(approximate: str) -> _Plain:
     return _Plain(
         lambda x: F.gelu(x, approximate=approximate),
         lambda x, out: _aten.gelu.out(x, approximate=approximate, out=out),
-        lambda grad, x: _aten.gelu_backward(grad, x, approximate=approximate),
         lambda grad, x, out: _aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=out),
     )
 
@@ -38,7 +36,6 @@ _PLAIN = {
     "silu": _Plain(
         F.silu,
         lambda x, out: _aten.silu.out(x, out=out),
-        lambda grad, x: _aten.silu_backward(grad, x),
         lambda grad, x, out: _aten.silu_backward.grad_input(grad, x, grad_input=out),
     ),
     "gelu": _gelu("none"),
@@ -46,13 +43,11 @@ _PLAIN = {
     "relu": _Plain(
         torch.relu,
         lambda x, out: torch.clamp_min(x, 0, out=out),
-        lambda grad, x: grad * (x > 0),
         lambda grad, x, out: torch.mul(grad, x > 0, out=out),
     ),
     "relu2": _Plain(
         lambda x: torch.square(torch.relu(x)),
         lambda x, out: torch.clamp_min(x, 0, out=out).square_(),
-        lambda grad, x: grad * (2 * torch.relu(x)),
         lambda grad, x, out: torch.mul(grad, torch.relu(x).mul_(2), out=out),
     ),
 }
@@ -139,39 +134,36 @@ class Activation:
             return _PLAIN[_GATED[self.name]].into(gate, out).mul_(up)
         return out.copy_(self(h))
 
-    def backward(self, grad: Tensor, h: Tensor) -> Tensor:
-        """The gradient of `h`, given that of the activation `[rows, I]`."""
+    def backward(self, grad: Tensor, h: Tensor, out: Tensor | None = None) -> Tensor:
+        """The gradient of `h`, given that of the activation `[rows, I]`.
+
+        It is written into `out`, of h's shape, if there is one; without temporaries where there is no limit. Of a plain
+        activation it may be `grad` itself.
+        """
+        out = torch.empty_like(h) if out is None else out
         if not self.gated:
-            return _PLAIN[self.name].backward(grad, h)
-        gate, up = self.split(h)
+            return _PLAIN[self.name].backward(grad, h, out)
+        (gate, up), (grad_gate, grad_up) = self.split(h), self.split(out)
         if self._standard:
             plain = _PLAIN[_GATED[self.name]]
-            grad_gate, grad_up = plain.backward(grad * up, gate), grad * plain.forward(gate)
-        else:
-            c_gate, c_up = self._clamp(gate, up)
-            sigmoid = torch.sigmoid(c_gate * self.alpha)
-            grad_up = grad * (c_gate * sigmoid)
-            grad_gate = grad * (c_up + self.beta) * (sigmoid * (1 + self.alpha * c_gate * (1 - sigmoid)))
-            if self.limit is not None:
-                grad_gate = grad_gate * (gate <= self.limit)
-                grad_up = grad_up * (up.abs() <= self.limit)
-        if self.interleaved:
-            return torch.stack((grad_gate, grad_up), dim=-1).flatten(-2)
-        return torch.cat((grad_gate, grad_up), dim=-1)
-
-    def backward_into(self, grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
-        """`self.backward(grad, h)` written into `out`, of h's shape, without temporaries where there is no limit."""
-        if not self.gated:
-            return _PLAIN[self.name].backward_into(grad, h, out)
-        if not self._standard:
-            return out.copy_(self.backward(grad, h))
-        plain = _PLAIN[_GATED[self.name]]
-        (gate, up), (grad_gate, grad_up) = self.split(h), self.split(out)
-        plain.backward_into(torch.mul(grad, up, out=grad_gate), gate, grad_gate)
-        plain.into(gate, grad_up).mul_(grad)
+            plain.backward(torch.mul(grad, up, out=grad_gate), gate, grad_gate)
+            plain.into(gate, grad_up).mul_(grad)
+            return out
+        c_gate, c_up = self._clamp(gate, up)
+        sigmoid = torch.sigmoid(c_gate * self.alpha)
+        torch.mul(grad, c_gate * sigmoid, out=grad_up)
+        torch.mul(grad * (c_up + self.beta), sigmoid * (1 + self.alpha * c_gate * (1 - sigmoid)), out=grad_gate)
+        if self.limit is not None:
+            grad_gate.mul_(gate <= self.limit)
+            grad_up.mul_(up.abs() <= self.limit)
         return out
 
     def _clamp(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         if self.limit is None:
             return gate, up
         return gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+
+
+def activation_of(call: Call) -> Activation:
+    """The activation that a call of `moe.experts` names."""
+    return Activation(call.activation, call.alpha, call.beta, call.limit, call.interleaved)

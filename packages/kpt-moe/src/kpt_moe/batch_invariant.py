@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import InputError, without_autocast
+from kpt_core import Call, InputError
+from kpt_core.dispatch.autocast import converted, without_autocast
 
-from ._loops import _library, segments
-from .activations import Activation
+from ._experts_check import check_experts
+from .activations import activation_of
 from .experts import experts
-from .grouped_mm import wgrad_like
 from .permutation import expert_of_rows, sort_by_expert
+from .torch_kernels.grouped_mm import segments, wgrad_like
 
 #: Rows of every matrix product, whatever the batch.
 BLOCK = 32
@@ -167,33 +168,15 @@ def invariant_experts(
         InputError: as in `moe.experts`.
         UnknownNameError: as in `moe.experts`.
     """
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-
-        def convert(t: Tensor) -> Tensor:
-            return t if t.dtype is torch.float64 else t.to(low)
-
-        x, gate_up_proj, down_proj = convert(x), convert(gate_up_proj), convert(down_proj)
-        gate_up_proj_bias = None if gate_up_proj_bias is None else convert(gate_up_proj_bias)
-        down_proj_bias = None if down_proj_bias is None else convert(down_proj_bias)
     tensors = (x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
-    assert experts.check is not None
-    experts.check(*tensors, activation=activation)
-    with without_autocast(device):
-        return _experts(*tensors, Activation(activation))
+    call = converted(experts, experts.bind(*tensors, activation=activation))
+    check_experts(call)
+    with without_autocast(x.device.type):
+        return _experts(call)
 
 
-def _experts(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: Activation,
-) -> Tensor:
+def _experts(call: Call) -> Tensor:
+    x, index, weights, up, down, up_bias, down_bias = call[:7]
     top_k = index.shape[1]
     source, slot, ends = _blocks(index, up.shape[0])
     # Stacked rather than expanded or indexed: autograd then adds up a token's gradients one by one, in fixed order.
@@ -203,7 +186,7 @@ def _experts(
     h = _BlockMM.apply(rows, up.mT, ends)  # type: ignore[no-untyped-call]
     if up_bias is not None:
         h = h + up_bias[expert]
-    y = _BlockMM.apply(by_rows(activation, h), down.mT, ends)  # type: ignore[no-untyped-call]
+    y = _BlockMM.apply(by_rows(activation_of(call), h), down.mT, ends)  # type: ignore[no-untyped-call]
     if down_bias is not None:
         y = y + down_bias[expert]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -268,6 +251,7 @@ class _BlockMM(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+_library = torch.library.Library("kpt_moe", "FRAGMENT")
 _library.define("block_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
 
 

@@ -1,16 +1,14 @@
 """The grouped matrix product of experts: op `moe.grouped_mm`, and `moe.grouped_mm_wgrad` for its weights' gradient."""
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kpt_core import InputError, next_power_of_two, op
+from kpt_core import Call, InputError, op
+from kpt_core.tuning import next_power_of_two
 
-from . import _accelerators, _loops  # noqa: F401  _accelerators: the same ops where host loops would wait
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NAMES_OF_DTYPES = "float64, float32, bfloat16 or float16"
+from ._dtypes import DTYPES, NAMES_OF_DTYPES
 
 
 def _check_groups(name: str, x: Tensor, other: Tensor, other_name: str, offsets: Tensor, num_groups: int) -> None:
@@ -31,35 +29,69 @@ def _check_groups(name: str, x: Tensor, other: Tensor, other_name: str, offsets:
         )
 
 
-def _check_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+def _check_grouped_mm(call: Call) -> None:
+    x, weight = call.x, call.weight
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         raise InputError(
             "moe.grouped_mm: x must be [rows, K] and weight [num_experts, K, N] with equal K; "
             f"got {list(x.shape)} and {list(weight.shape)}"
         )
-    _check_groups("moe.grouped_mm", x, weight, "weight", offsets, weight.shape[0])
+    _check_groups("moe.grouped_mm", x, weight, "weight", call.offsets, weight.shape[0])
 
 
-def _check_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> None:
+def _check_wgrad(call: Call) -> None:
+    x, grad = call.x, call.grad
     if x.dim() != 2 or grad.dim() != 2 or x.shape[0] != grad.shape[0]:
         raise InputError(
             "moe.grouped_mm_wgrad: x must be [rows, K] and grad [rows, N] with equal rows; "
             f"got {list(x.shape)} and {list(grad.shape)}"
         )
-    _check_groups("moe.grouped_mm_wgrad", x, grad, "grad", offsets, offsets.shape[0])
+    _check_groups("moe.grouped_mm_wgrad", x, grad, "grad", call.offsets, call.offsets.shape[0])
 
 
-def _size_key(x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[int | str, ...]:
+def _fake(call: Call) -> Tensor:
+    return call.x.new_empty(call.x.shape[0], call.weight.shape[2])  # type: ignore[no-any-return]
+
+
+def _fake_of_wgrad(call: Call) -> Tensor:
+    return call.x.new_empty(call.offsets.shape[0], call.x.shape[1], call.grad.shape[1])  # type: ignore[no-any-return]
+
+
+def flops_of_products(call: Call) -> int:
+    """Of each row of `x` by a matrix of `weight`."""
+    return 2 * call.x.shape[0] * call.weight.shape[1] * call.weight.shape[2]  # type: ignore[no-any-return]
+
+
+def _flops_of_wgrad(call: Call) -> int:
+    return 2 * call.x.shape[0] * call.x.shape[1] * call.grad.shape[1]  # type: ignore[no-any-return]
+
+
+def _size_key(call: Call) -> tuple[int | str, ...]:
     """Rows, rounded since they vary from call to call, K, N, experts, and which of K and N is contiguous."""
-    experts, inner, columns = weight.shape
-    return next_power_of_two(x.shape[0]), inner, columns, experts, "KN" if weight.stride(2) == 1 else "NK"
+    experts, inner, columns = call.weight.shape
+    return next_power_of_two(call.x.shape[0]), inner, columns, experts, "KN" if call.weight.stride(2) == 1 else "NK"
 
 
-def _size_key_of_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> tuple[int | str, ...]:
-    return next_power_of_two(x.shape[0]), x.shape[1], grad.shape[1], offsets.shape[0]
+def _size_key_of_wgrad(call: Call) -> tuple[int | str, ...]:
+    return next_power_of_two(call.x.shape[0]), call.x.shape[1], call.grad.shape[1], call.offsets.shape[0]
 
 
-@op("moe.grouped_mm", check=_check_grouped_mm, autocast=("x", "weight"), size_key=_size_key)
+def owned_rows(rows: int, offsets: Tensor) -> Iterator[Tensor]:
+    """For each expert, which of the sorted rows it owns, `[rows, 1]` bool."""
+    row = torch.arange(rows, device=offsets.device).unsqueeze(1)
+    starts = torch.cat((torch.zeros_like(offsets[:1]), offsets[:-1]))
+    for start, end in zip(starts.unbind(0), offsets.unbind(0), strict=True):
+        yield (row >= start) & (row < end)
+
+
+@op(
+    "moe.grouped_mm",
+    check=_check_grouped_mm,
+    fake=_fake,
+    flops=flops_of_products,
+    size_key=_size_key,
+    autocast=("x", "weight"),
+)
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply each expert's contiguous rows by that expert's matrix.
 
@@ -77,10 +109,20 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Source: torch.nn.functional.grouped_mm (2D x 3D form), whose trailing rows are uninitialised; MegaBlocks
     (arXiv:2211.15841).
     """
-    return _GroupedMM.apply(x, weight, offsets)  # type: ignore[no-any-return,no-untyped-call]
+    out = x.new_zeros(x.shape[0], weight.shape[2])
+    for own, matrix in zip(owned_rows(x.shape[0], offsets), weight.unbind(0), strict=True):
+        out = torch.where(own, torch.where(own, x, 0) @ matrix, out)
+    return out
 
 
-@op("moe.grouped_mm_wgrad", check=_check_wgrad, autocast=("x", "grad"), size_key=_size_key_of_wgrad)
+@op(
+    "moe.grouped_mm_wgrad",
+    check=_check_wgrad,
+    fake=_fake_of_wgrad,
+    flops=_flops_of_wgrad,
+    size_key=_size_key_of_wgrad,
+    autocast=("x", "grad"),
+)
 def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """Multiply, for each expert, its rows of `x` transposed by its rows of `grad`: the gradient of its weights.
 
@@ -95,44 +137,6 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         InputError: a shape, dtype or device does not fit.
     """
-    return _GroupedMMWgrad.apply(x, grad, offsets)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        return _loops.grouped_mm(x, weight, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, weight, offsets = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grouped_mm(grad, weight.transpose(1, 2), offsets)
-        if ctx.needs_input_grad[1]:
-            grad_weight = wgrad_like(weight, x, grad, offsets)
-        return grad_x, grad_weight, None
-
-
-class _GroupedMMWgrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x, grad, offsets)
-        return _loops.grouped_mm_wgrad(x, grad, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_weight,) = grads
-        x, grad, offsets = ctx.saved_tensors
-        grad_x = grouped_mm(grad, grad_weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-        grad_grad = grouped_mm(x, grad_weight, offsets) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_grad, None
-
-
-def wgrad_like(weight: Tensor, x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """The weights' gradient in the weights' own memory order, which spares autograd a copy."""
-    if weight.stride(1) < weight.stride(2):
-        return grouped_mm_wgrad(grad, x, offsets).transpose(1, 2)
-    return grouped_mm_wgrad(x, grad, offsets)
+    owned = owned_rows(x.shape[0], offsets)
+    products = [torch.where(own, x, 0).mT @ torch.where(own, grad, 0) for own in owned]
+    return torch.stack(products) if products else x.new_zeros(0, x.shape[1], grad.shape[1])

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from kpt_core import InputError, UnknownNameError
 
-from ._scaled import FLOAT8, NAMES_OF_FLOAT8, SCALE_BLOCK, in_blocks, wide_dtype
-from .grouped_mm import DTYPES, NAMES_OF_DTYPES
+from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8, wide_dtype
+from ._scales import SCALE_BLOCK, in_blocks
 
 #: The schemes of `quantise_weights`.
 SCHEMES = ("row", "block128")

@@ -1,14 +1,17 @@
 """What `kpt_core.optimize` may do to the experts of a Hugging Face model."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from kpt_core import InputError, Site
+from kpt_core import InputError
+
+if TYPE_CHECKING:
+    from kpt_core.optimization import Site  # most processes never optimise
 
 #: What transformers' `use_experts_implementation` sets on every module that it decorates.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "config")
@@ -27,11 +30,9 @@ class KptExperts:
     lossless: bool = True
     level: str = "conservative"
 
-    def sites(self, model: nn.Module) -> Iterable[Site]:
+    def sites(self, model: nn.Module) -> "Iterable[Site]":
         """Every experts module that another implementation serves."""
-        for path, module in _experts_modules(model):
-            if module.config._experts_implementation != "kpt":
-                yield Site(path, "moe.experts")
+        return _sites(model, lambda module: module.config._experts_implementation != "kpt")
 
     def replacement(self, module: nn.Module) -> nn.Module:
         """The module with its own configuration, in which the implementation is `kpt`."""
@@ -46,11 +47,9 @@ class Bfloat16Experts:
     lossless: bool = False
     level: str = "balanced"
 
-    def sites(self, model: nn.Module) -> Iterable[Site]:
+    def sites(self, model: nn.Module) -> "Iterable[Site]":
         """Every experts module with float32 weights."""
-        for path, module in _experts_modules(model):
-            if any(p.dtype is torch.float32 for p in module.parameters(recurse=False)):
-                yield Site(path, "moe.experts")
+        return _sites(model, lambda m: any(p.dtype is torch.float32 for p in m.parameters(recurse=False)))
 
     def replacement(self, module: nn.Module) -> nn.Module:
         """A module with converted copies of the weights."""
@@ -61,11 +60,13 @@ class Bfloat16Experts:
         return clone
 
 
-def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _sites(model: nn.Module, wanted: Callable[[Any], bool]) -> "Iterator[Site]":
+    from kpt_core.optimization import Site
+
     for path, module in model.named_modules():
         # A `forward` of the instance (accelerate's hooks) is bound to it: a twin would run the original.
-        if path and is_transformers_experts(module) and "forward" not in vars(module):
-            yield path, module
+        if path and is_transformers_experts(module) and "forward" not in vars(module) and wanted(module):
+            yield Site(path, "moe.experts")
 
 
 def _served_by_kpt(module: nn.Module) -> nn.Module:

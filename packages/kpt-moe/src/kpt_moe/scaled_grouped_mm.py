@@ -1,28 +1,20 @@
 """The grouped matrix product of experts with 8-bit weights: op `moe.scaled_grouped_mm`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kpt_core import InputError, next_power_of_two, op
+from kpt_core import Call, InputError, op
+from kpt_core.tuning import next_power_of_two
 
-from . import _scaled
-from ._scaled import FLOAT8, NAMES_OF_FLOAT8, SCALE_DTYPES, in_blocks, one_of
-from .grouped_mm import DTYPES, NAMES_OF_DTYPES
+from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8, wide_dtype
+from ._scales import SCALE_DTYPES, dequantise, in_blocks, one_of
+from .grouped_mm import flops_of_products, owned_rows
 
 _NAME = "moe.scaled_grouped_mm"
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offsets: Tensor,
-    *,
-    x_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> None:
+def _check(call: Call) -> None:
+    x, weight, offsets, x_scale = call.x, call.weight, call.offsets, call.x_scale
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         raise InputError(
             f"{_NAME}: x must be [rows, K] and weight [num_experts, K, N] with equal K; "
@@ -45,18 +37,19 @@ def _check(
             f"{_NAME}: offsets must be int32 of shape [{num_experts}], one end row per expert; "
             f"got {offsets.dtype} {list(offsets.shape)}"
         )
-    _check_scale("scale", scale, scale_shapes(num_experts, inner, columns))
+    rest = ([columns], [1, columns], [inner, 1], in_blocks(inner, columns))
+    _check_scale("scale", call.scale, [[num_experts, *sizes] for sizes in rest])
     if x_scale is not None:
         _check_scale("x_scale", x_scale, [[x.shape[0], 1], [x.shape[0], *in_blocks(inner)]])
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise InputError(f"{_NAME}: out_dtype must be {NAMES_OF_DTYPES}, or None; got {out_dtype}")
-    tensors = {"weight": weight, "scale": scale, "x_scale": x_scale, "offsets": offsets}
+    if call.out_dtype is not None and call.out_dtype not in DTYPES:
+        raise InputError(f"{_NAME}: out_dtype must be {NAMES_OF_DTYPES}, or None; got {call.out_dtype}")
+    tensors = {"weight": weight, "scale": call.scale, "x_scale": x_scale, "offsets": offsets}
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
             raise InputError(
                 f"{_NAME}: x is on {x.device}, but {name} on {tensor.device}: all must be on one device; move one"
             )
-    require_frozen(_NAME, x=x if x.dtype in FLOAT8 else None, weight=weight, scale=scale, x_scale=x_scale)
+    require_frozen(_NAME, x=x if x.dtype in FLOAT8 else None, weight=weight, scale=call.scale, x_scale=x_scale)
 
 
 def _check_scale(name: str, scale: Tensor, shapes: list[list[int]]) -> None:
@@ -65,12 +58,6 @@ def _check_scale(name: str, scale: Tensor, shapes: list[list[int]]) -> None:
             f"{_NAME}: {name} must be float32 or float64 of shape {one_of(shapes)}; "
             f"got {scale.dtype} {list(scale.shape)}"
         )
-
-
-def scale_shapes(num_experts: int, inner: int, columns: int) -> list[list[int]]:
-    """What `scale` may be for weights `[num_experts, inner, columns]`."""
-    rest = ([columns], [1, columns], [inner, 1], in_blocks(inner, columns))
-    return [[num_experts, *sizes] for sizes in rest]
 
 
 def require_frozen(name: str, **tensors: Tensor | None) -> None:
@@ -83,23 +70,25 @@ def require_frozen(name: str, **tensors: Tensor | None) -> None:
         )
 
 
-def _size_key(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offsets: Tensor,
-    *,
-    x_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[int | str, ...]:
+def result_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the op's result."""
+    return out_dtype or (torch.bfloat16 if x.dtype in FLOAT8 else x.dtype)
+
+
+def _fake(call: Call) -> Tensor:
+    shape = call.x.shape[0], call.weight.shape[2]
+    return call.x.new_empty(shape, dtype=result_dtype(call.x, call.out_dtype))  # type: ignore[no-any-return]
+
+
+def _size_key(call: Call) -> tuple[int | str, ...]:
     """Rows, rounded since they vary from call to call, K, N, experts, which of K and N is contiguous, what scales."""
-    experts, inner, columns = weight.shape
-    scales = "blocks" if list(scale.shape) == [experts, *in_blocks(inner, columns)] else "channels"
-    layout = "KN" if weight.stride(2) == 1 else "NK"
-    return next_power_of_two(x.shape[0]), inner, columns, experts, layout, scales
+    experts, inner, columns = call.weight.shape
+    scales = "blocks" if list(call.scale.shape) == [experts, *in_blocks(inner, columns)] else "channels"
+    layout = "KN" if call.weight.stride(2) == 1 else "NK"
+    return next_power_of_two(call.x.shape[0]), inner, columns, experts, layout, scales
 
 
-@op(_NAME, check=_check, size_key=_size_key, autocast=("x",))
+@op(_NAME, check=_check, fake=_fake, flops=flops_of_products, size_key=_size_key, autocast=("x",), unread=("x",))
 def scaled_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -138,32 +127,11 @@ def scaled_grouped_mm(
 
     Source: torch.nn.functional.scaled_grouped_mm; DeepSeek-V3 (arXiv:2412.19437) for the blocks.
     """
-    if out_dtype is None:
-        out_dtype = torch.bfloat16 if x.dtype in FLOAT8 else x.dtype
-    scale = scale.unsqueeze(1) if scale.dim() == 2 else scale
-    return _ScaledGroupedMM.apply(x, weight, scale, x_scale, offsets, out_dtype)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _ScaledGroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        x_scale: Tensor | None,
-        offsets: Tensor,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, scale, offsets)
-        ctx.dtype = x.dtype
-        return _scaled.scaled_grouped_mm(x, weight, scale, x_scale, offsets, out_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        weight, scale, offsets = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = scaled_grouped_mm(grad, weight.mT, scale.mT, offsets, out_dtype=ctx.dtype)
-        return grad_x, None, None, None, None, None
+    out_dtype = result_dtype(x, out_dtype)
+    wide = wide_dtype(x.dtype, out_dtype)
+    rows = x.to(wide) if x_scale is None else dequantise(x, x_scale, wide)
+    scales = scale.unsqueeze(1) if scale.dim() == 2 else scale
+    out = rows.new_zeros(x.shape[0], weight.shape[2])
+    for own, codes, factor in zip(owned_rows(x.shape[0], offsets), weight.unbind(0), scales.unbind(0), strict=True):
+        out = torch.where(own, torch.where(own, rows, 0) @ dequantise(codes, factor, wide), out)
+    return out.to(out_dtype)

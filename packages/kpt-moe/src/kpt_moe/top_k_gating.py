@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from kpt_core import InputError, UnknownNameError, next_power_of_two, op
+from kpt_core import Call, InputError, UnknownNameError, op
+from kpt_core.tuning import next_power_of_two
 
 from ._checks import require_size
-from .grouped_mm import DTYPES, NAMES_OF_DTYPES
+from ._dtypes import DTYPES, NAMES_OF_DTYPES, wide_dtype
 
 #: How logits become scores: over all experts before the choice, over the chosen ones after it, or independently.
 SCORES = ("softmax", "softmax_after", "sigmoid")
@@ -69,23 +70,14 @@ def weigh_experts(scores: Tensor, index: Tensor, score: str, renormalize: bool, 
     return weights if scale == 1 else weights * scale
 
 
-def _check(
-    logits: Tensor,
-    correction_bias: Tensor | None = None,
-    *,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> None:
+def _check(call: Call) -> None:
+    logits, correction_bias = call.logits, call.correction_bias
     if logits.dim() != 2 or logits.dtype not in DTYPES:
         raise InputError(
             f"moe.top_k_gating: logits must be [tokens, num_experts] of {NAMES_OF_DTYPES}; "
             f"got {logits.dtype} {list(logits.shape)}"
         )
-    check_choice("moe.top_k_gating", logits.shape[1], top_k, score, num_groups, top_groups)
+    check_choice("moe.top_k_gating", logits.shape[1], call.top_k, call.score, call.num_groups, call.top_groups)
     if correction_bias is None:
         return
     if correction_bias.dtype not in (torch.float32, torch.float64) or correction_bias.shape != logits.shape[1:]:
@@ -100,22 +92,19 @@ def _check(
         )
 
 
-def _size_key(
-    logits: Tensor,
-    correction_bias: Tensor | None = None,
-    *,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> tuple[int | str, ...]:
+def _fake(call: Call) -> tuple[Tensor, Tensor]:
+    logits, shape = call.logits, (call.logits.shape[0], call.top_k)
+    weights = logits.new_empty(shape, dtype=wide_dtype(logits.dtype))
+    return weights, logits.new_empty(shape, dtype=torch.int64)
+
+
+def _size_key(call: Call) -> tuple[int | str, ...]:
     """Tokens, rounded since they vary from call to call; experts, `top_k`, groups and the score."""
-    return next_power_of_two(logits.shape[0]), logits.shape[1], top_k, num_groups, top_groups, score
+    tokens, experts = call.logits.shape
+    return next_power_of_two(tokens), experts, call.top_k, call.num_groups, call.top_groups, call.score
 
 
-@op("moe.top_k_gating", check=_check, size_key=_size_key)
+@op("moe.top_k_gating", check=_check, fake=_fake, saves="results", size_key=_size_key)
 def top_k_gating(
     logits: Tensor,
     correction_bias: Tensor | None = None,
@@ -153,6 +142,6 @@ def top_k_gating(
 
     Source: the routers of Mixtral (arXiv:2401.04088), gpt-oss (arXiv:2508.10925) and DeepSeek-V3 (arXiv:2412.19437).
     """
-    scores = score_experts(logits.to(torch.promote_types(logits.dtype, torch.float32)), score)
+    scores = score_experts(logits.to(wide_dtype(logits.dtype)), score)
     index = choose_experts(scores.detach(), correction_bias, top_k, num_groups, top_groups)
     return weigh_experts(scores, index, score, renormalize, scale), index

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import Arguments, Case, CaseTable, UnknownNameError, WrongInput
+from kpt_core import UnknownNameError
+from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
 from kpt_moe.activations import Activation
 from kpt_moe.quantised_experts import quantise_weights
 

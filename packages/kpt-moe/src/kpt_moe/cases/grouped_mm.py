@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kpt_core import Arguments, Case, CaseTable, WrongInput
+from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
 
 from .common import normal
 

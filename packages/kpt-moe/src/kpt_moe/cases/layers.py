@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kpt_core import LayerCase
+from kpt_core.cases import LayerCase
 from kpt_moe.activations import Activation
 from kpt_moe.conversion import VariantFeedForwardExpert
 from kpt_moe.expert_networks import FeedForwardExpert, QuantisedFeedForwardExpert

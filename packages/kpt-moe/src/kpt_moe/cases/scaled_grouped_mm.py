@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kpt_core import Arguments, Case, CaseTable, WrongInput
-from kpt_moe._scaled import in_blocks
+from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
+from kpt_moe._scales import in_blocks
 
 from .common import normal
 from .grouped_mm import _offsets, _rows_of_nobody

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import Arguments, Case, CaseTable, UnknownNameError, WrongInput, next_power_of_two
+from kpt_core import UnknownNameError
+from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
+from kpt_core.tuning import next_power_of_two
 from kpt_moe.top_k_gating import score_experts
 
 _PREFIX = r"moe\.top_k_gating"

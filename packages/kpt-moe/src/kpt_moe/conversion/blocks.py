@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
+from kpt_moe._dtypes import DTYPES
 from kpt_moe.activations import Activation
-from kpt_moe.grouped_mm import DTYPES
 from kpt_moe.rewrites import is_transformers_experts
 from kpt_moe.routers import TopKRouter
 from kpt_moe.routing import Routing

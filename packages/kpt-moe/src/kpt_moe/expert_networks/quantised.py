@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe._checks import require_size
-from kpt_moe._scaled import FLOAT8, NAMES_OF_FLOAT8
+from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
 from kpt_moe.activations import Activation
 from kpt_moe.experts import experts
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights, scale_shape

@@ -5,9 +5,11 @@ from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from kpt_core import InputError, UnknownNameError, without_autocast
+from kpt_core import InputError, UnknownNameError
+from kpt_core.dispatch import without_autocast
 from kpt_moe._checks import require_size
 from kpt_moe.batch_invariant import batch_invariant_mode, elementwise, linear
 from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
@@ -292,7 +294,8 @@ class LinearRouter(Router):
     def _logits(self, x: Tensor) -> Tensor:
         learns = torch.is_grad_enabled() and self.weight.requires_grad
         plain = type(self).gate is LinearRouter.gate and not batch_invariant_mode()
-        if _wide(x.dtype) is x.dtype or not learns or not plain:
+        # torch gives a function of one's own no forward mode beside a rule for vmap.
+        if _wide(x.dtype) is x.dtype or not learns or not plain or forward_ad._current_level >= 0:
             return super()._logits(x)
         logits: Tensor = _WideLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)

@@ -6,7 +6,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
-from kpt_core import without_autocast
+from kpt_core.dispatch import without_autocast
 from kpt_moe.batch_invariant import batch_invariant_mode
 from kpt_moe.routing import Routing
 from kpt_moe.top_k_gating import SCORES as SCORES

@@ -1,7 +1,4 @@
-"""The way of accelerators without a kernel, walked in host memory."""
-
-import warnings
-from collections.abc import Iterator
+"""The grouped products of accelerators without a kernel, computed in host memory."""
 
 import pytest
 import torch
@@ -10,11 +7,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_moe import _accelerators, grouped_mm, grouped_mm_wgrad
-from test_grouped_mm import Product, ends, make
+from kpt_moe import grouped_mm, grouped_mm_wgrad
+from kpt_moe.torch_kernels import grouped_mm as kernels
+from kpt_moe.torch_kernels import tiles
+from test_grouped_mm import ends, make
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LOADS = [70, 0, 9, 64]
+
+
+def product(*args: Tensor) -> Tensor:
+    return kernels.product(grouped_mm.bind(*args))
+
+
+def product_wgrad(*args: Tensor) -> Tensor:
+    return kernels.product_wgrad(grouped_mm_wgrad.bind(*args))
 
 
 loads_of_experts = st.lists(st.integers(0, 150), min_size=1, max_size=6)
@@ -24,7 +31,7 @@ loads_of_experts = st.lists(st.integers(0, 150), min_size=1, max_size=6)
 def test_tiles_equal_the_loop(loads, trailing, poison):
     x, weight, offsets = make(loads, trailing)
     x[int(offsets[-1]) :] = poison
-    torch.testing.assert_close(_accelerators._tiled_mm(x, weight, offsets), grouped_mm(x, weight, offsets))
+    torch.testing.assert_close(kernels._tiled_mm(x, weight, offsets), grouped_mm(x, weight, offsets))
 
 
 @given(loads_of_experts, st.integers(0, 70), st.sampled_from([0.0, float("nan")]))
@@ -33,13 +40,13 @@ def test_tiles_of_wgrad_equal_the_loop(loads, trailing, poison):
     grad = torch.randn(x.shape[0], 3, dtype=x.dtype)
     x[int(offsets[-1]) :] = poison
     grad[int(offsets[-1]) :] = poison
-    torch.testing.assert_close(_accelerators._tiled_wgrad(x, grad, offsets), grouped_mm_wgrad(x, grad, offsets))
+    torch.testing.assert_close(kernels._tiled_wgrad(x, grad, offsets), grouped_mm_wgrad(x, grad, offsets))
 
 
 @given(loads_of_experts, st.integers(0, 70))
 def test_tiles_hold_every_row_once(loads, trailing):
     rows = sum(loads) + trailing
-    expert, row, taken = _accelerators._tiles(rows, ends(loads))
+    expert, row, taken = tiles.tiles(rows, ends(loads))
     owner = [e for e, load in enumerate(loads) for _ in range(load)]
     assert sorted(row[taken].tolist()) == list(range(len(owner)))
     assert torch.tensor(owner)[row[taken]].tolist() == expert.unsqueeze(1).expand_as(row)[taken].tolist()
@@ -64,9 +71,9 @@ def test_equals_the_loop(dtype, stored, columns, trailing):
     if stored == "as [N, K]":
         weight = weight.mT.contiguous().mT
     native = columns == 16 and dtype is not torch.float64
-    assert (_accelerators._native(x, weight) is not None) == native
-    torch.testing.assert_close(_accelerators.grouped_mm(x, weight, offsets), grouped_mm(x, weight, offsets))
-    wgrad = _accelerators.grouped_mm_wgrad(x, grad, offsets)
+    assert (kernels._native(x, weight) is not None) == native
+    torch.testing.assert_close(product(x, weight, offsets), grouped_mm(x, weight, offsets))
+    wgrad = product_wgrad(x, grad, offsets)
     exact = grouped_mm_wgrad(x.double(), grad.double(), offsets)
     # Rounded once natively; once for each of at most two tiles, and once for their sum.
     torch.testing.assert_close(
@@ -101,37 +108,33 @@ STORED = {
 def test_takes_any_strides(dtype, stored):
     x, weight, grad, offsets = operands(dtype, 16, 5)
     for operand in (x, weight, grad):
-        fitted = _accelerators._fit(stored(operand))
+        fitted = kernels._fit(stored(operand))
         assert fitted.is_contiguous()
         assert fitted.data_ptr() % 16 == 0
-        assert _accelerators._fit(operand) is operand
-        assert _accelerators._fit(operand.mT).data_ptr() == operand.data_ptr()
+        assert kernels._fit(operand) is operand
+        assert kernels._fit(operand.mT).data_ptr() == operand.data_ptr()
     x, weight, grad = stored(x), stored(weight), stored(grad)
-    assert _accelerators._native(x, weight) is not None
+    assert kernels._native(x, weight) is not None
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
-    torch.testing.assert_close(
-        _accelerators.grouped_mm(x, weight, offsets), grouped_mm(x, weight, offsets), **tolerance
-    )
-    torch.testing.assert_close(
-        _accelerators.grouped_mm_wgrad(x, grad, offsets), grouped_mm_wgrad(x, grad, offsets), **tolerance
-    )
+    torch.testing.assert_close(product(x, weight, offsets), grouped_mm(x, weight, offsets), **tolerance)
+    torch.testing.assert_close(product_wgrad(x, grad, offsets), grouped_mm_wgrad(x, grad, offsets), **tolerance)
 
 
 @pytest.mark.parametrize("columns", [16, 3], ids=["native", "tiled"])
 def test_takes_no_rows(columns):
     x, weight, offsets = torch.empty(0, 8), torch.randn(4, 8, columns), ends([0] * 4)
-    assert _accelerators.grouped_mm(x, weight, offsets).shape == (0, columns)
-    wgrad = _accelerators.grouped_mm_wgrad(x, torch.empty(0, columns), offsets)
+    assert product(x, weight, offsets).shape == (0, columns)
+    wgrad = product_wgrad(x, torch.empty(0, columns), offsets)
     assert torch.equal(wgrad, torch.zeros(4, 8, columns))
 
 
 def test_copies_no_more_matrices_than_the_workspace_holds(monkeypatch):
     x, weight, grad, offsets = operands(torch.float64, 3, 5)
-    monkeypatch.setattr(_accelerators, "_WORKSPACE", 2 * weight[0].nbytes)
-    largest, product = [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: (largest.append(len(a)), product(a, b))[1])
-    torch.testing.assert_close(_accelerators.grouped_mm(x, weight, offsets), grouped_mm(x, weight, offsets))
-    torch.testing.assert_close(_accelerators.grouped_mm_wgrad(x, grad, offsets), grouped_mm_wgrad(x, grad, offsets))
+    monkeypatch.setattr(tiles, "_WORKSPACE", 2 * weight[0].nbytes)
+    largest, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: (largest.append(len(a)), bmm(a, b))[1])
+    torch.testing.assert_close(product(x, weight, offsets), grouped_mm(x, weight, offsets))
+    torch.testing.assert_close(product_wgrad(x, grad, offsets), grouped_mm_wgrad(x, grad, offsets))
     assert max(largest) == 2
 
 
@@ -139,42 +142,8 @@ def test_older_versions_of_torch(monkeypatch):
     # torch 2.8 and 2.9 have a product for bfloat16 alone, on one generation of devices alone.
     monkeypatch.delattr(F, "grouped_mm")
     x, weight = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2, 8, 8, dtype=torch.bfloat16)
-    assert _accelerators._native(x, weight) is None
+    assert kernels._native(x, weight) is None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert _accelerators._native(x, weight) is torch._grouped_mm
-    assert _accelerators._native(x.float(), weight.float()) is None
-
-
-@pytest.fixture
-def on_the_host() -> Iterator[None]:
-    """The ops' implementation for accelerators in the place of the loop."""
-    library = torch.library.Library("kpt_moe", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in ("grouped_mm", "grouped_mm_wgrad"):
-            library.impl(name, getattr(_accelerators, name), "CPU", allow_override=True)
-    yield
-    library._destroy()
-
-
-@pytest.mark.usefixtures("on_the_host")
-@pytest.mark.parametrize("columns", [16, 3], ids=["native", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
-class TestTraced:
-    def test_compiles_without_a_break(self, dtype, columns):
-        compiled = torch.compile(grouped_mm, fullgraph=True, backend="aot_eager")
-        x, weight, _, offsets = operands(dtype, columns, 5)
-        x, weight = x.requires_grad_(), weight.requires_grad_()
-        want, have = grouped_mm(x, weight, offsets), compiled(x, weight, offsets)
-        assert torch.equal(have, want)
-        grad = torch.randn_like(want)
-        for a, b in zip(*(torch.autograd.grad(out, (x, weight), grad) for out in (have, want)), strict=True):
-            assert torch.equal(a, b)
-
-    def test_exports_with_any_number_of_rows(self, dtype, columns):
-        x, weight, _, offsets = operands(dtype, columns, 5)
-        shapes = {"x": {0: torch.export.Dim.DYNAMIC}, "weight": None, "offsets": None}
-        program = torch.export.export(Product(), (x, weight, offsets), dynamic_shapes=shapes).module()
-        x = torch.cat((x, x))
-        assert torch.equal(program(x, weight, offsets), grouped_mm(x, weight, offsets))
+    assert kernels._native(x, weight) is torch._grouped_mm
+    assert kernels._native(x.float(), weight.float()) is None
