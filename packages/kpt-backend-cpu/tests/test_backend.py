@@ -19,7 +19,7 @@ warnings.simplefilter("error")
 import torch
 before = set(sys.modules)
 import kpt_backend_cpu
-targets = [kernel.target for kernel in kpt_backend_cpu.BACKEND.kernels()]
+targets = [kernel.forward for kernel in kpt_backend_cpu.BACKEND.kernels()]
 print(json.dumps({"new": sorted(set(sys.modules) - before), "kernels": targets,
                   "loaded": kpt_backend_cpu.native._library is not None}))
 """

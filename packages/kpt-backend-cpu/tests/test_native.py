@@ -172,6 +172,45 @@ def test_torch_s_own_pool_of_threads_is_found():
     assert None not in native._openmp_of_torch()
 
 
+OPENMP = """
+int calls = 0;
+int omp_get_thread_num(void) { return 0; }
+void GOMP_parallel(void (*task)(void*), void* data, unsigned threads, unsigned flags) { calls++; task(data); }
+"""
+WHICH = """
+import ctypes, os, sys
+def see():
+    ctypes.CDLL(sys.argv[1], mode=os.RTLD_GLOBAL)
+if sys.argv[2] == "made global before torch":
+    see()
+import torch
+if sys.argv[2] == "made global after torch":
+    see()
+torch.set_num_threads(2)
+torch.ones(1_000_000).exp_()
+from kpt_backend_cpu import native
+other = ctypes.CDLL(sys.argv[1])
+found = native._openmp_of_torch()[0] == ctypes.cast(other.GOMP_parallel, ctypes.c_void_p).value
+print(found, ctypes.c_int.in_dll(other, "calls").value > 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems resolve names otherwise")
+@pytest.mark.parametrize("how", ["preloaded", "made global before torch", "made global after torch"])
+def test_the_pool_is_that_of_torch_where_there_is_another_openmp(how, tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or "OpenMP" not in torch.__config__.parallel_info():
+        pytest.skip("there is no C compiler, or torch does not compute with OpenMP's threads")
+    (tmp_path / "other.c").write_text(OPENMP)
+    other = tmp_path / "libother.so"
+    subprocess.run([compiler, "-shared", "-fPIC", tmp_path / "other.c", "-o", other], check=True)
+    environment = {**os.environ, **({"LD_PRELOAD": str(other)} if how == "preloaded" else {})}
+    command = [sys.executable, "-c", WHICH, other, how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    expected = str(how != "made global after torch")
+    assert done.stdout.split() == [expected, expected], "what torch computes with is what is found"
+
+
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()

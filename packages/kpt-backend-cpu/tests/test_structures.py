@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kpt_backend_cpu import structures
-from kpt_backend_cpu.moe.tensors import _DTYPES
+from kpt_backend_cpu.moe.tensors import DTYPES
 
 HEADER = Path(__file__).parents[1] / "native" / "kpt_cpu.h"
 COMPILER = next((found for name in ("cc", "c++", "gcc", "clang") if (found := shutil.which(name))), None)
@@ -28,7 +28,7 @@ CONSTANTS = {
     "KPT_SCALES_BLOCK": structures.SCALES_BLOCK,
     **{f"KPT_{name.upper()}": value for name, value in structures.ACTIVATIONS.items()},
     **{f"KPT_{name.upper()}": value for name, value in structures.SCORES.items()},
-    **{f"KPT_{str(dtype).removeprefix('torch.').upper()}": value for dtype, value in _DTYPES.items()},
+    **{f"KPT_{str(dtype).removeprefix('torch.').upper()}": value for dtype, value in DTYPES.items()},
 }
 
 
@@ -78,7 +78,7 @@ def test_every_structure_and_kernel_of_the_header_is_there():
 def test_dtypes_are_those_that_the_header_names():
     names = re.search(r"enum kpt_dtype \{(.*?)\}", HEADER.read_text(), re.S)
     assert names is not None
-    assert {getattr(torch, name.lower()) for name in re.findall(r"KPT_(\w+)", names[1])} == set(_DTYPES)
+    assert {getattr(torch, name.lower()) for name in re.findall(r"KPT_(\w+)", names[1])} == set(DTYPES)
 
 
 @pytest.mark.parametrize("structure", structures.KERNELS.values(), ids=structures.KERNELS)

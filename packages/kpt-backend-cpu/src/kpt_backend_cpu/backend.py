@@ -5,19 +5,16 @@ import platform
 
 import torch
 
-from kpt_core import Capability, InputError, Kernel
+from kpt_core import Backend, Capability, InputError, Kernel
 
 from .native import INSTRUCTION_SETS, LibraryError, library
 
 
-class CPUBackend:
-    """KPT's backend for CPUs, satisfying `kpt_core.Backend`.
-
-    Making one costs nothing: the native library is loaded when something is asked.
-    """
+class CPUBackend(Backend):
+    """KPT's backend for CPUs. Making one costs nothing: the native library is loaded when something is asked."""
 
     name = "cpu"
-    device_type = "cpu"
+    device_types = ("cpu",)
 
     def __repr__(self) -> str:
         return "CPUBackend()"

@@ -143,9 +143,10 @@ def _openmp_of_torch() -> tuple[int | None, ...]:
     All None where PyTorch has none, or one without these: the library then starts threads of its own.
     """
     folder = Path(torch.__file__).parent / "lib"
-    # As PyTorch's own calls are resolved: first what the whole process sees, which may be another OpenMP that was
-    # preloaded, then what PyTorch links to. Nothing is loaded that is not there already.
-    for place in (None, str(folder / "libtorch_cpu.so"), str(folder / "libtorch_cpu.dylib")):
+    # As PyTorch's own calls are resolved. macOS binds them to what PyTorch links to. Linux looks through the process
+    # first: what was preloaded or made global before PyTorch comes before PyTorch's own, what came later after it.
+    # Nothing is loaded that is not there already.
+    for place in (str(folder / "libtorch_cpu.dylib"), None, str(folder / "libtorch_cpu.so")):
         try:
             seen = ctypes.CDLL(place, mode=os.RTLD_NOLOAD | os.RTLD_NOW) if place else ctypes.CDLL(None)
             return tuple(

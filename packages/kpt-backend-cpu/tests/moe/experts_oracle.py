@@ -38,7 +38,7 @@ def make_call(
     if tokens > 0:
         index[0, 0] = -1
     up, down = (
-        normal(num_experts, width, hidden) * hidden**-0.5,
+        normal(num_experts, width, hidden) * (hidden or 1) ** -0.5,
         normal(num_experts, hidden, inner) * (inner or 1) ** -0.5,
     )
     if options.get("transposed"):

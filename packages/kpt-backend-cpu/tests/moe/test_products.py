@@ -36,14 +36,14 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("layout", ["KN", "NK", "neither"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_product_and_its_gradients_are_right(dtype, layout, kernels):
+def test_a_product_and_its_gradients_are_right(dtype, layout, trained):
     x, weight, offsets = arguments(dtype)
     if layout == "NK":
         weight = weight.mT.contiguous().mT
     if layout == "neither":
         weight = torch.stack((weight, weight + torch.nan), -1)[..., 0]
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    out = kernels["grouped_mm"](x, weight, offsets)
+    out = trained["grouped_mm"](x, weight, offsets)
     assert out.dtype is dtype
     assert_near(out, product(x, weight), dtype)
     pull = torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype)
@@ -55,14 +55,14 @@ def test_a_product_and_its_gradients_are_right(dtype, layout, kernels):
         assert grad_weight.stride() == weight.stride()
 
 
-def test_gradients_of_gradients_are_right(kernels):
+def test_gradients_of_gradients_are_right(trained):
     x, weight, offsets = arguments()
     x = x[:30]
     leaves = [t.clone().requires_grad_() for t in (x, weight)]
     doubles = [t.double().requires_grad_() for t in (x, weight)]
     results = []
     for one, other, function in (
-        (*leaves, lambda a, b: kernels["grouped_mm"](a, b, offsets)),
+        (*leaves, lambda a, b: trained["grouped_mm"](a, b, offsets)),
         (*doubles, lambda a, b: torch.cat([a[s:e] @ w for w, (s, e) in zip(b, pairwise([0, *ENDS]), strict=True)])),
     ):
         grads = torch.autograd.grad(function(one, other).square().sum(), (one, other), create_graph=True)
@@ -97,7 +97,7 @@ SCALES = {"columns": (1, 200), "rows": (150, 1), "blocks": (2, 2)}
 @pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("scales", SCALES)
-def test_a_scaled_product_is_of_the_dequantised_numbers(scales, x_dtype, out_dtype, kernels):
+def test_a_scaled_product_is_of_the_dequantised_numbers(scales, x_dtype, out_dtype, trained):
     x, weight, offsets = arguments(inner=150, columns=200)
     x, codes = x.to(x_dtype), (weight * 16).to(torch.float8_e4m3fn)
     scale = torch.rand(4, *SCALES[scales], dtype=torch.float64) + 0.5
@@ -107,12 +107,12 @@ def test_a_scaled_product_is_of_the_dequantised_numbers(scales, x_dtype, out_dty
     x_scale = torch.rand(33, 2) + 0.5 if x_dtype.itemsize == 1 else None
     wide_x = x.double() if x_scale is None else x.double() * x_scale.double().repeat_interleave(128, 1)[:, :150]
     given = scale.squeeze(1) if scales == "columns" else scale
-    got = kernels["scaled_grouped_mm"](x, codes, given, offsets, x_scale=x_scale, out_dtype=out_dtype)
+    got = trained["scaled_grouped_mm"](x, codes, given, offsets, x_scale=x_scale, out_dtype=out_dtype)
     assert got.dtype is (out_dtype or (torch.bfloat16 if x_dtype.itemsize == 1 else x_dtype))
     assert_near(got, product(wide_x, codes.double() * wide), got.dtype)
     if x_scale is None:
         leaf = x.clone().requires_grad_()
-        out = kernels["scaled_grouped_mm"](leaf, codes, given, offsets, out_dtype=out_dtype)
+        out = trained["scaled_grouped_mm"](leaf, codes, given, offsets, out_dtype=out_dtype)
         pull = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
         (grad,) = torch.autograd.grad(out, leaf, pull)
         assert grad.dtype is x_dtype
@@ -127,8 +127,6 @@ def test_a_scaled_result_of_float64_is_refused_in_a_sentence(kernels):
         scaled(*call, out_dtype=torch.float64)
 
 
-# torch 2.13: Dynamo makes an instance of every autograd.Function that it traces.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_products_compile_as_one_graph(kernels):
     x, weight, offsets = arguments()
     grouped_mm, grouped_mm_wgrad = (kpt_core.ops()[f"moe.{name}"] for name in ("grouped_mm", "grouped_mm_wgrad"))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_core import KptError
 
 CALLS = {
     "softmax": {"top_k": 2},
@@ -44,7 +43,7 @@ def truth(logits, bias, *, top_k, score="softmax", renormalize=True, scale=1.0, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_choice_weights_and_gradients_are_right(name, dtype, kernels):
+def test_choice_weights_and_gradients_are_right(name, dtype, trained):
     options = dict(CALLS[name])
     generator = torch.Generator().manual_seed(len(name))
     # Far enough apart that rounding to float32 changes no choice.
@@ -52,7 +51,7 @@ def test_choice_weights_and_gradients_are_right(name, dtype, kernels):
     bias = torch.rand(24, generator=generator) if options.pop("biased", False) else None
     exact = logits.detach().double().requires_grad_()
     want, want_index = truth(exact, bias, **options)
-    weights, index = kernels["top_k_gating"](logits, bias, **options)
+    weights, index = trained["top_k_gating"](logits, bias, **options)
     assert weights.dtype is torch.float32
     assert torch.equal(index, want_index)
     torch.testing.assert_close(weights.double(), want, rtol=1e-5, atol=1e-7)
@@ -82,38 +81,8 @@ def test_a_correction_bias_of_float64_is_refused_in_a_sentence(kernels):
         gating(torch.randn(2, 4), torch.zeros(4, dtype=torch.float64), top_k=1)
 
 
-def test_a_second_derivative_is_refused_naming_the_reference(kernels):
-    logits = torch.randn(3, 8, requires_grad=True)
-    weights, _ = kernels["top_k_gating"](logits, top_k=2)
-    (grad,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
-    with pytest.raises(KptError, match="reference"):
-        grad.sum().backward()
-    with kpt_core.use("reference"):
-        weights, _ = kpt_core.ops()["moe.top_k_gating"](logits, top_k=2)
-        (grad,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
-        grad.sum().backward()
-    assert logits.grad is not None
-
-
-# torch 2.13: Dynamo makes an instance of every autograd.Function that it traces.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_it_compiles_as_one_graph(kernels):
     gating, logits = kpt_core.ops()["moe.top_k_gating"], torch.randn(5, 16)
     with torch.no_grad():
         compiled = torch.compile(gating, fullgraph=True, backend="aot_eager")
         assert all(map(torch.equal, compiled(logits, top_k=3), gating(logits, top_k=3)))
-
-
-def test_the_second_derivative_is_refused_and_the_remedy_that_is_named_works() -> None:
-    logits = torch.randn(3, 5, dtype=torch.float32, requires_grad=True)
-    pull = torch.randn(3, 2)
-
-    def first_derivative() -> torch.Tensor:
-        weights, _ = kpt_core.ops()["moe.top_k_gating"](logits, top_k=2, score="sigmoid")
-        return torch.autograd.grad((weights * pull).sum(), logits, create_graph=True)[0]
-
-    with pytest.raises(KptError, match=r"use\('reference', op='moe\.top_k_gating'\)"):
-        torch.autograd.grad(first_derivative().square().sum(), logits)
-    with kpt_core.use("reference", op="moe.top_k_gating"):
-        (second,) = torch.autograd.grad(first_derivative().square().sum(), logits)
-    assert second.abs().sum() > 0

@@ -2,58 +2,30 @@
 
 from kpt_core import Kernel
 
-_HERE = "kpt_backend_cpu.moe"
-_DTYPES = {"float32", "bfloat16", "float16"}
-_FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
+_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
+
+
+def _kernel(
+    op: str, module: str, *, dtypes: frozenset[str] = _DTYPES, priority: int = 20, trains: bool = True
+) -> Kernel:
+    functions = f"kpt_backend_cpu.moe.{module}"
+    return Kernel(
+        op,
+        forward=f"{functions}:forward",
+        backward=f"{functions}:backward" if trains else None,
+        unsupported=f"{functions}:unsupported",
+        dtypes=dtypes,
+        priority=priority,
+        deterministic=True,
+    )
+
 
 KERNELS = (
-    Kernel(
-        "moe.experts",
-        f"{_HERE}.decode:experts_decode",
-        priority=30,
-        dtypes=_DTYPES,
-        unsupported=f"{_HERE}.decode:unsupported",
-        forward_only=True,
-        deterministic=True,
-    ),
-    Kernel(
-        "moe.experts",
-        f"{_HERE}.experts:experts",
-        priority=20,
-        dtypes=_DTYPES,
-        unsupported=f"{_HERE}.experts:unsupported",
-        deterministic=True,
-    ),
-    Kernel(
-        "moe.grouped_mm",
-        f"{_HERE}.grouped_mm:grouped_mm",
-        priority=20,
-        dtypes=_DTYPES,
-        unsupported=f"{_HERE}.grouped_mm:unsupported",
-        deterministic=True,
-    ),
-    Kernel(
-        "moe.grouped_mm_wgrad",
-        f"{_HERE}.grouped_mm:grouped_mm_wgrad",
-        priority=20,
-        dtypes=_DTYPES,
-        unsupported=f"{_HERE}.grouped_mm:unsupported_wgrad",
-        deterministic=True,
-    ),
-    Kernel(
-        "moe.scaled_grouped_mm",
-        f"{_HERE}.scaled_grouped_mm:scaled_grouped_mm",
-        priority=20,
-        dtypes=_DTYPES | _FLOAT8,
-        unsupported=f"{_HERE}.scaled_grouped_mm:unsupported",
-        deterministic=True,
-    ),
-    Kernel(
-        "moe.top_k_gating",
-        f"{_HERE}.top_k_gating:top_k_gating",
-        priority=20,
-        dtypes=_DTYPES,
-        unsupported=f"{_HERE}.top_k_gating:unsupported",
-        deterministic=True,
-    ),
+    _kernel("moe.experts", "decode", priority=30, trains=False),
+    _kernel("moe.experts", "experts"),
+    _kernel("moe.grouped_mm", "grouped_mm"),
+    _kernel("moe.grouped_mm_wgrad", "grouped_mm_wgrad"),
+    _kernel("moe.scaled_grouped_mm", "scaled_grouped_mm", dtypes=_DTYPES | _FLOAT8),
+    _kernel("moe.top_k_gating", "top_k_gating"),
 )

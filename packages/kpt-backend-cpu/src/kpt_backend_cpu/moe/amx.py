@@ -13,7 +13,7 @@ def _loads_tiles() -> bool:
         return False
 
 
-# Asked once, when a kernel is first chosen: torch.compile can't trace the questions.
+# Asked once, when a kernel is first chosen: the answers stay.
 LEFT_TO_PYTORCH = torch.cpu._is_amx_tile_supported() and not library_path("amx_bf16").exists()
 TILES = _loads_tiles()
 

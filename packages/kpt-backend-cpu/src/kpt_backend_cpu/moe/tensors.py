@@ -1,13 +1,16 @@
-"""Tensors as the native kernels take them."""
+"""Tensors as the native kernels take them: memory that holds what it says, in a layout that they read."""
+
+from collections.abc import Collection
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from kpt_backend_cpu.structures import SCALES_BLOCK, SCALES_K, SCALES_N, SCALES_NONE
-from kpt_core import InputError
+from kpt_core import Call, InputError
 
-_DTYPES = {
+DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.float16: 2,
@@ -15,35 +18,60 @@ _DTYPES = {
     torch.float8_e5m2: 4,
 }
 
-
-def differentiates(*tensors: Tensor | None) -> bool:
-    """Whether a call with these needs an autograd function around it, which costs 10 microseconds."""
-    if transformed():
-        return True
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+#: Without memory a tensor begins at 0, or where its offset says; at such an address its storage is asked too.
+_LOW = 1 << 40
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, tuple})
 
 
-def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work.
+def readable(op: str, name: str, x: Tensor, *, whole: bool = False) -> Tensor:
+    """`x`, or a copy that kernels can read.
 
-    An autograd function without a rule for them raises, where an operator alone would let a derivative be zero.
+    Args:
+        op: what an error names.
+        name: of `x`.
+        x: any strides; matrices `[experts, a, b]` stay as they are if a or b is contiguous, `[rows, columns]` if each
+            row is.
+        whole: copy `[rows, columns]` also if there is something between the rows.
+
+    Returns:
+        What has memory of its own: numbers that PyTorch negates when they are read and zeros without memory are copied.
+
+    Raises:
+        InputError: the memory of `x` was freed.
     """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if x.data_ptr() >= _LOW and x.is_contiguous() and not x.is_neg():
+        return x
+    if x._is_zerotensor():
+        return torch.zeros_like(x)
+    if x.data_ptr() == x.storage_offset() * x.itemsize and x.numel() > 0:
+        raise InputError(
+            f"{op}: {name} {list(x.shape)} has no memory: its storage was freed (untyped_storage().resize_(0)), as "
+            "FSDP does with parameters that are not in use; gather it before the call (unshard(), summon_full_params())"
+        )
+    x = x.resolve_neg()
+    return x.contiguous() if whole or 1 not in x.stride()[1:] else x
 
 
-def refusal_of_transforms() -> str | None:
-    """Why a call that torch.func or forward-mode differentiation looks into is not for native kernels, or None."""
-    return "torch.func or forward-mode differentiation is at work, for which it has no rules" if transformed() else None
+def readable_call(op: str, call: Call, whole: Collection[str] = ()) -> Call:
+    """`call` with each of its tensors `readable`; those that are named are made `whole`."""
+    for x in call:
+        # As in `readable`, here without a call for each; whether a number is a tensor takes longest to find out.
+        if (type(x) not in _NO_TENSORS and isinstance(x, Tensor)) and (
+            x.data_ptr() < _LOW or not x.is_contiguous() or x.is_neg()
+        ):
+            break
+    else:
+        return call
+    tensors = {name: x for name, x in zip(call._fields, call, strict=True) if isinstance(x, Tensor)}
+    found = {name: readable(op, name, x, whole=name in whole) for name, x in tensors.items()}
+    changed = {name: x for name, x in found.items() if x is not tensors[name]}
+    return call._replace(**changed) if changed else call
 
 
-def with_whole_rows(x: Tensor) -> Tensor:
-    """`x` `[rows, columns]`, copied unless each row is contiguous."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def with_whole_columns_or_rows(weight: Tensor) -> Tensor:
-    """`weight` `[experts, K, N]`, copied unless K or N is contiguous."""
-    return weight if weight.stride(2) == 1 or weight.stride(1) == 1 else weight.contiguous()
+def in_float32(call: Call, *names: str) -> Call:
+    """`call` with scales of float64 rounded to float32."""
+    wide = {name: x for name in names if (x := getattr(call, name)) is not None and x.dtype is torch.float64}
+    return call._replace(**{name: x.float() for name, x in wide.items()}) if wide else call
 
 
 def address(x: Tensor | None) -> int:
@@ -53,45 +81,43 @@ def address(x: Tensor | None) -> int:
 
 def rows(x: Tensor | None) -> tuple[int, ...]:
     """`x` `[rows, columns]` with contiguous rows, or nothing: the numbers of `structures.Rows`."""
-    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), _DTYPES[x.dtype])
+    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride()[0], DTYPES[x.dtype])
 
 
-def matrices(weight: Tensor | None, scale: Tensor | None = None) -> tuple[int, ...]:
-    """`weight` `[experts, K, N]` with contiguous K or N, and its float32 scales `[experts, a, b]`; or nothing.
+_AS_THEY_ARE: Any = itemgetter(0, 1, 2)
+_EXCHANGED: Any = itemgetter(0, 2, 1)
+
+
+def matrices(weight: Tensor | None, scale: Tensor | None = None, *, by_output: bool = False) -> tuple[int, ...]:
+    """`weight` `[experts, K, N]` with contiguous K or N, and its float32 scales; or nothing.
+
+    Args:
+        weight: the matrices.
+        scale: `[experts, N]`, or `[experts, a, b]` with 1 or all of K and N, or one for each block of 128.
+        by_output: they are `[experts, N, K]`, and scales `[experts, b, a]`.
 
     Returns:
         The numbers of `structures.Matrices`.
     """
     if weight is None:
         return (0,) * 10
-    place = weight.data_ptr(), *weight.stride(), _DTYPES[weight.dtype]
+    of = _EXCHANGED if by_output else _AS_THEY_ARE
+    place = weight.data_ptr(), *of(weight.stride()), DTYPES[weight.dtype]
     if scale is None:
         return *place, SCALES_NONE, 0, 0, 0, 0
-    (_, inner, columns), (_, a, b) = weight.shape, scale.shape
+    if scale.dim() == 2:
+        stride_e, stride_n = scale.stride()
+        return *place, SCALES_N, scale.data_ptr(), stride_e, 0, stride_n
+    (_, inner, columns), (_, a, b) = of(weight.shape), of(scale.shape)
     if (a, b) == (1, columns):
-        of = SCALES_N
-    elif (a, b) == (-(-inner // 128), -(-columns // 128)):
-        of = SCALES_BLOCK
+        kind = SCALES_N
     else:
-        of = SCALES_K
-    return *place, of, scale.data_ptr(), *scale.stride()
+        kind = SCALES_BLOCK if (a, b) == (-(-inner // 128), -(-columns // 128)) else SCALES_K
+    return *place, kind, scale.data_ptr(), *of(scale.stride())
 
 
-def ordered_as(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor of `weight`'s shape `[experts, K, N]`, K before N in memory where that holds of `weight`."""
-    experts, inner, columns = weight.shape
-    if weight.stride(1) < weight.stride(2):
-        return weight.new_empty((experts, columns, inner), dtype=dtype).mT
-    return weight.new_empty((experts, inner, columns), dtype=dtype)
-
-
-def require_offsets(op: str, offsets: Tensor, count: int) -> Tensor:
-    """`offsets` in contiguous memory, if they are end rows of experts that own `count` rows at most.
-
-    Raises:
-        InputError: they decrease or end past the last row: kernels would read what is not there.
-    """
-    ends = offsets.tolist()
-    if ends and (ends[0] < 0 or ends[-1] > count or sorted(ends) != ends):
-        raise InputError(f"{op}: offsets must be non-decreasing end rows between 0 and {count}; got {ends}")
-    return offsets.contiguous()
+def empty_as(x: Tensor) -> Tensor:
+    """An empty tensor of `x`'s shape and dtype, contiguous, or its last two dimensions exchanged where x's are."""
+    if x.dim() == 3 and x.stride()[1] < x.stride()[2]:
+        return torch.empty_like(x.mT, memory_format=torch.contiguous_format).mT
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
