@@ -12,7 +12,7 @@ sys.path.insert(0, str(TOOLS))
 from modelled_tuning import command, devices, readings  # noqa: E402  the package lies beside this file
 
 from kpt_backend_nvidia import peaks_of  # noqa: E402
-from kpt_core._tuning_files import read_table  # noqa: E402
+from kpt_core.tuning.files import read_table  # noqa: E402
 from kpt_triton.moe.tiles import default_tile  # noqa: E402
 from kpt_triton.tile import Tile  # noqa: E402
 

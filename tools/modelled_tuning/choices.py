@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from kpt_core import case_tables
-from kpt_triton.moe.experts import ExpertsTiles, is_few
+from kpt_core.registry import case_tables
+from kpt_triton.moe.experts import is_few
 from kpt_triton.moe.roofline import Processor, Product, predicted_seconds
 from kpt_triton.moe.tiles import candidate_tiles, default_tile
 from kpt_triton.tile import Tile
@@ -40,7 +40,7 @@ class Choice:
     Attributes:
         op: name of the op.
         key: of the calls.
-        config: of the op's kernel.
+        config: of the op's kernel: the tiles that are not its defaults, by name.
         seconds: predicted, at the key's size.
         gain: how many times faster than the defaults, at least: the least of all variants of the device.
         case: the real model that has such sizes.
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """Products that share a tile (an attribute of `ExpertsTiles`, or `tile`), at the sizes that a key stands for."""
+    """Products that share a tile (its name in the configuration), at the sizes that a key stands for."""
 
     tile: str
     sizes: tuple[tuple[Product, ...], ...]
@@ -90,15 +90,13 @@ def _choose(
             (_gain(usual, taken), taken, str(tile)) for tile, taken in zip(offered, map(times, offered), strict=True)
         ]
         # Of those that are alike for the model, the first by name.
-        found = max(tried, key=lambda trial: round(trial[0], 6))
-        gain, taken, written = found if found[0] >= CLEAR else (1.0, usual, "")
-        config[group.tile] = written
-        before, after = _added(before, usual), _added(after, taken)
+        gain, taken, written = max(tried, key=lambda trial: round(trial[0], 6))
+        if gain >= CLEAR:
+            config[group.tile] = written
+        before, after = _added(before, usual), _added(after, taken if gain >= CLEAR else usual)
     gain = _gain(before, after)
     if gain < CLEAR:
         return None
-    if op == "moe.experts":
-        config = asdict(ExpertsTiles(**config))
     # The middle variant is the device as it is estimated, the last size the key's own.
     return Choice(op=op, key=key, config=config, seconds=after[len(there) // 2][-1], gain=gain, case=case)
 

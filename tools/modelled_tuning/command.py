@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from kpt_core import TuningEntry, write_whole
-from kpt_core._registry import packages_of
-from kpt_core._tuning import table_name
-from kpt_core._tuning_files import FORMAT, MODELLED
+from kpt_backend_nvidia import BACKEND
+from kpt_core.contract import identity
+from kpt_core.files import write_whole
+from kpt_core.registry import packages_of
+from kpt_core.tuning.files import FORMAT, MODELLED, TuningEntry
+from kpt_core.tuning.tables import table_name
 
 from .choices import Choice, choices
 from .devices import DEVICES
@@ -19,11 +21,7 @@ from .readings import read_page
 FOLDER = Path(__file__).resolve().parents[2] / "packages/kpt-backend-nvidia/src/kpt_backend_nvidia/tuning"
 
 #: What each op's table entries are for.
-_KERNELS = {
-    "moe.experts": "kpt_backend_nvidia.moe.experts:experts",
-    "moe.grouped_mm": "kpt_backend_nvidia.moe.grouped_mm:grouped_mm",
-    "moe.grouped_mm_wgrad": "kpt_backend_nvidia.moe.grouped_mm:grouped_mm_wgrad",
-}
+_KERNELS = {kernel.op: identity(BACKEND.name, kernel) for kernel in BACKEND.kernels()}
 #: Nothing ran, so there is no version of torch and no date; the readings' page and git know when they changed.
 _NOT_RUN = "not run"
 

@@ -16,6 +16,7 @@ from kpt_backend_nvidia.chips import CHIPS
 from kpt_backend_nvidia.configuration import NVIDIAConfig
 from kpt_backend_nvidia.padded_linear import PaddedLinear
 from kpt_core import InputError, Kernel
+from kpt_core.registry import add_backend, remove_backend
 from simulated_cuda import GIB, FakeDevice, simulate
 
 A100 = FakeDevice(capability=(8, 0), name="NVIDIA A100-SXM4-40GB", memory=40 * GIB)
@@ -53,7 +54,7 @@ class Model(nn.Module):
 def test_a_backend_is_made_without_cuda_and_says_what_is_missing(without_cuda):
     backend = NVIDIABackend()
     assert isinstance(backend, kpt_core.Backend)
-    assert (backend.name, backend.device_type, backend.chips) == ("nvidia", "cuda", CHIPS)
+    assert (backend.name, backend.device_types, backend.chips) == ("nvidia", ("cuda",), CHIPS)
     assert "is not built for CUDA" in backend.unavailable()
     assert backend.capabilities(CUDA) == backend.capabilities(torch.device("cuda", 0)) == frozenset()
 
@@ -131,9 +132,9 @@ class Offering(NVIDIABackend):
 
 @pytest.fixture
 def offering():
-    kpt_core.add_backend(Offering())
+    add_backend(Offering())
     yield
-    kpt_core.remove_backend("nvidia_test")
+    remove_backend("nvidia_test")
 
 
 def explained(device: str) -> str:

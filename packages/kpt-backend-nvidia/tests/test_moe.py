@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_backend_nvidia import BACKEND
-from kpt_backend_nvidia.moe import experts as of_experts
-from kpt_backend_nvidia.moe import float8
-from kpt_backend_nvidia.moe import grouped_mm as of_products
-from kpt_core._tuning import configured
-from kpt_triton.moe import experts as library
+from kpt_backend_nvidia import BACKEND, capabilities_of
+from kpt_backend_nvidia.moe import configs, unsupported
+from kpt_core.contract import load
+from kpt_triton.moe import experts as of_experts
+from kpt_triton.moe import grouped_mm as of_products
 from kpt_triton.moe.tiles import default_tile
 from kpt_triton.tile import Tile
 
@@ -21,73 +20,90 @@ def test_every_op_of_moe_has_a_kernel():
 
 
 @pytest.mark.parametrize("kernel", BACKEND.kernels(), ids=lambda kernel: kernel.op)
-def test_a_kernel_asks_for_what_the_oldest_supported_chip_has(kernel):
-    from kpt_backend_nvidia import capabilities_of
-
+def test_a_kernel_asks_for_what_the_oldest_supported_chip_has_and_is_where_it_says(kernel):
     assert kernel.requires <= capabilities_of((8, 0))
     assert not kernel.requires <= capabilities_of((7, 5))
+    for target in filter(None, (kernel.forward, kernel.backward, kernel.unsupported, kernel.configs)):
+        assert callable(load(target))
+    assert load(kernel.aot)
 
 
-def arguments(dtype: torch.dtype = torch.float32, tokens: int = 20) -> dict[str, torch.Tensor]:
+def call_of(dtype: torch.dtype = torch.float32, tokens: int = 20, experts: int = 4) -> kpt_core.Call:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(tokens)])
-    return {
-        "x": normal(tokens, 16),
-        "top_k_index": index,
-        "top_k_weights": torch.rand(tokens, 2, generator=generator),
-        "gate_up_proj": normal(4, 24, 16),
-        "down_proj": normal(4, 16, 12),
-    }
+    index = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(tokens)])
+    weights = torch.rand(tokens, 2, generator=generator)
+    matrices = normal(experts, 24, 16), normal(experts, 16, 12)
+    return kpt_core.get_op("moe.experts").bind(normal(tokens, 16), index, weights, *matrices)
 
 
-def test_a_tuned_tile_is_the_one_that_runs(monkeypatch):
+@pytest.fixture
+def tiles(monkeypatch):
+    """The tiles of the plain products that run."""
     seen = []
-    real = library.multiply
-    monkeypatch.setattr(library, "multiply", lambda *args, **kwargs: seen.append(args[3]) or real(*args, **kwargs))
-    target = KERNELS["moe.experts"].target
-    plain = of_experts.experts(**arguments())
-    with configured("moe.experts", target, {"up": "", "down": "32x16x16 w4 s2 g4", "slope": "", "wgrad": ""}):
-        tuned = of_experts.experts(**arguments())
-    assert seen == [
-        default_tile("plain", "interpreter", 4, 40, 4) if not torch.cuda.is_available() else seen[0],
-        Tile(32, 16, 16, 4, 2, 4),
-    ]
+    for module in (of_experts, of_products):
+        real = module.multiply
+
+        def noting(*args, real=real, **kwargs):
+            seen.append(args[3])
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, "multiply", noting)
+    return seen
+
+
+def test_a_tuned_tile_is_the_one_that_runs(tiles):
+    call, forward = call_of(), KERNELS["moe.experts"].load()
+    plain, _ = forward(call)
+    tuned, _ = forward(call._replace(config={"down": "32x16x16 w4 s2 g4"}))
+    if not torch.cuda.is_available():
+        assert tiles[0] == default_tile("plain", "interpreter", 4, 40, 4)
+    assert tiles[1:] == [Tile(32, 16, 16, 4, 2, 4)]
     torch.testing.assert_close(tuned, plain)
 
 
-def test_a_tuned_tile_of_a_product_is_the_one_that_runs(monkeypatch):
-    seen = []
-    real = of_products.product.multiply
-    monkeypatch.setattr(
-        of_products.product, "multiply", lambda *args, **kwargs: seen.append(args[3]) or real(*args, **kwargs)
-    )
-    x, weight, offsets = torch.randn(6, 8), torch.randn(2, 8, 4), torch.tensor([2, 6], dtype=torch.int32)
-    with configured("moe.grouped_mm", KERNELS["moe.grouped_mm"].target, {"tile": "16x32x16 w2 s1 g1"}):
-        of_products.grouped_mm(x, weight, offsets)
-    assert seen == [Tile(16, 32, 16, 2, 1, 1)]
+def test_a_tuned_tile_of_a_product_is_the_one_that_runs(tiles):
+    tensors = torch.randn(6, 8), torch.randn(2, 8, 4), torch.tensor([2, 6], dtype=torch.int32)
+    call = kpt_core.get_op("moe.grouped_mm").bind(*tensors)
+    KERNELS["moe.grouped_mm"].load()(call._replace(config={"tile": "16x32x16 w2 s1 g1"}))
+    assert tiles == [Tile(16, 32, 16, 2, 1, 1)]
 
 
 def test_candidates_are_configurations_that_the_kernel_takes():
-    inference = of_experts.configs(**arguments(torch.bfloat16))
-    leaf = {**arguments(torch.bfloat16)}
-    leaf["x"] = leaf["x"].requires_grad_()
-    training = of_experts.configs(**leaf)
+    call = call_of(torch.bfloat16)
+    inference, training = configs.experts(call), configs.experts(call._replace(needs=("x",)))
     assert len(training) > len(inference) > 0
     for config in training:
-        (written,) = (tile for tile in config.values() if tile)
+        (written,) = config.values()
         assert str(Tile.parse(written)) == written
-        library.ExpertsTiles(**config)
-    assert {"slope", "wgrad"} == {name for c in training for name, tile in c.items() if tile} - {"up", "down"}
+    assert {"up", "down"} == {name for config in inference for name in config}
+    assert {"up", "down", "slope", "wgrad"} == {name for config in training for name in config}
+    assert configs.experts(call_of(tokens=1)) == []
 
 
 def test_routing_weights_in_float64_are_refused_in_a_sentence():
-    call = arguments() | {"top_k_weights": torch.rand(20, 2, dtype=torch.float64)}
-    assert of_experts.unsupported(**arguments()) is None
-    assert "float64" in of_experts.unsupported(**call)
+    call = call_of()
+    assert unsupported.experts(call) is None
+    assert "float64" in unsupported.experts(call._replace(top_k_weights=call.top_k_weights.double()))
+
+
+def test_more_experts_or_pairs_than_are_sorted_are_refused():
+    refusal = unsupported.experts(call_of(tokens=1, experts=4097))
+    assert str(refusal) == "4097 experts; this kernel sorts by 4096 at most"
+    call = call_of()
+    many = call._replace(top_k_index=torch.empty(2**29 + 1, 2, dtype=torch.int64, device="meta"))
+    assert "more than 2**30 pairs" in unsupported.experts(many)
+
+
+def test_what_gating_does_not_take_is_refused():
+    gating = kpt_core.get_op("moe.top_k_gating").bind
+    assert unsupported.top_k_gating(gating(torch.zeros(2, 1024), torch.zeros(1024), top_k=2)) is None
+    refusal = unsupported.top_k_gating(gating(torch.zeros(2, 1025), top_k=2))
+    assert str(refusal) == "1025 experts; this kernel holds the scores of 1024 at most"
+    assert "float64" in unsupported.top_k_gating(gating(torch.zeros(2, 8), torch.zeros(8).double(), top_k=2))
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
@@ -95,13 +111,17 @@ def test_eight_bit_weights_need_a_chip_that_reads_them(capability, refused, monk
     """CUDA is simulated: the device is asked for its compute capability, and nothing else."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    float8._too_old.cache_clear()
+    unsupported._too_old.cache_clear()
 
     class OnCuda:
         device, dtype = torch.device("cuda", 0), torch.bfloat16
 
-    codes = torch.zeros(2, 2, dtype=torch.float8_e4m3fn)
-    sentence = float8.refusal_of_float8(OnCuda(), codes)  # type: ignore[arg-type]
-    assert (sentence is not None) is refused
-    assert float8.refusal_of_float8(OnCuda(), torch.zeros(2)) is None  # type: ignore[arg-type]
-    float8._too_old.cache_clear()
+    codes = torch.zeros(2, 2, 2, dtype=torch.float8_e4m3fn)
+    call = kpt_core.get_op("moe.scaled_grouped_mm").bind(
+        torch.zeros(2, 2), codes, torch.ones(2, 2), torch.tensor([1, 2], dtype=torch.int32)
+    )
+    try:
+        assert (unsupported.scaled_grouped_mm(call._replace(x=OnCuda())) is not None) is refused
+        assert unsupported.scaled_grouped_mm(call._replace(x=OnCuda(), weight=codes.float())) is None
+    finally:
+        unsupported._too_old.cache_clear()

@@ -15,10 +15,10 @@ warnings.simplefilter("error")
 import torch
 before = set(sys.modules)
 import kpt_backend_nvidia
-targets = [kernel.target for kernel in kpt_backend_nvidia.BACKEND.kernels()]
+kernels = [kernel.forward for kernel in kpt_backend_nvidia.BACKEND.kernels()]
 unavailable = kpt_backend_nvidia.BACKEND.unavailable()
 print(json.dumps({"new": sorted({name.partition(".")[0] for name in set(sys.modules) - before}),
-                  "cuda": torch.cuda.is_initialized(), "kernels": len(targets)}))
+                  "cuda": torch.cuda.is_initialized(), "kernels": len(kernels)}))
 """
 
 

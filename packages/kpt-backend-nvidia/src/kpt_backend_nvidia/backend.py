@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kpt_core import Capability, InputError, Kernel
+from kpt_core import Backend, Capability, InputError, Kernel
 
 from .chips import CHIPS, capabilities_of
 from .configuration import NVIDIAConfig
@@ -43,8 +43,8 @@ class PreparedModel:
         return "\n".join([*stays, *self.changes, *map(str, self.advice)]) or "nothing was changed"
 
 
-class NVIDIABackend:
-    """KPT's backend for NVIDIA GPUs from sm80 (Ampere) on, satisfying `kpt_core.Backend`.
+class NVIDIABackend(Backend):
+    """KPT's backend for NVIDIA GPUs from sm80 (Ampere) on.
 
     Making one costs nothing: CUDA is looked at when something is asked.
 
@@ -53,7 +53,7 @@ class NVIDIABackend:
     """
 
     name = "nvidia"
-    device_type = "cuda"
+    device_types = ("cuda",)
     chips = CHIPS
     tuning = "kpt_backend_nvidia:tuning"
 

@@ -5,8 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -14,31 +13,18 @@ from .configuration import NVIDIAConfig, cuda_device
 from .environment import why_no_device
 
 
-class AppliedSettings:
+class AppliedSettings(ExitStack):
     """What `apply_settings` changed; the end of a `with` block, or `restore`, gives back what was before.
 
     Attributes:
         changes: what was set, a sentence each.
     """
 
-    def __init__(self, changes: tuple[str, ...], undo: ExitStack) -> None:
-        self.changes = changes
-        self._undo = undo
+    changes: tuple[str, ...] = ()
 
     def restore(self) -> None:
         """Give back what was before; a second call does nothing."""
-        self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
-
-    def __repr__(self) -> str:
-        return f"AppliedSettings({', '.join(self.changes) or 'nothing changed'})"
+        self.close()
 
 
 def apply_settings(config: NVIDIAConfig) -> AppliedSettings:
@@ -55,7 +41,7 @@ def apply_settings(config: NVIDIAConfig) -> AppliedSettings:
         What changed, and the way back.
     """
     changes = []
-    with ExitStack() as stack:
+    with AppliedSettings() as stack:
         if config.allow_tf32 is not None:
             stack.enter_context(_tf32(config.allow_tf32))
             changes.append(f"float32 products and convolutions {'may' if config.allow_tf32 else 'may not'} use TF32")
@@ -68,7 +54,9 @@ def apply_settings(config: NVIDIAConfig) -> AppliedSettings:
         if config.memory_fraction is not None and why_no_device() is None:
             stack.enter_context(_memory_fraction(config.memory_fraction, cuda_device(config.device)))
             changes.append(f"this process may take {config.memory_fraction:.0%} of the device's memory")
-        return AppliedSettings(tuple(changes), stack.pop_all())
+        applied = stack.pop_all()
+        applied.changes = tuple(changes)
+        return applied
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def test_outputs_without_a_gradient_are_refused_for_training():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(InputError, match="NoneType"):
+    with pytest.raises(InputError, match=r"model must be a torch\.nn\.Module; got None"):
         estimate(None, torch.ones(3))
     with pytest.raises(UnknownNameError, match="adamw"):
         estimate(nn.Linear(3, 3), torch.ones(3), optimizer="adamm")

@@ -80,14 +80,11 @@ def test_an_optimiser_goes_on_with_the_parameters():
     assert results[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_parameters_that_share_memory_stay_together_with_advice():
+def test_parameters_that_share_memory_stay_together():
     model = nn.Module()
     flat = torch.randn(33)
     model.first, model.second = nn.Parameter(flat[1:17].view(4, 4)), nn.Parameter(flat[17:].view(4, 4).t())
-    report = optimize_layout(model)
-    assert not report.changes
-    assert "shares its storage" in report.advice["first"]
-    assert "was not contiguous" in report.advice["second"]
+    assert not optimize_layout(model).changes
     assert model.first.untyped_storage()._cdata == flat.untyped_storage()._cdata
 
 
@@ -103,28 +100,11 @@ def test_an_expanded_parameter_is_not_blown_up():
     model = nn.Module()
     model.scale = nn.Parameter(torch.ones(1, 16).expand(64, 16))
     report = optimize_layout(model)
-    assert "expanded" in report.advice["scale"]
-    assert report.bytes_after == report.bytes_before == 64
-
-
-@pytest.mark.parametrize(
-    ("features", "dtype", "padded"), [(63, torch.bfloat16, 64), (65, torch.float32, 68), (64, torch.bfloat16, None)]
-)
-def test_rows_that_no_vector_load_fits_get_advice(features, dtype, padded):
-    report = optimize_layout(nn.Linear(features, 8, dtype=dtype))
     assert not report.changes
-    if padded is None:
-        assert not report.advice
-    else:
-        assert f"{padded} elements would allow" in report.advice["weight"]
-        assert f"{padded} elements" in str(report)
-
-
-def test_a_kernel_s_width_is_no_row():
-    assert not optimize_layout(nn.Conv1d(3, 8, 5)).advice
+    assert report.bytes_after == report.bytes_before == 64
 
 
 @pytest.mark.parametrize("model", [None, torch.ones(3)])
 def test_no_module_is_refused(model):
-    with pytest.raises(InputError, match=type(model).__name__):
+    with pytest.raises(InputError, match=r"model must be a torch\.nn\.Module; got"):
         optimize_layout(model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import kpt_core
 from kpt_backend_nvidia.optimizer import NVIDIAOptimizer, OptimizationReport, OptimizationWarning, OptimizerConfig
 from kpt_backend_nvidia.optimizer.steps import STEPS
+from kpt_core.optimization import Site
 
 NAMES = {step.name for step in STEPS if step.inference}
 
@@ -290,9 +291,9 @@ class Serve:
     lossless: bool = True
     level: str = "conservative"
 
-    def sites(self, model: nn.Module) -> Iterable[kpt_core.Site]:
+    def sites(self, model: nn.Module) -> Iterable[Site]:
         return [
-            kpt_core.Site(path, "nvidia_optimizer.linear")
+            Site(path, "nvidia_optimizer.linear")
             for path, module in model.named_modules()
             if isinstance(module, SlowLinear)
         ]
@@ -307,8 +308,7 @@ class Serve:
 def test_rewrites_of_modules_come_first_and_their_plan_is_reported(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("kpt_core._registry.rewrites", "kpt_core.rewrites"):
-        monkeypatch.setattr(place, lambda: {"nvidia_optimizer.serve": Serve()})
+    monkeypatch.setattr("kpt_core.registry.rewrites", lambda: {"nvidia_optimizer.serve": Serve()})
     monkeypatch.setattr(SlowLinear, "clock", clock, raising=False)
     model, x = nn.Sequential(SlowLinear(8, 8), nn.ReLU(), SlowLinear(8, 4)), sample(width=8)
     found = NVIDIAOptimizer("conservative", config=only("rewrites")).optimize_for_inference(model, x)

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from kpt_backend_nvidia.optimizer import OptimizationWarning, OptimizedModel, OptimizerConfig, Recipe
-from kpt_backend_nvidia.optimizer.call import Call
-from kpt_backend_nvidia.optimizer.search import search, settle
+from kpt_backend_nvidia.optimizer.search import search
 from kpt_backend_nvidia.optimizer.steps import STEPS, Situation
+from kpt_core.optimization import Example
 
 
 def situation(level: str = "aggressive", device: str = "cuda", **changes: object) -> Situation:
     found = Situation(
-        nn.Sequential(nn.Linear(8, 8)), Recipe(), torch.device(device), Call((torch.ones(2, 8),), {}), False, level,
+        nn.Sequential(nn.Linear(8, 8)), Recipe(), torch.device(device), Example((torch.ones(2, 8),), {}), False, level,
         OptimizerConfig(),
     )  # fmt: skip
     return replace(found, **changes)  # type: ignore[arg-type]
@@ -63,8 +63,6 @@ def test_simulated_a_cuda_graph_is_for_what_is_not_captured_yet_and_can_be() -> 
     assert propose("cuda_graph", situation()) == {"one form": Recipe(cuda_graph=True)}
     captured = situation(recipe=Recipe(compile_mode="reduce-overhead"))
     assert propose("cuda_graph", captured) == "torch.compile captures graphs of its own in mode 'reduce-overhead'"
-    keyword = situation(training=True, sample=Call((), {"x": torch.ones(2, 8)}))
-    assert propose("cuda_graph", keyword) == "it takes positional tensors only; the sample has x by keyword"
 
 
 @pytest.mark.parametrize("step", ["tf32", "cuda_graph"])
@@ -128,7 +126,7 @@ GRAPH = replace(HALF, cuda_graph=True)
 
 def tried(trial: FakeTrial) -> tuple[Recipe, dict[str, str]]:
     of = situation(config=OptimizerConfig(skip=frozenset({"tf32", "rewrites"})))
-    result = settle(trial, of, search(trial, of))
+    result = search(trial, of)
     return result.recipe, {f"{o.step} {o.setting}".strip(): f"{o.status}: {o.reason}" for o in result.outcomes}
 
 

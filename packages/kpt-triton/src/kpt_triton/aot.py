@@ -4,6 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: What kernels without products of matrices must be on each chip.
+NO_SPILLS = {
+    **dict.fromkeys(("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"), "no spills, registers <= 255, smem <= 99 KiB"),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "no spills, lds <= 64 KiB"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

@@ -5,13 +5,10 @@ A backend that only names the kernels stands for one, so that the real one can s
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-import torch
-
-import kpt_core
 from kpt_conformance.aot.__main__ import main
-from kpt_core import Kernel
+from kpt_core import Backend, Kernel
+from kpt_core.registry import add_backend
 
 _CONTRACTS = "kpt_triton.moe.contracts"
 _PROGRAMS = (
@@ -23,24 +20,21 @@ _PROGRAMS = (
 )
 
 
-@dataclass(frozen=True)
-class Declared:
+class Declared(Backend):
     """Names what is to be compiled, and nothing that runs."""
 
-    chips: tuple[str, ...]
-    name: str = "amd_declared"
-    device_type: str = "cuda"
+    name, device_types = "amd_declared", ("cuda",)
 
-    def unavailable(self) -> str | None:
+    def __init__(self, chip: str) -> None:
+        self.chips = (chip,)
+
+    def unavailable(self) -> str:
         return "it only names what is to be compiled"
 
-    def capabilities(self, device: torch.device) -> frozenset[str]:
-        return frozenset()
-
     def kernels(self) -> Iterable[Kernel]:
-        return [Kernel("moe.compiled", f"declared:{target}", aot=target) for target in _PROGRAMS]
+        return [Kernel("declared.compiled", f"declared:{target}", aot=target) for target in _PROGRAMS]
 
 
 if __name__ == "__main__":
-    kpt_core.add_backend(Declared((sys.argv[1],)))
+    add_backend(Declared(sys.argv[1]))
     sys.exit(main(["--backend", "amd_declared", *sys.argv[2:]]))

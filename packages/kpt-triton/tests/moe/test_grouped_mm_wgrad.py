@@ -1,12 +1,13 @@
 import pytest
 import torch
+from calls import grouped_mm_wgrad
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_float64 import SMALL, assert_sums, ends, wide
 from in_float64 import grouped_mm_wgrad as reference
 
 from kpt_triton.moe import launching
-from kpt_triton.moe.grouped_mm_wgrad import grouped_mm_wgrad, multiply_transposed, wgrad_like
+from kpt_triton.moe.grouped_mm_wgrad import gradient_of, multiply_transposed
 from kpt_triton.tile import Tile
 
 NAN = float("nan")
@@ -111,7 +112,7 @@ def test_results_do_not_depend_on_how_many_programs_share_the_tiles(device, monk
 def test_a_gradient_has_the_memory_order_of_its_weights(transposed, device):
     x, grad, offsets = make([5, 3], 0, 12, 8, device)
     weight = torch.empty(2, 8, 12, device=device).mT if transposed else torch.empty(2, 12, 8, device=device)
-    found = wgrad_like(weight, x, grad, offsets)
+    found = gradient_of(weight, x, grad, offsets)
     assert found.stride() == weight.stride()
     check(found, x, grad, offsets)
 

@@ -2,14 +2,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from calls import record
 from hypothesis import given
 from hypothesis import strategies as st
 from in_float64 import ends
 
-from kpt_triton.moe import launching
-from kpt_triton.moe.experts import experts
-from kpt_triton.moe.grouped_mm import grouped_mm
-from kpt_triton.moe.grouped_mm_wgrad import grouped_mm_wgrad
+from kpt_triton.moe import experts, gating, grouped_mm, grouped_mm_wgrad, launching, scaled_grouped_mm
 from kpt_triton.moe.launching import (
     inner_contiguous,
     most_tiles,
@@ -19,7 +17,6 @@ from kpt_triton.moe.launching import (
     rows_descriptor,
     weight_descriptor,
 )
-from kpt_triton.moe.scaled_grouped_mm import scaled_grouped_mm
 from kpt_triton.tile import Tile
 
 TILE = Tile(16, 32, 16, descriptors=True)
@@ -141,39 +138,34 @@ def test_float32_is_multiplied_as_torchs_setting_says(matmul):
         assert precision(x.half()) == precision(x.bfloat16()) == "ieee"
 
 
-def test_every_op_launches_on_the_device_of_its_input(monkeypatch):
+@contextmanager
+def _noted(devices, tensor):
+    devices.append(tensor.data_ptr())
+    yield
+
+
+def test_every_kernel_launches_on_the_device_of_its_input(monkeypatch):
     """A second GPU is simulated, by what becomes the current device."""
     devices = []
-
-    @contextmanager
-    def device_of(tensor):
-        devices.append(tensor)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    x, weight, offsets = (
-        torch.randn(4, 16, requires_grad=True),
-        torch.randn(2, 16, 8),
-        ends([1, 3], torch.device("cpu")),
-    )
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: _noted(devices, tensor))
+    x, weight, offsets = torch.randn(4, 16), torch.randn(2, 16, 8), ends([1, 3], torch.device("cpu"))
+    routing = {"top_k_index": torch.tensor([[0], [1], [1], [0]]), "top_k_weights": torch.ones(4, 1)}
     calls = {
-        "product": lambda: grouped_mm(x, weight, offsets),
-        "gradient of weights": lambda: grouped_mm_wgrad(x, x, offsets),
-        "scaled product": lambda: scaled_grouped_mm(x, weight.to(torch.float8_e5m2), torch.ones(2, 8), offsets),
-    }
-    for name, call in calls.items():
+        grouped_mm: {"x": x, "weight": weight, "offsets": offsets},
+        grouped_mm_wgrad: {"x": x, "grad": x, "offsets": offsets},
+        scaled_grouped_mm: {
+            "x": x, "weight": weight.to(torch.float8_e5m2), "scale": torch.ones(2, 8), "offsets": offsets
+        },
+        experts: {"x": x, **routing, "gate_up_proj": weight.mT, "down_proj": weight[:, :, :4]},
+        gating: {"logits": x, "top_k": 2},
+    }  # fmt: skip
+    for module, arguments in calls.items():
+        first = next(iter(arguments))
+        module.forward(record(module, **arguments))
+        call = record(module, needs=(first,), **arguments)
+        found = module.forward(call)
+        results, saved = found if module is experts else (found, found if module is gating else ())
+        grads = (torch.ones_like(results[0]), None) if module is gating else (torch.ones_like(results),)
+        assert set(module.backward(call, saved, *grads)) == {first}
+        assert devices == [x.data_ptr()] * 3, module
         devices.clear()
-        call()
-        assert any(found.data_ptr() == x.data_ptr() for found in devices), name
-    index, routing = torch.tensor([[0], [1], [1], [0]]), torch.ones(4, 1)
-    devices.clear()
-    with torch.no_grad():
-        experts(x, index, routing, weight.mT, weight[:, :, :4])
-    assert devices[0].data_ptr() == x.data_ptr()
-    devices.clear()
-    out = experts(x, index, routing, weight.mT, weight[:, :, :4])
-    assert devices[0].data_ptr() == x.data_ptr()
-    devices.clear()
-    grad = torch.ones_like(out)
-    out.backward(grad)
-    assert devices[0].data_ptr() == grad.data_ptr()

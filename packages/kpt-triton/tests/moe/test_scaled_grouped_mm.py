@@ -1,10 +1,9 @@
 import pytest
 import torch
+from calls import scaled_grouped_mm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_float64 import SMALL, SMALL_BY_DESCRIPTORS, assert_sums, blocks_of_scale, ends, grouped_mm, wide
-
-from kpt_triton.moe.scaled_grouped_mm import scaled_grouped_mm
 
 NAN = float("nan")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

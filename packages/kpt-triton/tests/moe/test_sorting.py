@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpt_triton.moe.sorting import MAX_EXPERTS, sort_pairs
+from kpt_triton.moe.sorting import position_of, sort_pairs
 
 #: (tokens, top_k, experts): one launch, its limits, three launches, chunks that end early.
 SHAPES = [
@@ -41,6 +41,7 @@ def check(index: Tensor, num_experts: int) -> None:
     assert all(part.dtype is torch.int32 and part.device == index.device for part in got)
     for part, want in zip(got, expected(index, num_experts), strict=True):
         assert part.tolist() == want
+    assert torch.equal(position_of(got.order), got.position)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -73,27 +74,3 @@ def test_repeats_bitwise(device):
     index = routing(1200, 4, 20, device)
     first = sort_pairs(index, 20)
     assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(sort_pairs(index, 20), first, strict=True))
-
-
-@pytest.mark.parametrize("tokens", [9, 2100])
-def test_opcheck(tokens, device):
-    torch.library.opcheck(torch.ops.kpt_triton.sort_pairs.default, (routing(tokens, 2, 5, device), 5))
-
-
-def test_compiles_without_a_break(device):
-    compiled = torch.compile(sort_pairs, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (9, 10):
-        index = routing(tokens, 2, 5, device)
-        for got, want in zip(compiled(index, 5), sort_pairs(index, 5), strict=True):
-            assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("num_experts", [0, -1, MAX_EXPERTS + 1])
-def test_numbers_of_experts_that_do_not_fit_are_named(num_experts):
-    with pytest.raises(ValueError, match=rf"num_experts must be from 1 to 4096; got {num_experts}"):
-        sort_pairs(torch.zeros(2, 2, dtype=torch.int64), num_experts)
-
-
-def test_dtypes_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"must be int32 or int64; got torch\.float32: convert it"):
-        sort_pairs(torch.zeros(2, 2), 4)

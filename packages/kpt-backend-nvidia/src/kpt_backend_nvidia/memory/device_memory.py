@@ -1,35 +1,32 @@
 """`NVIDIAMemoryManager`: allocation with a safety margin, pools, and help when memory runs out."""
 
 import gc
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kpt_backend_nvidia.configuration import cuda_device
 from kpt_backend_nvidia.devices import MemoryStatistics, device_index, memory_stats
 from kpt_core import InputError, UnknownNameError
 
-from .estimate import MemoryEstimate, OptimizerFactory, estimate
-from .guard import MemoryGuard, Releaser
-from .layout import LayoutReport, optimize_layout
-from .model_memory import ModelMemoryReport, optimize_model_memory
+from .estimate import estimate as estimate_step
+from .guard import ManagerStatistics, MemoryGuard
+from .layout import optimize_layout as lay_out
+from .model_memory import optimize_model_memory as make_smaller
 from .pools import MemoryPool
 from .sizes import format_bytes, segment_bytes, tensor_bytes, tensor_sizes
-from .statistics import ManagerStatistics, block_fits, cached_segments, system_memory
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
 class _ShortOfMemory(torch.OutOfMemoryError):
     """An allocation that would go into the safety margin; the guard turns it into an explanation."""
 
 
-class NVIDIAMemoryManager:
+class NVIDIAMemoryManager(MemoryGuard):
     """Memory of one device: allocation that keeps a margin free, pools, statistics, and a guard.
 
     It can be made without CUDA, for what needs no device: `estimate`, `optimize_layout`, `optimize_model_memory`.
@@ -48,7 +45,12 @@ class NVIDIAMemoryManager:
         InputError: a device of another type, or a margin out of range.
     """
 
+    estimate = staticmethod(estimate_step)
+    optimize_layout = staticmethod(lay_out)
+    optimize_model_memory = staticmethod(make_smaller)
+
     def __init__(self, device: torch.device | str | int | None = None, safety_margin: float | int = 0.05) -> None:
+        super().__init__()
         named = torch.device("cpu") if device in ("cpu", torch.device("cpu")) else cuda_device(device)
         if not _is_margin(safety_margin):
             raise InputError(
@@ -58,9 +60,7 @@ class NVIDIAMemoryManager:
         self.safety_margin = safety_margin
         self._named, self._device = named, named if named is not None and named.type == "cpu" else None
         self._pools: dict[str, MemoryPool] = {}
-        self._allocations = 0
-        self._live = self._peak = 0
-        self._guard = MemoryGuard(self._read, self._empty_caches)
+        self._allocations = self._live = self._peak = 0
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +76,7 @@ class NVIDIAMemoryManager:
         """The device's memory now; on the CPU `allocated` is what tensors of this manager have."""
         if self.device.type == "cuda":
             return memory_stats(self.device)
-        (free, total), live, peak = system_memory(), self._live, self._peak
+        (free, total), live, peak = _main_memory(), self._live, self._peak
         return MemoryStatistics(
             total=total,
             free=free,
@@ -86,28 +86,13 @@ class NVIDIAMemoryManager:
             reserved_peak=peak,
             elsewhere=max(total - free - live, 0),
             split=0,
-            retries=self._guard.recoveries + self._guard.failures,
-            out_of_memory=self._guard.failures,
+            retries=self._recoveries + self._failures,
+            out_of_memory=self._failures,
         )
-
-    def margin(self) -> int:
-        """Bytes that allocations leave free."""
-        return self._margin_of(self._free_and_total()[1])
-
-    def _margin_of(self, total: int) -> int:
-        return int(self.safety_margin * total) if isinstance(self.safety_margin, float) else self.safety_margin
-
-    def _free_and_total(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else system_memory()
-
-    def _read(self) -> tuple[torch.device, MemoryStatistics, int]:
-        memory = self.memory()
-        return self.device, memory, self._margin_of(memory.total)
 
     def available(self) -> int:
         """Bytes that could be allocated now without touching the margin: free ones, and the allocator's unused ones."""
-        memory = self.memory()
-        return max(memory.available - self._margin_of(memory.total), 0)
+        return self.statistics().available
 
     def allocate(
         self, shape: int | Iterable[int], dtype: torch.dtype = torch.float32, *, pool: str | MemoryPool | None = None
@@ -132,19 +117,20 @@ class NVIDIAMemoryManager:
         """
         sizes = tensor_sizes(shape)
         nbytes, device = tensor_bytes(sizes, dtype), self.device
-        source = self._find_pool(pool)
+        source = self._find_pool(pool) if isinstance(pool, str) else pool
+        if source is not None and source.device != device:
+            raise InputError(f"pool {source.name!r} is on {source.device}, and this manager is on {device}")
 
         def attempt() -> Tensor:
             self._require(nbytes, source)
             with source.use() if source else nullcontext():
                 return torch.empty(sizes, dtype=dtype, device=device)
 
-        tensor = self._guard.run(attempt, nbytes)
+        tensor = self._run(attempt, nbytes)
         self._allocations += 1
         if device.type == "cpu":
-            self._live += nbytes
-            self._peak = max(self._peak, self._live)
-            weakref.finalize(tensor.untyped_storage(), self._forget, nbytes).atexit = False
+            self._count(nbytes)
+            weakref.finalize(tensor.untyped_storage(), self._count, -nbytes).atexit = False
         return tensor
 
     @contextmanager
@@ -169,13 +155,12 @@ class NVIDIAMemoryManager:
         Raises:
             InputError: the manager is on the CPU, or PyTorch refuses to make a pool.
         """
-        device = self.device
-        if device.type != "cuda":
+        if self.device.type != "cuda":
             raise InputError(
-                f"pool {name!r}: pools are a feature of the CUDA allocator, and this manager is on {device}"
+                f"pool {name!r}: pools are a feature of the CUDA allocator, and this manager is on {self.device}"
             )
         if name not in self._pools:
-            self._pools[name] = MemoryPool(name, device)
+            self._pools[name] = MemoryPool(name, self.device)
         return self._pools[name]
 
     def clear_pool(self, name: str) -> int:
@@ -185,9 +170,7 @@ class NVIDIAMemoryManager:
             UnknownNameError: no such pool.
             InputError: tensors live in the pool, or it is in use.
         """
-        if name not in self._pools:
-            raise UnknownNameError("pool", name, self._pools)
-        return self._pools[name].clear()
+        return self._find_pool(name).clear()
 
     def clear(self) -> int:
         """Free garbage, pools without tensors and the allocator's cache; what is in use stays.
@@ -199,95 +182,87 @@ class NVIDIAMemoryManager:
             return 0
         before = self.memory().reserved
         gc.collect()
-        self._empty_caches()
-        return max(before - self.memory().reserved, 0)
-
-    def statistics(self) -> ManagerStatistics:
-        """The device's memory, the margin, counts of what happened, and the pools."""
-        device, memory, margin = self._read()
-        return ManagerStatistics(
-            str(device),
-            memory,
-            margin,
-            max(memory.available - margin, 0),
-            self._allocations,
-            self._guard.recoveries,
-            self._guard.failures,
-            {name: pool.statistics() for name, pool in self._pools.items()},
-        )
-
-    def guard(self) -> AbstractContextManager[None]:
-        """A block that frees memory and explains when it runs out of it; see `MemoryGuard.watch`."""
-        return self._guard.watch()
-
-    def protect(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        """A function that frees memory and runs once more when it runs out of it; see `MemoryGuard.protect`."""
-        return self._guard.protect(function)
-
-    def add_releaser(self, release: Releaser) -> Callable[[], None]:
-        """Have a cache of yours emptied when memory runs out; see `MemoryGuard.add_releaser`."""
-        return self._guard.add_releaser(release)
-
-    def estimate(
-        self,
-        model: nn.Module,
-        example_inputs: Any,
-        *,
-        training: bool = True,
-        optimizer: str | OptimizerFactory | None = "adamw",
-    ) -> MemoryEstimate:
-        """The memory of a step, without running it; see `kpt_backend_nvidia.memory.estimate`."""
-        return estimate(model, example_inputs, training=training, optimizer=optimizer)
-
-    def optimize_layout(self, model: nn.Module) -> LayoutReport:
-        """Parameters laid out as tensor cores read them; see `kpt_backend_nvidia.memory.optimize_layout`."""
-        return optimize_layout(model)
-
-    def optimize_model_memory(
-        self,
-        model: nn.Module,
-        example_inputs: Any = None,
-        *,
-        checkpoint: bool | Iterable[type[nn.Module]] = False,
-        dtype: torch.dtype | None = None,
-    ) -> ModelMemoryReport:
-        """A model made smaller in place; see `kpt_backend_nvidia.memory.optimize_model_memory`."""
-        return optimize_model_memory(model, example_inputs, checkpoint=checkpoint, dtype=dtype)
-
-    def _find_pool(self, pool: str | MemoryPool | None) -> MemoryPool | None:
-        if isinstance(pool, str):
-            if pool not in self._pools:
-                raise UnknownNameError("pool", pool, self._pools, f"pool({pool!r}) makes it.")
-            return self._pools[pool]
-        if pool is not None and pool.device != self.device:
-            raise InputError(f"pool {pool.name!r} is on {pool.device}, and this manager is on {self.device}")
-        return pool
-
-    def _require(self, nbytes: int, pool: MemoryPool | None) -> None:
-        """Raise unless `nbytes` can be had without touching the margin."""
-        free, total = self._free_and_total()
-        room = free - self._margin_of(total)
-        cuda = self.device.type == "cuda"
-        if (segment_bytes(nbytes) if cuda else nbytes) <= room:
-            return
-        # A cached block costs the device nothing; the search for one is slow, and made only when memory is short.
-        if cuda and block_fits(pool.segments() if pool else cached_segments(self.device), nbytes):
-            return
-        raise _ShortOfMemory(f"{format_bytes(nbytes)} asked for, {format_bytes(max(room, 0))} free beside the margin")
-
-    def _empty_caches(self) -> None:
         for pool in self._pools.values():
-            if pool.unused():
+            if pool.why_in_use() is None:
                 pool.clear()
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.empty_cache()
+        return max(before - self.memory().reserved, 0)
 
-    def _forget(self, nbytes: int) -> None:
-        self._live -= nbytes
+    def statistics(self) -> ManagerStatistics:
+        """The device's memory, the margin, counts of what happened, and the pools."""
+        memory = self.memory()
+        return ManagerStatistics(
+            str(self.device),
+            memory,
+            self._margin(memory.total),
+            self._allocations,
+            self._recoveries,
+            self._failures,
+            {name: pool.statistics() for name, pool in self._pools.items()},
+        )
+
+    def _margin(self, total: int) -> int:
+        return int(self.safety_margin * total) if isinstance(self.safety_margin, float) else self.safety_margin
+
+    def _find_pool(self, name: str) -> MemoryPool:
+        if name not in self._pools:
+            raise UnknownNameError("pool", name, self._pools, f"pool({name!r}) makes it.")
+        return self._pools[name]
+
+    def _require(self, nbytes: int, pool: MemoryPool | None) -> None:
+        """Raise unless `nbytes` can be had without touching the margin."""
+        cuda = self.device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self.device) if cuda else _main_memory()
+        room = free - self._margin(total)
+        if (segment_bytes(nbytes) if cuda else nbytes) <= room:
+            return
+        # A cached block costs the device nothing; the search for one is slow, and made only when memory is short.
+        if cuda and _block_fits(pool.segments() if pool else _cached_segments(self.device), nbytes):
+            return
+        raise _ShortOfMemory(f"{format_bytes(nbytes)} asked for, {format_bytes(max(room, 0))} free beside the margin")
+
+    def _count(self, nbytes: int) -> None:
+        self._live += nbytes
+        self._peak = max(self._peak, self._live)
 
 
 def _is_margin(value: object) -> bool:
     if isinstance(value, float):
         return 0 <= value < 1
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _main_memory() -> tuple[int, int]:
+    """Bytes of main memory: what new work can have without swapping, and all of it."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo") as lines:
+        values = dict(line.split(":", 1) for line in lines)
+    return int(values["MemAvailable"].split()[0]) << 10, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def _block_fits(segments: Iterable[dict[str, Any]], nbytes: int) -> bool:
+    """Whether an unused block of the allocator's `segments`, entries of a snapshot, can hold `nbytes`.
+
+    Requests up to 1 MiB and greater ones are served from segments of their own kind.
+    """
+    kind = "small" if nbytes <= 1 << 20 else "large"
+    return any(
+        block["state"] == "inactive" and block["size"] >= nbytes
+        for segment in segments
+        if segment["segment_type"] == kind
+        for block in segment["blocks"]
+    )
+
+
+def _cached_segments(device: torch.device) -> list[dict[str, Any]]:
+    """The segments that the current stream of `device` allocates from, pools apart."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index
+        and segment["stream"] == stream
+        and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+    ]

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from kpt_core import InputError, UnknownNameError
+from kpt_core.optimization import Example, check_model
 
-from .sizes import check_model, dense_parts, format_bytes, storage_bytes
+from .sizes import dense_parts, format_bytes, storage_bytes
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -119,8 +120,8 @@ def estimate(
             on them, an optimiser that does, or for training no output with a gradient.
         UnknownNameError: no such optimiser.
     """
-    check_model("estimate", model)
-    args, kwargs = _arguments(example_inputs)
+    check_model(model)
+    example = Example.of(example_inputs, "example_inputs")
     state_bytes = _optimizer_bytes(model, optimizer) if training and optimizer is not None else 0
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _training(model, training):
 
@@ -128,7 +129,7 @@ def estimate(
             return mode.from_tensor(tensor)
 
         tensors = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, fake, (example.args, dict(example.kwargs)))
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         parameters = [tensors[name] for name, _ in model.named_parameters()]
         buffers = [tensors[name] for name, _ in model.named_buffers()]
@@ -153,14 +154,6 @@ def estimate(
         gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
         sizes = storage_bytes(parameters), storage_bytes(buffers), storage_bytes(given)
     return MemoryEstimate(*sizes, gradients, state_bytes, activations, sum(sizes) + state_bytes + tracker.peak)
-
-
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
-    if isinstance(example_inputs, tuple | list):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
 
 
 @contextmanager

@@ -1,109 +1,119 @@
-"""The out-of-memory guard: free what can be freed, try once more, else explain."""
+"""When memory runs out: free what can be freed, try once more, else explain."""
 
 import functools
-import gc
 import inspect
+import os
 import traceback
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from kpt_backend_nvidia.devices import MemoryStatistics
-from kpt_core import InputError
+from kpt_core import InputError, KptError
 
-from .out_of_memory import OutOfMemoryError, explain, is_out_of_memory
+from .pools import PoolStatistics
 from .sizes import format_bytes
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-Releaser = Callable[[], object]
+
+#: What the messages of allocation failures contain that PyTorch raises as a plain RuntimeError.
+_FAILURES = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
-class MemoryGuard:
-    """Frees memory when a call runs out of it.
+@dataclass(frozen=True, slots=True)
+class ManagerStatistics:
+    """What `NVIDIAMemoryManager.statistics` returns; sizes in bytes.
 
-    Args:
-        read: gives the device, its memory now, and the bytes that are kept free.
-        empty: empties the allocator's caches; called last, after garbage and the users' caches are gone.
+    Attributes:
+        device: as in `cuda:0`.
+        memory: of the device; on the CPU `allocated` and `reserved` are what the manager's own tensors have.
+        margin: what the manager keeps free.
+        allocations: tensors that it has allocated.
+        recoveries: calls that ran out of memory and succeeded after freeing some.
+        failures: calls that ran out of memory for good.
+        pools: each pool under its name.
     """
 
-    def __init__(
-        self, read: Callable[[], tuple[torch.device, MemoryStatistics, int]], empty: Callable[[], object]
-    ) -> None:
-        self._read, self._empty = read, empty
-        self._releasers: list[Callable[[], Releaser | None]] = []
-        self.recoveries = 0
-        self.failures = 0
+    device: str
+    memory: MemoryStatistics
+    margin: int
+    allocations: int
+    recoveries: int
+    failures: int
+    pools: dict[str, PoolStatistics] = field(default_factory=dict)
 
-    def add_releaser(self, release: Releaser) -> Callable[[], None]:
-        """Call `release` when memory runs out; returns a function that ends this.
+    @property
+    def available(self) -> int:
+        """What the manager would still allocate: free and cached memory without the margin."""
+        return max(self.memory.available - self.margin, 0)
 
-        A bound method is held weakly and goes with its object; any other callable is held until it is removed.
-        """
-        if not callable(release):
-            raise InputError(f"add_releaser: a callable without arguments is needed; got {type(release).__name__}")
-        reference: Callable[[], Releaser | None]
-        reference = weakref.WeakMethod(release) if inspect.ismethod(release) else lambda: release
-        self._releasers.append(reference)
+    def __str__(self) -> str:
+        memory = self.memory
+        lines = [
+            f"{self.device}: {format_bytes(memory.total)}, free {format_bytes(memory.free)}",
+            f"  allocated {format_bytes(memory.allocated)} (peak {format_bytes(memory.allocated_peak)}), "
+            f"cached {format_bytes(memory.reserved - memory.allocated)}, elsewhere {format_bytes(memory.elsewhere)}",
+            f"  available {format_bytes(self.available)} beside a margin of {format_bytes(self.margin)}",
+            f"  {self.allocations} allocations, {self.recoveries} recoveries, {self.failures} failures",
+            *(f"  pool {name}: allocated {pool}" for name, pool in self.pools.items()),
+        ]
+        return "\n".join(lines)
 
-        def remove() -> None:
-            if reference in self._releasers:
-                self._releasers.remove(reference)
 
-        return remove
+class OutOfMemoryError(KptError, torch.OutOfMemoryError):
+    """Memory ran out although everything that could be freed was freed; caught by `torch.OutOfMemoryError` too.
 
-    def free(self) -> tuple[int, list[str]]:
-        """Free garbage, the users' caches and the allocator's.
+    Attributes:
+        requested: bytes asked for; None where PyTorch alone knows.
+        statistics: of the manager when the call was given up.
+    """
 
-        Returns:
-            Bytes brought back to the device or to the allocator, and a sentence for each releaser that failed.
-        """
-        (_, before, _), problems = self._read(), []
-        for reference in list(self._releasers):
-            release = reference()
-            if release is None:
-                self._releasers.remove(reference)
-                continue
-            try:
-                release()
-            except Exception as error:
-                name = getattr(release, "__qualname__", repr(release))
-                problems.append(f"The releaser {name} failed: {type(error).__name__}: {error}")
-        gc.collect()
-        self._empty()
-        _, after, _ = self._read()
-        return max(after.free - before.free, before.allocated - after.allocated, 0), problems
+    def __init__(self, message: str, requested: int | None, statistics: ManagerStatistics) -> None:
+        super().__init__(message)
+        self.requested = requested
+        self.statistics = statistics
 
-    def run(self, function: Callable[[], Result], requested: int | None = None) -> Result:
-        """Call `function`; if memory runs out, free some and call it once more.
 
-        Raises:
-            OutOfMemoryError: the second call ran out of memory too.
-        """
-        try:
-            return function()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        # Out here the error is gone, and with it the frames of the call, whose tensors would survive the freeing.
-        freed, problems = self.free()
-        try:
-            result = function()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            tried = f"{format_bytes(freed)} came back by freeing, and the second try failed too."
-            raise self._failure(error, requested, [tried, *problems]) from error
-        self.recoveries += 1
-        return result
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is an allocation failure of PyTorch, cuBLAS or cuDNN for which nothing was freed yet."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return not isinstance(error, OutOfMemoryError)
+    return isinstance(error, RuntimeError) and any(failure in str(error) for failure in _FAILURES)
+
+
+class MemoryGuard(ABC):
+    """What a memory manager does when memory runs out."""
+
+    def __init__(self) -> None:
+        self._releasers: list[Callable[[], object]] = []
+        self._recoveries = self._failures = 0
+
+    @abstractmethod
+    def statistics(self) -> ManagerStatistics:
+        """The device's memory, the margin, counts of what happened, and the pools."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Free garbage, pools without tensors and the allocator's cache; returns the bytes."""
+
+    def add_releaser(self, release: Callable[[], object]) -> None:
+        """Have a cache of yours emptied when memory runs out."""
+        self._releasers.append(release)
 
     def protect(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         """`function`, called once more after freeing when it runs out of memory.
 
-        What the function did before memory ran out is done twice: protect one whose beginning may be repeated.
+        What the function did before memory ran out is done twice: protect one whose beginning may be repeated. The
+        second failure is an `OutOfMemoryError` that explains.
 
         Raises:
             InputError: a generator or coroutine function, which runs when the guard is left already.
@@ -113,30 +123,57 @@ class MemoryGuard:
 
         @functools.wraps(function)
         def protected(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            return self.run(lambda: function(*args, **kwargs))
+            return self._run(lambda: function(*args, **kwargs), None)
 
         return protected
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Free memory and explain when the body runs out of it; a body cannot be run again, see `protect`.
-
-        Raises:
-            OutOfMemoryError: the body ran out of memory.
-        """
+    def _run(self, function: Callable[[], Result], requested: int | None) -> Result:
         try:
-            yield
+            return function()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # The frames that the error holds keep tensors of finished calls alive.
+        # Out here the error is gone, and with it the frames of the call, whose tensors would survive the freeing.
+        freed = self._free()
+        try:
+            result = function()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             traceback.clear_frames(error.__traceback__)
-            freed, problems = self.free()
-            tried = f"{format_bytes(freed)} came back by freeing; the block is not run again, as protect() would do."
-            raise self._failure(error, None, [tried, *problems]) from error
+            raise self._explained(requested, freed) from error
+        self._recoveries += 1
+        return result
 
-    def _failure(self, error: Exception, requested: int | None, remarks: list[str]) -> OutOfMemoryError:
-        traceback.clear_frames(error.__traceback__)
-        self.failures += 1
-        device, memory, margin = self._read()
-        return OutOfMemoryError(explain(device, memory, margin, requested, remarks), requested, memory)
+    def _free(self) -> int:
+        """Empty the users' caches, then the allocator's; returns the bytes that came back to one of the two."""
+        before = self.statistics().memory
+        for release in self._releasers:
+            release()
+        self.clear()
+        after = self.statistics().memory
+        return max(after.free - before.free, before.allocated - after.allocated, 0)
+
+    def _explained(self, requested: int | None, freed: int) -> OutOfMemoryError:
+        """Why memory ran out, what holds it, and what to do."""
+        self._failures += 1
+        found = self.statistics()
+        memory, most = found.memory, found.memory.total - found.margin
+        next_steps = ["take a smaller batch, or optimize_model_memory(model, checkpoint=True) for training"]
+        if requested is not None and requested > most:
+            next_steps = [f"split the tensor: it can never fit in {format_bytes(most)}"]
+        elif requested is not None and memory.free > requested:
+            next_steps.append("make the safety margin smaller")
+        settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        if memory.reserved - memory.allocated > memory.reserved // 10 and "expandable_segments:True" not in settings:
+            next_steps.append("start with PYTORCH_ALLOC_CONF=expandable_segments:True: the cache is in pieces")
+        return OutOfMemoryError(
+            f"{found.device}: {'memory ran out' if requested is None else f'{format_bytes(requested)} asked for'}; "
+            f"of {format_bytes(memory.total)} are free {format_bytes(memory.free)}, of which "
+            f"{format_bytes(found.margin)} are the safety margin; tensors hold {format_bytes(memory.allocated)}, "
+            f"the allocator reserves {format_bytes(memory.reserved)}, {format_bytes(memory.elsewhere)} are held "
+            f"elsewhere. {format_bytes(freed)} came back by freeing, and the second try failed too. "
+            f"Next: {'; '.join(next_steps)}.",
+            requested,
+            found,
+        )

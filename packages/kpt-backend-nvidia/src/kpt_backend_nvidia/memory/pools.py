@@ -1,7 +1,7 @@
 """Named pools: memory of one purpose kept apart from the rest, on `torch.cuda.MemPool`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,13 +9,26 @@ import torch
 from kpt_core import InputError
 
 from .sizes import format_bytes
-from .statistics import PoolStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """A pool's memory now, in bytes.
+
+    Attributes:
+        allocated: what its tensors hold.
+        reserved: what it took from the device.
+    """
+
+    allocated: int
+    reserved: int
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.allocated)} of {format_bytes(self.reserved)}"
 
 
 class MemoryPool:
     """Memory that only the tensors allocated under it share, so that they do not fragment the rest.
-
-    Source: `torch.cuda.MemPool` and `torch.cuda.use_mem_pool`, a private pool of PyTorch's caching allocator.
 
     Args:
         name: what messages call it.
@@ -27,46 +40,39 @@ class MemoryPool:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
-        self._pool: torch.cuda.MemPool | None = self._create()
-
-    def _create(self) -> torch.cuda.MemPool:
         try:
-            with torch.cuda.device(self.device):  # a MemPool belongs to the device that is current
-                return torch.cuda.MemPool()
+            with torch.cuda.device(device):  # a MemPool belongs to the device that is current
+                self._pool = torch.cuda.MemPool()
         except (RuntimeError, NotImplementedError) as error:
-            raise InputError(f"pool {self.name!r} cannot be made on {self.device}: {error}") from error
+            raise InputError(f"pool {name!r} cannot be made on {device}: {error}") from error
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
+    def use(self) -> AbstractContextManager[None]:
         """Allocate what this thread allocates in the block from the pool.
 
         Other threads are not affected; autograd runs a backward pass in such ones.
         """
-        if self._pool is None:
-            self._pool = self._create()
-        with torch.cuda.use_mem_pool(self._pool, self.device):
-            yield
-
-    def statistics(self) -> PoolStatistics:
-        """What the pool holds now."""
-        segments = self.segments()
-        free = (b["size"] for segment in segments for b in segment["blocks"] if b["state"] == "inactive")
-        return PoolStatistics(
-            sum(segment["allocated_size"] for segment in segments),
-            sum(segment["total_size"] for segment in segments),
-            len(segments),
-            max(free, default=0),
-        )
+        return torch.cuda.use_mem_pool(self._pool, self.device)
 
     def segments(self) -> list[dict[str, Any]]:
         """Pieces of device memory that the pool has, as in `torch.cuda.MemPool.snapshot`."""
-        if self._pool is None:
-            return []
         return [segment for segment in self._pool.snapshot() if segment["device"] == self.device.index]
 
-    def unused(self) -> bool:
-        """Whether no tensor lives in the pool and nothing allocates from it now."""
-        return self._pool is None or (self._pool.use_count() == 1 and not self._held())
+    def statistics(self) -> PoolStatistics:
+        """What the pool holds now; blocks that other streams still read count as allocated."""
+        segments = self.segments()
+        return PoolStatistics(
+            sum(max(segment["allocated_size"], segment["active_size"]) for segment in segments),
+            sum(segment["total_size"] for segment in segments),
+        )
+
+    def why_in_use(self) -> str | None:
+        """Why its memory can't be given back, and what to do; None if it can."""
+        if self._pool.use_count() > 1:
+            return f"pool {self.name!r} is in use: leave the block of use(), or delete the CUDA graph, first"
+        held = self.statistics().allocated
+        if held:
+            return f"pool {self.name!r} holds {format_bytes(held)} in tensors that are alive: delete them first"
+        return None
 
     def clear(self) -> int:
         """Give the pool's memory back to the device; the pool can be used again afterwards.
@@ -77,19 +83,10 @@ class MemoryPool:
         Raises:
             InputError: tensors live in the pool, or it is in use: by a block of `use()`, or by a CUDA graph.
         """
-        if self._pool is None:
-            return 0
-        if self._pool.use_count() > 1:
-            raise InputError(f"pool {self.name!r} is in use: leave the block of use(), or delete the CUDA graph, first")
-        if held := self._held():
-            raise InputError(
-                f"pool {self.name!r} holds {format_bytes(held)} in tensors that are alive: delete them first"
-            )
+        if (why := self.why_in_use()) is not None:
+            raise InputError(why)
         freed = self.statistics().reserved
         # PyTorch keeps the cache of a pool as long as its object lives, and empties it when that goes.
-        self._pool = None
+        with torch.cuda.device(self.device):
+            self._pool = torch.cuda.MemPool()
         return freed
-
-    def _held(self) -> int:
-        # Blocks that other streams still read count as active, not as allocated.
-        return sum(max(segment["allocated_size"], segment["active_size"]) for segment in self.segments())

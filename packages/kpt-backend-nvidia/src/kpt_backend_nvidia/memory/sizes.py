@@ -74,19 +74,10 @@ def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each storage that `tensors` use, each storage once, under a key that lasts while it is alive."""
-    found = {}
-    for tensor in tensors:
-        for part in dense_parts(tensor):
-            storage = part.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return found
-
-
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that `tensors` keep alive: whole storages, shared ones once."""
-    return sum(storages(tensors).values())
+    used = [part.untyped_storage() for tensor in tensors for part in dense_parts(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in used}.values())
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
@@ -96,9 +87,3 @@ def model_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
         if parameter.grad is not None:
             yield parameter.grad
     yield from model.buffers()
-
-
-def check_model(caller: str, model: object) -> None:
-    """Raise InputError unless `model` is a module."""
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"{caller}: model must be a torch.nn.Module; got {type(model).__name__}")

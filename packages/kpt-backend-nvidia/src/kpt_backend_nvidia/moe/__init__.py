@@ -1,62 +1,48 @@
-"""The kernels for Mixture-of-Experts. Naming them imports nothing; a kernel's module is imported when it is chosen."""
+"""The kernels for Mixture-of-Experts: those of kpt_triton as they are, with what they refuse here and what is tuned.
+
+Naming them imports nothing; a kernel's module is imported when it is chosen.
+"""
 
 from kpt_core import Kernel
 
-_HERE = "kpt_backend_nvidia.moe"
-_CONTRACTS = "kpt_triton.moe.contracts"
-_DTYPES = {"float32", "bfloat16", "float16"}
-_FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
+_HERE, _LIBRARY = "kpt_backend_nvidia.moe", "kpt_triton.moe"
+_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
+
+
+def _kernel(
+    op: str,
+    module: str,
+    aot: str,
+    *,
+    dtypes: frozenset[str] = _DTYPES,
+    unsupported: str | None = None,
+    configs: str | None = None,
+) -> Kernel:
+    return Kernel(
+        op,
+        forward=f"{_LIBRARY}.{module}:forward",
+        backward=f"{_LIBRARY}.{module}:backward",
+        requires={"cp_async", "bf16"},
+        priority=20,
+        dtypes=dtypes,
+        unsupported=unsupported and f"{_HERE}.unsupported:{unsupported}",
+        deterministic=True,
+        configs=configs and f"{_HERE}.configs:{configs}",
+        aot=f"{_LIBRARY}.{aot}:AOT",
+    )
+
 
 KERNELS = (
-    Kernel(
-        "moe.experts",
-        f"{_HERE}.experts:experts",
-        requires={"cp_async", "bf16"},
-        priority=20,
-        dtypes=_DTYPES,
-        unsupported=f"{_HERE}.experts:unsupported",
-        deterministic=True,
-        configs=f"{_HERE}.experts:configs",
-        aot=f"{_CONTRACTS}.experts:AOT",
-    ),
-    Kernel(
-        "moe.grouped_mm",
-        f"{_HERE}.grouped_mm:grouped_mm",
-        requires={"cp_async", "bf16"},
-        priority=20,
-        dtypes=_DTYPES,
-        deterministic=True,
-        configs=f"{_HERE}.grouped_mm:configs",
-        aot=f"{_CONTRACTS}.grouped_mm:AOT",
-    ),
-    Kernel(
-        "moe.grouped_mm_wgrad",
-        f"{_HERE}.grouped_mm:grouped_mm_wgrad",
-        requires={"cp_async", "bf16"},
-        priority=20,
-        dtypes=_DTYPES,
-        deterministic=True,
-        configs=f"{_HERE}.grouped_mm:configs_of_wgrad",
-        aot=f"{_CONTRACTS}.grouped_mm_wgrad:AOT",
-    ),
-    Kernel(
+    _kernel("moe.experts", "experts", "contracts.experts", unsupported="experts", configs="experts"),
+    _kernel("moe.grouped_mm", "grouped_mm", "contracts.grouped_mm", configs="grouped_mm"),
+    _kernel("moe.grouped_mm_wgrad", "grouped_mm_wgrad", "contracts.grouped_mm_wgrad", configs="grouped_mm_wgrad"),
+    _kernel(
         "moe.scaled_grouped_mm",
-        f"{_HERE}.scaled_grouped_mm:scaled_grouped_mm",
-        requires={"cp_async", "bf16"},
-        priority=20,
+        "scaled_grouped_mm",
+        "contracts.scaled_grouped_mm",
         dtypes=_DTYPES | _FLOAT8,
-        unsupported=f"{_HERE}.scaled_grouped_mm:unsupported",
-        deterministic=True,
-        aot=f"{_CONTRACTS}.scaled_grouped_mm:AOT",
+        unsupported="scaled_grouped_mm",
     ),
-    Kernel(
-        "moe.top_k_gating",
-        "kpt_triton.moe.gating:top_k_gating",
-        requires={"cp_async", "bf16"},
-        priority=20,
-        dtypes=_DTYPES,
-        unsupported="kpt_triton.moe.gating:unsupported",
-        deterministic=True,
-        aot="kpt_triton.moe.gating:AOT",
-    ),
+    _kernel("moe.top_k_gating", "gating", "gating", unsupported="top_k_gating"),
 )

@@ -1,7 +1,7 @@
 """`NVIDIAOptimizer`: steps that are kept only where they are measured to pay."""
 
 from .config import OptimizationWarning, OptimizerConfig
-from .cuda_graphs import Form, Replay, capture_inference, capture_training
+from .cuda_graphs import capture
 from .optimized_model import OptimizedModel, prepare
 from .optimizer import NVIDIAOptimizer, OptimizedInference
 from .recipe import Recipe
@@ -10,7 +10,6 @@ from .report import OptimizationReport, StepOutcome
 from .training import OptimizedTraining
 
 __all__ = [
-    "Form",
     "NVIDIAOptimizer",
     "OptimizationReport",
     "OptimizationWarning",
@@ -21,9 +20,7 @@ __all__ = [
     "Profile",
     "Recipe",
     "Recommendation",
-    "Replay",
     "StepOutcome",
-    "capture_inference",
-    "capture_training",
+    "capture",
     "prepare",
 ]

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kpt_core import InputError, KptWarning, check_objective
+from kpt_core import InputError, KptWarning
+from kpt_core.optimization import check_max_error, check_objective
 
 #: The dtypes that tensor cores multiply and that `mixed_precision` may use.
 HALVES = (torch.bfloat16, torch.float16)
@@ -44,8 +45,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_objective(self.objective)
-        if self.max_error is not None and not self.max_error >= 0:
-            raise InputError(f"max_error must be at least 0; got {self.max_error!r}")
+        check_max_error(self.max_error)
         if self.dtype not in HALVES:
             raise InputError(f"dtype must be torch.bfloat16 or torch.float16; got {self.dtype!r}")
         if not self.seconds > 0:

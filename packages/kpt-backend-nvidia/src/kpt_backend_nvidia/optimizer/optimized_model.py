@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ from torch.utils._pytree import tree_map_only
 
 from kpt_backend_nvidia.shapes import pad_model
 from kpt_core import InputError, apply_plan
+from kpt_core.optimization import Example, device_of
 
-from .call import Call, cast, device_of
-from .cuda_graphs import capture_inference, capture_training
+from .cuda_graphs import capture
 from .recipe import CAPTURING_MODES, Recipe
+
+T = TypeVar("T")
 
 #: Rank of the inputs that a memory format is for.
 RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -58,15 +60,10 @@ class OptimizedModel(nn.Module):
             options["isolate_recompiles"] = True
         self._run = torch.compile(self._body, *args, **options)
 
-    def capture(self, sample: Call) -> None:
+    def capture(self, sample: Example) -> None:
         """Capture the run on `sample` in a CUDA graph."""
         with self.settings():
-            if not self._for_training:
-                self._run = capture_inference(self._run, sample)
-            elif isinstance(self._run, nn.Module):
-                self._run = capture_training(self._run, sample)
-            else:
-                raise InputError(f"a CUDA graph of training takes a module; got {self._run!r}")
+            self._run = capture(self._run, sample, training=self._for_training)
 
     def train(self, mode: bool = True) -> "OptimizedModel":
         """Set training or evaluation mode.
@@ -77,7 +74,7 @@ class OptimizedModel(nn.Module):
         if mode and not self._for_training:
             raise InputError("the model was prepared for inference: train the original")
         super().train(mode)
-        # What was captured in training mode is replayed in it alone; torch looks at the flag of what it captured.
+        # What was captured in training mode is replayed in it alone.
         if self._body is not self.module:
             self._body.training = mode
         return self
@@ -137,10 +134,27 @@ class _Body(nn.Module):
         return tensor.contiguous(memory_format=form) if tensor.dim() == RANK[form] else tensor
 
 
+def example_on(device: torch.device, inputs: object) -> Example:
+    """The call of a model with these inputs, moved to a device.
+
+    Raises:
+        InputError: they are no tensor, sequence or mapping.
+    """
+    example = Example.of(inputs, "sample inputs")
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (example.args, dict(example.kwargs)))
+    return Example(args, kwargs)
+
+
+def cast(tree: T, source: torch.dtype, target: torch.dtype) -> T:
+    """Tensors of dtype `source` anywhere in `tree`, converted; the rest as it is."""
+    found: T = tree_map_only(Tensor, lambda t: t.to(target) if t.dtype is source else t, tree)
+    return found
+
+
 def prepare(
     model: nn.Module,
     recipe: Recipe,
-    sample: Call,
+    sample: Example,
     *,
     training: bool = False,
     compile_backend: str | Callable[..., Any] = "inductor",
@@ -160,7 +174,9 @@ def prepare(
     if recipe.plan is not None:
         module = apply_plan(module, recipe.plan, inplace=True).model
     if recipe.memory_format is not None:
-        to_memory_format(module, recipe.memory_format)
+        for parameter in module.parameters():
+            if parameter.dim() == RANK[recipe.memory_format]:
+                parameter.data = parameter.data.contiguous(memory_format=recipe.memory_format)
     if recipe.weights is not None:
         convert_weights(module, recipe.weights)
     if recipe.padded:
@@ -187,13 +203,6 @@ def convert_weights(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in child.named_buffers(recurse=False):
             if buffer.dtype is torch.float32 and name not in child._non_persistent_buffers_set:
                 child._buffers[name] = buffer.to(dtype)
-
-
-def to_memory_format(module: nn.Module, memory_format: torch.memory_format) -> None:
-    """Convert the parameters of that format's rank in place."""
-    for parameter in module.parameters():
-        if parameter.dim() == RANK[memory_format]:
-            parameter.data = parameter.data.contiguous(memory_format=memory_format)
 
 
 def _needs_body(recipe: Recipe) -> bool:

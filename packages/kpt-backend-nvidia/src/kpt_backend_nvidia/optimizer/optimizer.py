@@ -12,15 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kpt_backend_nvidia.environment import why_unavailable
-from kpt_core import InputError, UnknownNameError, check_level, parameter_bytes
+from kpt_core import InputError, UnknownNameError
+from kpt_core.optimization import Example, check_level, check_model, device_of, parameter_bytes
 
-from .call import Call, device_of
 from .config import OptimizationWarning, OptimizerConfig
-from .optimized_model import OptimizedModel
+from .optimized_model import OptimizedModel, example_on
 from .recipe import Recipe
 from .recommendations import Recommendation, profile, recommend
 from .report import NOT_TRIED, OptimizationReport, StepOutcome
-from .search import Result, not_tried, search, settle, steps_for
+from .search import Result, not_tried, search, steps_for
 from .steps import STEPS, Situation
 from .training import Loss, OptimizedTraining, default_loss, optimizer_for, scaler_for
 from .trials import InferenceTrial, TrainingTrial
@@ -111,10 +111,10 @@ class NVIDIAOptimizer:
             if sample_inputs is None:
                 prepared = OptimizedModel(working, Recipe(), training=False)
                 return OptimizedInference(prepared, self._unmeasured(working, device, training=False))
-            call = Call.of(sample_inputs, device)
+            call = example_on(device, sample_inputs)
             situation = Situation(working, Recipe(), device, call, False, self.level, self.config)
             trial = InferenceTrial(working, situation)
-            result = settle(trial, situation, search(trial, situation))
+            result = search(trial, situation)
             error = trial.error(result.best)
             found = recommend(working, device, profile(working, call, device))
             report = self._report(situation, result, found, error)
@@ -162,10 +162,10 @@ class NVIDIAOptimizer:
                 prepared = OptimizedModel(working, Recipe(), training=True)
                 report = self._unmeasured(working, device, training=True, optimizer=optimizer)
                 return OptimizedTraining(prepared, optimizer, loss, scaler_for(prepared), report)
-            call = Call.of(sample_inputs, device)
+            call = example_on(device, sample_inputs)
             situation = Situation(working, Recipe(), device, call, True, self.level, self.config, optimizer)
             trial = TrainingTrial(working, situation, loss)
-            result = settle(trial, situation, search(trial, situation))
+            result = search(trial, situation)
             best, error = result.best, trial.error(result.best)
             working.eval()
             found = recommend(working, device, profile(working, call, device), optimizer)
@@ -193,18 +193,20 @@ class NVIDIAOptimizer:
         Raises:
             InputError: no model, or it does not run on the sample.
         """
-        device = device_of(_checked(model))
+        check_model(model)
+        device = device_of(model)
         flags = {name: module.training for name, module in model.named_modules()}
         model.eval()
         try:
-            found = None if sample_inputs is None else profile(model, Call.of(sample_inputs, device), device)
+            found = None if sample_inputs is None else profile(model, example_on(device, sample_inputs), device)
         finally:
             _set_flags(model, flags)
         return recommend(model, device, found, optimizer)
 
     def _working(self, model: nn.Module, *, inplace: bool) -> tuple[nn.Module, torch.device]:
         """The module to convert, and where it is."""
-        working = _checked(model) if inplace else copy.deepcopy(_checked(model))
+        check_model(model)
+        working = model if inplace else copy.deepcopy(model)
         if self.device is not None:
             working = working.to(self.device)
         return working, device_of(working)
@@ -218,7 +220,7 @@ class NVIDIAOptimizer:
             OptimizationWarning,
             stacklevel=3,
         )
-        situation = Situation(model, Recipe(), device, Call((), {}), training, self.level, self.config, optimizer)
+        situation = Situation(model, Recipe(), device, Example((), {}), training, self.level, self.config, optimizer)
         outcomes = [
             StepOutcome(step.name, "", NOT_TRIED, not_tried(situation, step) or "needs sample inputs to be measured on")
             for step in steps_for(training=training)
@@ -250,12 +252,6 @@ class NVIDIAOptimizer:
             error=error,
         )
         return self.report
-
-
-def _checked(model: object) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module; got {model!r}: pass the loaded model")
-    return model
 
 
 def _present(device: torch.device) -> torch.device:

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kpt_backend_nvidia.chips import peaks_of
 from kpt_backend_nvidia.shapes import advise
-from kpt_core import InputError
+from kpt_core.optimization import Example, first_run
 
-from .call import Call
 from .steps import FUSED, convolutions_of, needs_cuda
 
 #: Operators of PyTorch that hand a tensor's value to the host.
@@ -58,20 +57,15 @@ class Profile:
     seconds: float
 
 
-def profile(model: nn.Module, sample: Call, device: torch.device) -> Profile:
+def profile(model: nn.Module, sample: Example, device: torch.device) -> Profile:
     """Count what a forward in evaluation mode does.
 
     Raises:
         InputError: the model does not run on the sample.
     """
     with torch.no_grad():
-        try:
-            with _Counter() as counter:
-                sample(model)
-        except Exception as failure:
-            raise InputError(
-                f"the model does not run on the sample inputs: {type(failure).__name__}: {failure}"
-            ) from failure
+        with _Counter() as counter:
+            first_run(lambda: sample(model), "sample")
         times = []
         for _ in range(2):
             start = time.perf_counter()

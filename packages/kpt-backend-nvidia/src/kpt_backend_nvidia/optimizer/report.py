@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kpt_core import Plan
+from kpt_core.optimization import table
 
 from .recommendations import Recommendation
 
@@ -89,8 +90,7 @@ class OptimizationReport:
             (o.step, o.setting, o.status, _shown(o.gain, ".2f", "x"), _shown(o.error, ".1e"), o.reason)
             for o in self.outcomes
         ]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+        lines = table(head, *rows)
         sizes = f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after"
         if self.seconds_before is None or self.seconds_after is None:
             effect = f"nothing was measured: pass sample inputs; {sizes}"
@@ -101,7 +101,7 @@ class OptimizationReport:
             )
         lines.append(f"{self.model} for {self.purpose} on {self.device}, level {self.level}: {effect}")
         lines += [f"- {recommendation}" for recommendation in self.recommendations]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 def _shown(value: float | None, form: str, unit: str = "") -> str:

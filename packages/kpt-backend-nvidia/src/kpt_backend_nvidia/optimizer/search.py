@@ -1,20 +1,19 @@
-"""The search for a recipe: one step after the other, each kept only if it is measured to be better."""
+"""The search for a recipe: one step after the other, each tried on top of those kept before."""
 
 import statistics
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from textwrap import shorten
+from functools import partial
 from typing import Generic
 
-from kpt_core import LEVELS, gain_of
+from kpt_core.optimization import LEVELS, attempt, failed, setback
 
 from .config import OptimizationWarning
 from .recipe import Recipe
 from .report import KEPT, NOT_TRIED, ROLLED_BACK, StepOutcome
 from .steps import STEPS, Proposal, Situation, Step
-from .trials import Candidate, Trial
+from .trials import Candidate, RecipeTrial
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +55,10 @@ def steps_for(*, training: bool) -> list[Step]:
     return [step for step in STEPS if (step.training if training else step.inference)]
 
 
-def search(trial: Trial[Candidate], situation: Situation) -> tuple[Candidate, Recipe, list[StepOutcome]]:
-    """Try every step on top of those kept before.
-
-    Returns:
-        The best candidate, its recipe, and what became of each step.
-    """
+def search(trial: RecipeTrial[Candidate], situation: Situation) -> Result[Candidate]:
+    """Try every step on top of those kept before; where the result is slower than the original, that is the result."""
     recipe, outcomes = situation.recipe, list[StepOutcome]()
-    best: Candidate = trial.build(recipe)
-    lossless = True
+    best, lossless = trial.build(recipe), True
     for step in steps_for(training=situation.training):
         situation = replace(situation, recipe=recipe)
         proposal: Proposal | None = not_tried(situation, step)
@@ -72,61 +66,31 @@ def search(trial: Trial[Candidate], situation: Situation) -> tuple[Candidate, Re
             try:
                 proposal = step.propose(situation)
             except Exception as failure:
-                outcomes.append(StepOutcome(step.name, "", ROLLED_BACK, _failed(step.name, failure)))
+                reason = failed(failure)
+                _warn(step, reason)
+                outcomes.append(StepOutcome(step.name, "", ROLLED_BACK, reason))
                 continue
         if isinstance(proposal, str):
             outcomes.append(StepOutcome(step.name, "", NOT_TRIED, proposal))
             continue
         for setting, proposed in proposal.items():
-            outcome, best = _attempt(trial, best, proposed, step, setting, situation, lossless=lossless)
-            if outcome.status == KEPT:
+            build, objective = partial(trial.build, proposed), situation.config.objective
+            verdict, best = attempt(trial, build, best, objective, lossless=lossless and step.lossless)
+            if verdict.failed:
+                _warn(step, verdict.reason)
+            if verdict.kept:
                 outcomes = [_superseded(o, setting) if o.step == step.name else o for o in outcomes]
                 recipe, lossless = proposed, lossless and step.lossless
-            outcomes.append(outcome)
-    return best, recipe, outcomes
+            status = KEPT if verdict.kept else ROLLED_BACK
+            outcomes.append(
+                StepOutcome(step.name, setting, status, verdict.reason, verdict.gain, verdict.error, verdict.seconds)
+            )
+    return _settle(trial, situation, best, recipe, outcomes)
 
 
-def _attempt(
-    trial: Trial[Candidate],
-    best: Candidate,
-    recipe: Recipe,
-    step: Step,
-    setting: str,
-    situation: Situation,
-    *,
-    lossless: bool,
-) -> tuple[StepOutcome, Candidate]:
-    """Try one recipe; the candidate is `best` if it is rolled back."""
-    start = time.perf_counter()
-    try:
-        candidate = trial.build(recipe)
-        error = trial.error(candidate)
-        took = time.perf_counter() - start
-        budget = trial.budget(lossless=lossless and step.lossless)
-        if error > budget:
-            reason = f"error {error:.1e} exceeds the budget of {budget:.1e}"
-            return StepOutcome(step.name, setting, ROLLED_BACK, reason, None, error, took), best
-        if situation.config.objective == "memory":
-            what, gain, noise = "smaller", trial.bytes(best) / max(trial.bytes(candidate), 1), 0.0
-        else:
-            what, (gain, noise) = "faster", gain_of(*trial.times(best, candidate))
-    except Exception as failure:
-        reason = _failed(step.name, failure)
-        return StepOutcome(
-            step.name, setting, ROLLED_BACK, reason, preparation_seconds=time.perf_counter() - start
-        ), best
-    if gain <= 1 + 2 * noise:
-        reason = f"{gain:.2f}x: not {what} by more than the noise ({2 * noise:.1%})"
-        return StepOutcome(step.name, setting, ROLLED_BACK, reason, gain, error, took), best
-    return StepOutcome(step.name, setting, KEPT, f"{gain:.2f}x {what}", gain, error, took), candidate
-
-
-def _failed(step: str, failure: Exception) -> str:
-    """The reason of a step that raised, which is told at once too: it may be a fault of this machine."""
-    # Compilers' messages have pages; a reason is a row of a table.
-    reason = shorten(f"it failed: {type(failure).__name__}: {failure}", 300, placeholder="...")
-    warnings.warn(f"step {step!r} was rolled back: {reason}", OptimizationWarning, stacklevel=2)
-    return reason
+def _warn(step: Step, reason: str) -> None:
+    """Tell of a step that raised at once: it may be a fault of this machine."""
+    warnings.warn(f"step {step.name!r} was rolled back: {reason}", OptimizationWarning, stacklevel=2)
 
 
 def _superseded(outcome: StepOutcome, setting: str) -> StepOutcome:
@@ -135,26 +99,16 @@ def _superseded(outcome: StepOutcome, setting: str) -> StepOutcome:
     return replace(outcome, status=ROLLED_BACK, reason=f"{outcome.reason}, but {setting} is better")
 
 
-def settle(
-    trial: Trial[Candidate], situation: Situation, found: tuple[Candidate, Recipe, list[StepOutcome]]
+def _settle(
+    trial: RecipeTrial[Candidate], situation: Situation, best: Candidate, recipe: Recipe, outcomes: list[StepOutcome]
 ) -> Result[Candidate]:
-    """Compare what was found with the original; where it is slower, the original is the result."""
-    best, recipe, outcomes = found
+    """Compare what was found with the original."""
     original = trial.build(Recipe())
     before, after = trial.times(original, best)
+    sizes = trial.bytes(original), trial.bytes(best)
     if recipe == Recipe():
         after = before  # two of one kind, whose difference is noise
-    gain, noise = gain_of(before, after)
-    if situation.config.objective == "latency" and recipe != Recipe() and gain < 1 - 2 * noise:
-        reason = f"with the kept steps together the model was slower, {gain:.2f}x"
+    elif (reason := setback((before, after), sizes, situation.config.objective, "steps")) is not None:
         outcomes = [replace(o, status=ROLLED_BACK, reason=reason) if o.status == KEPT else o for o in outcomes]
-        best, recipe, after = original, Recipe(), before
-    return Result(
-        best=best,
-        recipe=recipe,
-        outcomes=outcomes,
-        seconds_before=statistics.median(before),
-        seconds_after=statistics.median(after),
-        bytes_before=trial.bytes(original),
-        bytes_after=trial.bytes(best),
-    )
+        best, recipe, after, sizes = original, Recipe(), before, (sizes[0], sizes[0])
+    return Result(best, recipe, outcomes, statistics.median(before), statistics.median(after), *sizes)

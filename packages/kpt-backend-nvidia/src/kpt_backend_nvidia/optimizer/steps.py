@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,10 +10,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import kpt_core
 from kpt_backend_nvidia.shapes import advise
+from kpt_core import registry
+from kpt_core.optimization import Example, budget_of
 
-from .call import Call
 from .config import OptimizerConfig
-from .cuda_graphs import not_graphable
 from .recipe import CAPTURING_MODES, Recipe
 
 #: Optimisers whose update torch can run as one kernel.
@@ -45,11 +46,15 @@ class Situation:
     model: nn.Module
     recipe: Recipe
     device: torch.device
-    sample: Call
+    sample: Example
     training: bool
     level: str
     config: OptimizerConfig
     optimizer: Optimizer | None = None
+
+    def budget(self, expected: Any, *, lossless: bool) -> float:
+        """The error allowed for a result, see `kpt_core.optimization.budget_of`."""
+        return budget_of(expected, self.level, self.config.max_error, lossless=lossless)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ def needs_cuda(device: torch.device) -> str | None:
 
 def _rewrites(situation: Situation) -> Proposal:
     model, config = situation.model, situation.config
-    if not any(any(True for _ in rewrite.sites(model)) for rewrite in kpt_core.rewrites().values()):
+    if not any(any(True for _ in rewrite.sites(model)) for rewrite in registry.rewrites().values()):
         return "no rewrite of the installed packages applies to this model"
     plan = kpt_core.optimize(
         model,
@@ -161,8 +166,6 @@ def _cuda_graph(situation: Situation) -> Proposal:
         return why
     if situation.recipe.compile_mode in CAPTURING_MODES:
         return f"torch.compile captures graphs of its own in mode {situation.recipe.compile_mode!r}"
-    if situation.training and (why := not_graphable(situation.sample)) is not None:
-        return why
     return {"one form": replace(situation.recipe, cuda_graph=True)}
 
 

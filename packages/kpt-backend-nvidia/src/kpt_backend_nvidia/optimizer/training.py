@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from kpt_core import InputError
+from kpt_core.optimization import Example, device_of
 
-from .call import Call, device_of
-from .optimized_model import OptimizedModel
+from .optimized_model import OptimizedModel, example_on
 from .report import OptimizationReport
 
 Loss = Callable[[Any], Any]
@@ -48,13 +48,13 @@ class OptimizedTraining:
         Returns:
             The loss, detached, of shape [].
         """
-        return self.run(Call.of(inputs, device_of(self.model)), loss)[1].detach()
+        return self.run(example_on(device_of(self.model), inputs), loss)[1].detach()
 
     def settings(self) -> AbstractContextManager[None]:
         """The recipe's settings of the process, for a training loop of your own: forward and backward belong inside."""
         return self.model.settings()
 
-    def run(self, call: Call, loss: Loss | None = None, *, update: bool = True) -> tuple[Any, Tensor]:
+    def run(self, call: Example, loss: Loss | None = None, *, update: bool = True) -> tuple[Any, Tensor]:
         """One training step's output and loss; without `update` gradients are left in the parameters, unscaled."""
         with self.settings():
             for parameter in self.model.parameters():

@@ -2,14 +2,14 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kpt_core import DEFAULT_MAX_ERROR, InputError, interleaved_times, parameter_bytes, relative_error, rounding
+from kpt_core.optimization import Trial, UnsteadyError, interleaved_times, parameter_bytes, relative_error, repeatable
 
 from .optimized_model import OptimizedModel, prepare
 from .recipe import Recipe
@@ -19,23 +19,11 @@ from .training import Loss, OptimizedTraining, optimizer_for, restored, scaler_f
 Candidate = TypeVar("Candidate")
 
 
-class Trial(Protocol[Candidate]):
-    """How candidates of one purpose are made, compared and timed."""
+class RecipeTrial(Trial[Candidate], Protocol[Candidate]):
+    """A trial whose candidates are made by recipes."""
 
     def build(self, recipe: Recipe, *, inplace: bool = False) -> Candidate:
         """A candidate by a recipe; of weights of its own unless `inplace`."""
-
-    def error(self, candidate: Candidate) -> float:
-        """How far it is from the original on the sample."""
-
-    def budget(self, *, lossless: bool) -> float:
-        """The error allowed."""
-
-    def times(self, before: Candidate, after: Candidate) -> tuple[list[float], list[float]]:
-        """Seconds of each, in turn."""
-
-    def bytes(self, candidate: Candidate) -> int:
-        """Bytes of its parameters and buffers."""
 
 
 class InferenceTrial:
@@ -53,7 +41,8 @@ class InferenceTrial:
         self._model = model
         self._situation = situation
         self._sample = situation.sample
-        self._expected = repeatable(lambda: self._sample(OptimizedModel(model, Recipe(), training=False)))
+        original = OptimizedModel(model, Recipe(), training=False)
+        self._expected = repeatable(lambda: self._sample(original), "sample")
 
     def build(self, recipe: Recipe, *, inplace: bool = False) -> OptimizedModel:
         """The model by a recipe."""
@@ -68,14 +57,13 @@ class InferenceTrial:
 
     def budget(self, *, lossless: bool) -> float:
         """The level's, at least what rounding explains where the numerics class stays."""
-        return _budget(self._situation, self._expected, lossless=lossless)
+        return self._situation.budget(self._expected, lossless=lossless)
 
-    def times(self, before: OptimizedModel, after: OptimizedModel) -> tuple[list[float], list[float]]:
+    def times(self, before: OptimizedModel, after: OptimizedModel) -> Sequence[Sequence[float]]:
         """Seconds of a forward of each, in turn."""
         situation = self._situation
         runs = (lambda: self._sample(before), lambda: self._sample(after))
-        first, second = interleaved_times(runs, situation.device, seconds=situation.config.seconds)
-        return first, second
+        return interleaved_times(runs, situation.device, seconds=situation.config.seconds)
 
     def bytes(self, candidate: OptimizedModel) -> int:
         """Bytes of parameters and buffers."""
@@ -107,11 +95,11 @@ class TrainingTrial:
                 module.eval()
         self._original = self.build(Recipe())
         try:
-            self._expected, self._gradients = repeatable(lambda: self._probe(self._original))
-        except _Unsteady:
+            self._expected, self._gradients = repeatable(lambda: self._probe(self._original), "sample")
+        except UnsteadyError:
             model.eval()
             self._original = self.build(Recipe())
-            self._expected, self._gradients = repeatable(lambda: self._probe(self._original))
+            self._expected, self._gradients = repeatable(lambda: self._probe(self._original), "sample")
 
     def build(self, recipe: Recipe, *, inplace: bool = False) -> OptimizedTraining:
         """The training by a recipe."""
@@ -137,17 +125,16 @@ class TrainingTrial:
 
     def budget(self, *, lossless: bool) -> float:
         """The level's, at least what rounding explains where the numerics class stays."""
-        return _budget(self._situation, (self._expected, self._gradients), lossless=lossless)
+        return self._situation.budget((self._expected, self._gradients), lossless=lossless)
 
-    def times(self, before: OptimizedTraining, after: OptimizedTraining) -> tuple[list[float], list[float]]:
+    def times(self, before: OptimizedTraining, after: OptimizedTraining) -> Sequence[Sequence[float]]:
         """Seconds of a training step of each, in turn; both are put back to where they were."""
         situation = self._situation
         # A step moves the parameters: what is timed is a copy's optimiser, and the weights are put back.
         scratch = [_with_scratch_optimizer(training) for training in (before, after)]
         runs = [lambda training=training: training.run(self._sample) for training in scratch]
         with restored(before.model, after.model):
-            first, second = interleaved_times(runs, situation.device, seconds=situation.config.seconds)
-        return first, second
+            return interleaved_times(runs, situation.device, seconds=situation.config.seconds)
 
     def bytes(self, candidate: OptimizedTraining) -> int:
         """Bytes of parameters and buffers."""
@@ -183,25 +170,6 @@ class TrainingTrial:
         return max(distance(moved[1], moved[0]) - unit * size / max(update, 1e-30), 0.0)
 
 
-def repeatable(run: Callable[[], Any]) -> Any:
-    """The result of `run`, which must come out twice."""
-    try:
-        expected = run()
-    except InputError:
-        raise
-    except Exception as failure:
-        raise InputError(
-            f"the model does not run on the sample inputs: {type(failure).__name__}: {failure}"
-        ) from failure
-    difference = relative_error(run(), expected)
-    if difference > max(1e-4, rounding(expected)):
-        raise _Unsteady(
-            f"the model gives another output when it runs the sample again (difference {difference:.1e}): pass inputs "
-            "without a cache, and switch dropout off"
-        )
-    return expected
-
-
 def distance(after: dict[str, Tensor], before: dict[str, Tensor]) -> float:
     """`|after - before| / |before|` over all tensors, Euclidean; inf where they don't match or aren't finite."""
     if after.keys() != before.keys() or any(after[name].shape != before[name].shape for name in before):
@@ -216,17 +184,6 @@ def distance(after: dict[str, Tensor], before: dict[str, Tensor]) -> float:
 def norm(tensors: dict[str, Tensor]) -> float:
     """The Euclidean norm over all tensors."""
     return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors.values()))
-
-
-class _Unsteady(InputError):
-    """Two runs of one sample differ."""
-
-
-def _budget(situation: Situation, expected: Any, *, lossless: bool) -> float:
-    if situation.config.max_error is not None:
-        return situation.config.max_error
-    default = DEFAULT_MAX_ERROR[situation.level]
-    return max(default, rounding(expected)) if lossless else default
 
 
 def _with_scratch_optimizer(training: OptimizedTraining) -> OptimizedTraining:

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kpt_triton.aot import Program
+from kpt_triton.aot import NO_SPILLS, Program
 from kpt_triton.numeric import narrow
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .launching import inner_contiguous
+
 #: Columns of a token that a program sums: 16 bytes of bfloat16 for each of 128 threads.
 _COLUMNS = 1024
 #: Rows of one expert that a program sums, how many at a time, and columns.
@@ -102,13 +103,6 @@ def _expert_sum_kernel(
     tl.store(out + expert.to(tl.int64) * width + columns, value, mask=columns < width)
 
 
-_library = torch.library.Library("kpt_triton", "FRAGMENT")
-_library.define(
-    "combine(Tensor rows, Tensor position, Tensor offsets, Tensor? weights, int top_k, ScalarType dtype) -> Tensor"
-)
-_library.define("segment_sum(Tensor rows, Tensor offsets, Tensor? weights, ScalarType dtype) -> Tensor")
-
-
 def combine(
     rows: Tensor, position: Tensor, offsets: Tensor, weights: Tensor | None, top_k: int, dtype: torch.dtype
 ) -> Tensor:
@@ -126,19 +120,17 @@ def combine(
     Returns:
         `[T, D]`: `out[t] = sum_k weights[t, k] * rows[position[t * top_k + k]]`, computed in float32 and rounded once.
         Zero for tokens without rows.
-
-    Raises:
-        ValueError: a shape or dtype does not fit.
     """
-    _check("combine", rows, offsets, weights, dtype)
-    if position.dtype is not torch.int32 or position.dim() != 1 or top_k < 1 or position.shape[0] % top_k:
-        raise ValueError(
-            f"combine: position must be int32 [tokens * {top_k}], top_k being positive; "
-            f"got {position.dtype} {list(position.shape)}"
+    tokens, width = position.shape[0] // top_k, rows.shape[1]
+    out = rows.new_empty(tokens, width, dtype=dtype)
+    if out.numel() > 0:
+        rows = inner_contiguous(rows)
+        # An argument that is not read still has to be a tensor.
+        factors = position if weights is None else weights.contiguous()
+        launch = _combine_launch(top_k, weights is not None, width)
+        _combine_kernel[tokens, triton.cdiv(width, launch["COLUMNS"])](
+            rows, position, offsets, factors, out, width, rows.stride(0), offsets.shape[0], **launch
         )
-    if weights is not None and weights.shape != (position.shape[0] // top_k, top_k):
-        raise ValueError(f"combine: weights must be [{position.shape[0] // top_k}, {top_k}]; got {list(weights.shape)}")
-    out: Tensor = torch.ops.kpt_triton.combine.default(rows, position, offsets, weights, top_k, dtype)
     return out
 
 
@@ -158,83 +150,21 @@ def segment_sum(
 
     Returns:
         `[E, N]`, computed in float32 and rounded once; zero for experts without rows.
-
-    Raises:
-        ValueError: a shape or dtype does not fit.
     """
-    _check("segment_sum", rows, offsets, weights, dtype)
-    if weights is not None and weights.shape != rows.shape[:1]:
-        raise ValueError(f"segment_sum: weights must be [{rows.shape[0]}]; got {list(weights.shape)}")
-    out: Tensor = torch.ops.kpt_triton.segment_sum.default(rows, offsets, weights, dtype)
-    return out
-
-
-def _check(name: str, rows: Tensor, offsets: Tensor, weights: Tensor | None, dtype: torch.dtype) -> None:
-    for given in (rows.dtype, dtype, *(() if weights is None else (weights.dtype,))):
-        if given not in DTYPES:
-            raise ValueError(f"{name}: dtypes must be float32, bfloat16 or float16; got {given}")
-    if rows.dim() != 2:
-        raise ValueError(f"{name}: rows must be [rows, columns]; got {list(rows.shape)}")
-    if offsets.dtype is not torch.int32 or offsets.dim() != 1 or offsets.shape[0] == 0:
-        raise ValueError(
-            f"{name}: offsets must be int32 [num_experts], of one expert at least; "
-            f"got {offsets.dtype} {list(offsets.shape)}"
-        )
-
-
-def _with_whole_rows(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
-
-
-@torch.library.impl(_library, "combine", "CompositeExplicitAutograd")
-def _combine(
-    rows: Tensor, position: Tensor, offsets: Tensor, weights: Tensor | None, top_k: int, dtype: torch.dtype
-) -> Tensor:
-    out: Tensor = _combine_fake(rows, position, offsets, weights, top_k, dtype)
-    tokens, width = out.shape
-    if out.numel() > 0:
-        rows, position, offsets = _with_whole_rows(rows), position.contiguous(), offsets.contiguous()
-        # An argument that is not read still has to be a tensor.
-        factors = position if weights is None else weights.contiguous()
-        launch = _combine_launch(top_k, weights is not None, width)
-        with torch.cuda.device_of(rows):
-            _combine_kernel[tokens, triton.cdiv(width, launch["COLUMNS"])](
-                rows, position, offsets, factors, out, width, rows.stride(0), offsets.shape[0], **launch
-            )
-    return out
-
-
-@torch.library.register_fake("kpt_triton::combine", lib=_library)
-def _combine_fake(
-    rows: Tensor, position: Tensor, offsets: Tensor, weights: Tensor | None, top_k: int, dtype: torch.dtype
-) -> Tensor:
-    return rows.new_empty(position.shape[0] // top_k, rows.shape[1], dtype=dtype)
-
-
-@torch.library.impl(_library, "segment_sum", "CompositeExplicitAutograd")
-def _segment_sum(rows: Tensor, offsets: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    out: Tensor = _segment_sum_fake(rows, offsets, weights, dtype)
-    num_experts, width = out.shape
+    num_experts, width = offsets.shape[0], rows.shape[1]
+    out = rows.new_empty(num_experts, width, dtype=dtype)
     if width > 0:
-        rows, offsets = _with_whole_rows(rows), offsets.contiguous()
+        rows = inner_contiguous(rows)
         factors = offsets if weights is None else weights.contiguous()
         chunks = rows.shape[0] // _CHUNK + num_experts
         parts = rows.new_empty(chunks, width, dtype=torch.float32)
         blocks = triton.cdiv(width, _WIDTH)
-        with torch.cuda.device_of(rows):
-            _chunk_sum_kernel[chunks, blocks](
-                rows, offsets, factors, parts, width, rows.stride(0), num_experts,
-                **_chunk_launch(num_experts, weights is not None),
-            )  # fmt: skip
-            _expert_sum_kernel[num_experts, blocks](
-                parts, offsets, out, width, num_experts, **_expert_launch(num_experts)
-            )
+        _chunk_sum_kernel[chunks, blocks](
+            rows, offsets, factors, parts, width, rows.stride(0), num_experts,
+            **_chunk_launch(num_experts, weights is not None),
+        )  # fmt: skip
+        _expert_sum_kernel[num_experts, blocks](parts, offsets, out, width, num_experts, **_expert_launch(num_experts))
     return out
-
-
-@torch.library.register_fake("kpt_triton::segment_sum", lib=_library)
-def _segment_sum_fake(rows: Tensor, offsets: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return rows.new_empty(offsets.shape[0], rows.shape[1], dtype=dtype)
 
 
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -257,12 +187,6 @@ def _expert_launch(num_experts: int) -> dict[str, Any]:
     return {"CHUNK": _CHUNK, "PARTS": _PARTS, "WIDTH": _WIDTH, "EXPERTS": experts, **_OPTIONS}
 
 
-_NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
-_AMD = ("gfx90a", "gfx942", "gfx950")
-_CONTRACTS = {
-    **dict.fromkeys(_NVIDIA, "no spills, registers <= 255, smem <= 99 KiB"),
-    **dict.fromkeys(_AMD, "no spills, lds <= 64 KiB"),
-}
 _EXPERTS = (128, 1024)
 
 
@@ -289,7 +213,7 @@ def _programs(dtype: str, weights: str) -> tuple[Program, ...]:
                 **dict.fromkeys(("width", "row_stride"), "i32:16"),
                 "num_experts": "i32",
             },
-            contracts=_CONTRACTS,
+            contracts=NO_SPILLS,
             launches=lambda chip: _combinations(weighted),
         ),
         Program(
@@ -303,7 +227,7 @@ def _programs(dtype: str, weights: str) -> tuple[Program, ...]:
                 **dict.fromkeys(("width", "row_stride"), "i32:16"),
                 "num_experts": "i32",
             },
-            contracts=_CONTRACTS,
+            contracts=NO_SPILLS,
             launches=lambda chip: _chunk_launches(weighted),
         ),
     )
@@ -320,7 +244,7 @@ def _expert_program(dtype: str) -> Program:
             "width": "i32:16",
             "num_experts": "i32",
         },
-        contracts=_CONTRACTS,
+        contracts=NO_SPILLS,
         launches=lambda chip: {f"{experts} experts": _expert_launch(experts) for experts in _EXPERTS},
     )
 

@@ -14,7 +14,7 @@ from kpt_triton.numeric import narrow, widen
 
 from .activation import activate
 from .experts_forward import Gating
-from .launching import inner_contiguous
+from .launching import inner_contiguous, scales_of
 from .mainloop import SCALE_BLOCK
 
 
@@ -33,6 +33,9 @@ class Strip:
     k: int = 256
     warps: int = 4
     stages: int = 4
+
+
+_STRIP = Strip()
 
 
 @triton.jit
@@ -147,9 +150,8 @@ def decode(
     down_bias: Tensor | None,
     up_scale: Tensor | None,
     down_scale: Tensor | None,
-    scales_of: tuple[str, str],
     act: Gating,
-    strip: Strip,
+    strip: Strip = _STRIP,
 ) -> Tensor:
     """The experts' output `[tokens, hidden_size]`; arguments as `multiply` has them, without sorting.
 
@@ -161,20 +163,13 @@ def decode(
         down: `[experts, inner, hidden_size]`.
         up_bias: `[experts, width]`, its last dimension contiguous.
         down_bias: `[experts, hidden_size]`, likewise.
-        up_scale: float32 `[experts, a, b]`, scales of 8-bit weights.
+        up_scale: float32 `[experts, a, b]`, scales of 8-bit weights, of columns or blocks.
         down_scale: likewise.
-        scales_of: "n", "block" or "" of each.
         act: the activation.
-        strip: the configuration.
-
-    Raises:
-        ValueError: k of the strip is over 128 and scales are of blocks, or scales are of inputs.
+        strip: the configuration; of its k no more than a block is read at a time where scales are of blocks.
     """
-    if "k" in scales_of or ("block" in scales_of and strip.k > SCALE_BLOCK.value):
-        raise ValueError(
-            f"decode: scales must be of columns, or of blocks with k of the strip at most {SCALE_BLOCK.value}; "
-            f"got scales of {scales_of} and k {strip.k}"
-        )
+    of_up, of_down = scales_of(up_scale, up), scales_of(down_scale, down)
+    block_k = min(strip.k, SCALE_BLOCK.value) if "block" in (of_up, of_down) else strip.k
     x = inner_contiguous(x)
     tokens, top_k = top_k_index.shape
     experts, inner, hidden = down.shape
@@ -187,8 +182,8 @@ def decode(
             x, top_k_index, up, up_bias if up_bias is not None else out, up_scale if up_scale is not None else out,
             activated, inner, x.shape[1], experts, top_k, *act.numbers(), x.stride(0), *up.stride(), inner,
             0 if up_bias is None else up_bias.stride(0), *strides,
-            BLOCK_N=strip.n, BLOCK_K=strip.k, STAGES=strip.stages, **act.constants(), BIAS=up_bias is not None,
-            SCALE=scales_of[0], **options,
+            BLOCK_N=strip.n, BLOCK_K=block_k, STAGES=strip.stages, **act.constants(), BIAS=up_bias is not None,
+            SCALE=of_up, **options,
         )  # fmt: skip
     if out.numel() > 0:
         strides = (0, 0, 0) if down_scale is None else down_scale.stride()
@@ -196,7 +191,6 @@ def decode(
             activated, top_k_index, top_k_weights, down, down_bias if down_bias is not None else out,
             down_scale if down_scale is not None else out, out, hidden, inner, experts, top_k, inner, *down.stride(),
             hidden, 0 if down_bias is None else down_bias.stride(0), *strides,
-            BLOCK_N=strip.n, BLOCK_K=strip.k, STAGES=strip.stages, BIAS=down_bias is not None, SCALE=scales_of[1],
-            **options,
+            BLOCK_N=strip.n, BLOCK_K=block_k, STAGES=strip.stages, BIAS=down_bias is not None, SCALE=of_down, **options,
         )  # fmt: skip
     return out

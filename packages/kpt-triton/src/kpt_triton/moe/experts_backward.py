@@ -10,7 +10,16 @@ from kpt_triton.tile import Tile
 
 from .activation import activate, activate_backward
 from .experts_forward import Gating
-from .launching import check_scales, inner_contiguous, most_tiles, padded, precision, programs, weight_descriptor
+from .launching import (
+    check_scales,
+    inner_contiguous,
+    most_tiles,
+    padded,
+    precision,
+    programs,
+    scales_of,
+    weight_descriptor,
+)
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 
 
@@ -102,7 +111,6 @@ def multiply_and_differentiate(
     need_dots: bool,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
-    scales_of: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel.
 
@@ -119,15 +127,15 @@ def multiply_and_differentiate(
         need_weighted: whether the weighted activation is.
         need_dots: whether the gradient of the routing weights is.
         bias: `[experts, width]` of the pre-activation.
-        scale: float32 `[experts, a, b]`, scales of 8-bit weights.
-        scales_of: "n", "k" or "block", see `multiply`.
+        scale: float32 `[experts, a, b]`, scales of 8-bit weights, of K or blocks.
 
     Returns:
         The gradient of h `[rows, width]`, the weighted activation `[rows, N]`, both of grad's dtype, and the gradient
         of each row's routing weight `[rows]` in float32; empty what is not needed. Rows of no expert are left as they
         are.
     """
-    check_scales(scales_of, tile)
+    kind = scales_of(scale, weight)
+    check_scales(kind, tile)
     grad = inner_contiguous(grad)
     experts, inner, columns = weight.shape
     rows, width = h.shape
@@ -147,7 +155,7 @@ def multiply_and_differentiate(
         grad.stride(0), *weight.stride(), width, columns, rows, 0 if bias is None else bias.stride(0), *strides,
         EXPERTS=padded(experts), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=tile.group,
         EVEN_K=inner % tile.k == 0, EVEN_N=columns % tile.n == 0, **act.constants(), BIAS=bias is not None,
-        NEED_H=need_h, NEED_WEIGHTED=need_weighted, NEED_DOTS=need_dots, SCALE=scales_of, LAYOUT=layout,
+        NEED_H=need_h, NEED_WEIGHTED=need_weighted, NEED_DOTS=need_dots, SCALE=kind, LAYOUT=layout,
         PRECISION=precision(grad), **tile.options(),
     )  # fmt: skip
     return grad_h, weighted, dots.sum(0)

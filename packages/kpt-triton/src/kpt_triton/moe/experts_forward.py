@@ -9,9 +9,18 @@ from torch import Tensor
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
-from .activation import GATED, PLAIN, activate
-from .launching import check_scales, inner_contiguous, most_tiles, padded, precision, programs, weight_descriptor
-from .mainloop import SCALE_BLOCK, accumulate, last_tiles, place_of, rows_of
+from .activation import GATED, activate
+from .launching import (
+    check_scales,
+    inner_contiguous,
+    most_tiles,
+    padded,
+    precision,
+    programs,
+    scales_of,
+    weight_descriptor,
+)
+from .mainloop import accumulate, last_tiles, place_of, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +33,6 @@ class Gating:
         alpha: of `swiglu`.
         beta: likewise.
         limit: likewise; None for none.
-
-    Raises:
-        ValueError: no such activation.
     """
 
     name: str
@@ -34,10 +40,6 @@ class Gating:
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.name not in GATED and self.name not in PLAIN:
-            raise ValueError(f"no activation {self.name!r}; there are {', '.join(GATED + PLAIN)}")
 
     @property
     def gated(self) -> bool:
@@ -126,7 +128,6 @@ def multiply_and_activate(
     *,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
-    scales_of: str = "",
     save: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel.
@@ -140,15 +141,15 @@ def multiply_and_activate(
         act: the activation.
         tile: the configuration; of gate and up there are n columns each.
         bias: `[experts, width]`, its last dimension contiguous.
-        scale: float32 `[experts, a, b]`, scales of 8-bit weights.
-        scales_of: "n" or "block", see `multiply`.
+        scale: float32 `[experts, a, b]`, scales of 8-bit weights, of columns or blocks.
         save: keep the pre-activation.
 
     Returns:
         The activation `[rows, N]` and the pre-activation without bias `[rows, width]` (`[0, width]` unless `save`), of
         x's dtype. Rows of no expert are left as they are.
     """
-    check_scales(scales_of, tile)
+    kind = scales_of(scale, weight)
+    check_scales(kind, tile)
     x = inner_contiguous(x)
     experts, inner, width = weight.shape
     columns = width // 2 if act.gated else width
@@ -168,27 +169,6 @@ def multiply_and_activate(
         x.stride(0), *weight.stride(), out.stride(0), width, 0 if bias is None else bias.stride(0), *strides,
         EXPERTS=padded(experts), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=tile.group,
         EVEN_K=inner % tile.k == 0, EVEN_N=columns % tile.n == 0, **constants, BIAS=bias is not None, SAVE=save,
-        SCALE=scales_of, LAYOUT=layout, PRECISION=precision(x), **tile.options(),
+        SCALE=kind, LAYOUT=layout, PRECISION=precision(x), **tile.options(),
     )  # fmt: skip
     return out, h
-
-
-def scales_of(scale: Tensor | None, weight: Tensor) -> str:
-    """What the scales `[experts, a, b]` of `weight` `[experts, K, N]` are of: "n", "k", "block", or "" for none.
-
-    Raises:
-        ValueError: a scale of another shape.
-    """
-    if scale is None:
-        return ""
-    _, inner, columns = weight.shape
-    sizes = tuple(scale.shape[1:])
-    # Blocks first: one block is one scale too, and for some shapes also one for each column or of K.
-    for name, (a, b) in {
-        "block": (-(-inner // SCALE_BLOCK.value), -(-columns // SCALE_BLOCK.value)),
-        "n": (1, columns),
-        "k": (inner, 1),
-    }.items():
-        if sizes == (a, b):
-            return name
-    raise ValueError(f"scales of weights {list(weight.shape)} must be of columns, of K or of blocks; got {list(sizes)}")

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kpt_triton.aot import Program
+from kpt_triton.aot import NO_SPILLS, Program
 from kpt_triton.numeric import narrow
 
-SCORES = ("softmax", "softmax_after", "sigmoid")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .launching import inner_contiguous, on_its_device
+
 #: A program holds the scores of a token, padded to powers of two, in registers.
 MAX_EXPERTS = 1024
 #: Scores that a program of one warp holds: a token's are never spread over warps, which would have to wait.
@@ -187,194 +187,51 @@ def _backward_kernel(
     tl.store(out + token[:, None] * EXPERTS + experts, narrow(of_row, out.dtype.element_ty), mask=known)
 
 
-def top_k_gating(
-    logits: Tensor,
-    correction_bias: Tensor | None = None,
-    *,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts and weigh them.
+@on_its_device
+def forward(call: Any) -> tuple[Tensor, Tensor]:
+    """Op `moe.top_k_gating`, in float32.
 
-    Everything is computed in float32. Of equal scores the lower id comes first, which `torch.topk` does not promise;
-    NaN counts as the highest, as there.
+    Of equal scores the lower id comes first, which `torch.topk` does not promise; NaN counts as the highest, as there.
 
     Args:
-        logits: `[T, E]` float32, bfloat16 or float16, up to 1024 experts.
-        correction_bias: `[E]` float32, added to the scores for the choice alone.
-        top_k: experts per token.
-        score: `softmax` over all experts, `softmax_after` over the chosen ones, or `sigmoid`.
-        renormalize: divide the weights by their sum plus 1e-20.
-        scale: what weights are multiplied by in the end.
-        num_groups: into how many groups of neighbours the experts are split.
-        top_groups: from how many groups a token's experts come. A group is judged by its best expert, or with a
-            correction bias by the sum of its best two.
+        call: the call of the op, of logits in float32, bfloat16 or float16, of MAX_EXPERTS at most, and a correction
+            bias in float32.
 
     Returns:
-        Weights `[T, top_k]` float32, differentiable once in the logits, and ids `[T, top_k]` int64, the best first.
-
-    Raises:
-        ValueError: a dtype, shape or number does not fit.
+        Weights `[T, top_k]` float32, and ids `[T, top_k]` int64, the best first.
     """
-    _check(logits, correction_bias, top_k, score, num_groups, top_groups)
-    weights, index = _Gating.apply(  # type: ignore[no-untyped-call]
-        logits, correction_bias, top_k, score, renormalize, scale, num_groups, top_groups
-    )
+    logits, bias = inner_contiguous(call.logits), call.correction_bias
+    tokens, num_experts = logits.shape
+    weights = logits.new_empty(tokens, call.top_k, dtype=torch.float32)
+    index = logits.new_empty(tokens, call.top_k, dtype=torch.int64)
+    if tokens > 0:
+        of_groups = (call.num_groups, call.top_groups)
+        launch = _forward_launch(num_experts, call.top_k, call.score, bias is not None, call.renormalize, *of_groups)
+        _forward_kernel[(triton.cdiv(tokens, launch["TOKENS"]),)](
+            logits, weights if bias is None else bias.contiguous(), weights, index, tokens, logits.stride(0),
+            call.scale, **launch,
+        )  # fmt: skip
     return weights, index
 
 
-def unsupported(
-    logits: Tensor,
-    correction_bias: Tensor | None = None,
-    *,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> str | None:
-    """Why `top_k_gating` does not take such arguments, or None."""
-    if logits.shape[-1] > MAX_EXPERTS:
-        return f"takes up to {MAX_EXPERTS} experts, whose scores fit a warp's registers; got {logits.shape[-1]}"
-    if logits.dtype not in DTYPES:
-        return f"takes logits of float32, bfloat16 or float16; got {logits.dtype}"
-    if correction_bias is not None and correction_bias.dtype is not torch.float32:
-        return f"takes a correction_bias of float32; got {correction_bias.dtype}"
-    return None
+@on_its_device
+def backward(call: Any, saved: tuple[Tensor, Tensor], grad: Tensor, _: None) -> dict[str, Tensor]:
+    """The gradient of the logits.
 
-
-def _check(
-    logits: Tensor, correction_bias: Tensor | None, top_k: int, score: str, num_groups: int, top_groups: int
-) -> None:
-    refusal = unsupported(logits, correction_bias, top_k=top_k)
-    if refusal is not None:
-        raise ValueError(f"top_k_gating: {refusal}")
-    if logits.dim() != 2:
-        raise ValueError(f"top_k_gating: logits must be [tokens, num_experts]; got {list(logits.shape)}")
-    num_experts = logits.shape[1]
-    if correction_bias is not None and correction_bias.shape != (num_experts,):
-        raise ValueError(f"top_k_gating: correction_bias must be [{num_experts}]; got {list(correction_bias.shape)}")
-    if score not in SCORES:
-        raise ValueError(f"top_k_gating: score must be one of {', '.join(SCORES)}; got {score!r}")
-    if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
-        raise ValueError(
-            f"top_k_gating: num_groups must divide num_experts ({num_experts}) and top_groups be between 1 and "
-            f"num_groups; got num_groups={num_groups} and top_groups={top_groups}"
-        )
-    if not 1 <= top_k <= num_experts // num_groups * top_groups:
-        raise ValueError(
-            f"top_k_gating: top_k must be between 1 and the {num_experts // num_groups * top_groups} experts of "
-            f"{top_groups} of {num_groups} groups; got {top_k}"
-        )
-
-
-_library = torch.library.Library("kpt_triton", "FRAGMENT")
-_library.define(
-    "top_k_gating(Tensor logits, Tensor? correction_bias, int top_k, str score, bool renormalize, float scale, "
-    "int num_groups, int top_groups) -> (Tensor, Tensor)"
-)
-_library.define(
-    "top_k_gating_backward(Tensor grad, Tensor logits, Tensor index, str score, bool renormalize, float scale) "
-    "-> Tensor"
-)
-
-
-class _Gating(torch.autograd.Function):
-    """Saves the logits as they came, and the ids."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, correction_bias: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
-        weights, index = torch.ops.kpt_triton.top_k_gating.default(logits, correction_bias, *settings)
-        ctx.save_for_backward(logits, index)
-        ctx.mark_non_differentiable(index)
-        ctx.settings = settings[1:4]
-        return weights, index
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, index = ctx.saved_tensors
-        grad = _GatingGradient.apply(grads[0], logits, index, *ctx.settings)  # type: ignore[no-untyped-call]
-        return grad, *(None,) * 7
-
-
-class _GatingGradient(torch.autograd.Function):
-    """Refuses to be differentiated, where torch's `once_differentiable` would give zeros if `grad` is a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        grad: Tensor = torch.ops.kpt_triton.top_k_gating_backward.default(*arguments)
-        return grad
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError("top_k_gating can be differentiated once; use the reference for second derivatives")
-
-
-@torch.library.impl(_library, "top_k_gating", "CompositeExplicitAutograd")
-def _top_k_gating(
-    logits: Tensor,
-    correction_bias: Tensor | None,
-    top_k: int,
-    score: str,
-    renormalize: bool,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
-) -> tuple[Tensor, Tensor]:
-    weights, index = _top_k_gating_fake(
-        logits, correction_bias, top_k, score, renormalize, scale, num_groups, top_groups
-    )
+    Args:
+        call: the call of `forward`.
+        saved: what it gave.
+        grad: of the weights; ids have none.
+    """
+    logits, index = inner_contiguous(call.logits), saved[1]
     tokens, num_experts = logits.shape
+    out = logits.new_empty(tokens, num_experts)
     if tokens > 0:
-        logits = _with_whole_rows(logits)
-        biased = correction_bias is not None
-        bias = correction_bias.contiguous() if correction_bias is not None else weights
-        launch = _forward_launch(num_experts, top_k, score, biased, renormalize, num_groups, top_groups)
-        with torch.cuda.device_of(logits):
-            _forward_kernel[(triton.cdiv(tokens, launch["TOKENS"]),)](
-                logits, bias, weights, index, tokens, logits.stride(0), scale, **launch
-            )
-    return weights, index
-
-
-@torch.library.register_fake("kpt_triton::top_k_gating", lib=_library)
-def _top_k_gating_fake(
-    logits: Tensor, correction_bias: Tensor | None, top_k: int, *settings: Any
-) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0], top_k
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-
-
-@torch.library.impl(_library, "top_k_gating_backward", "CompositeExplicitAutograd")
-def _top_k_gating_backward(
-    grad: Tensor, logits: Tensor, index: Tensor, score: str, renormalize: bool, scale: float
-) -> Tensor:
-    out: Tensor = _top_k_gating_backward_fake(grad, logits, index, score, renormalize, scale)
-    tokens, num_experts = logits.shape
-    if tokens > 0:
-        logits = _with_whole_rows(logits)
-        launch = _backward_launch(num_experts, index.shape[1], score, renormalize)
-        with torch.cuda.device_of(logits):
-            _backward_kernel[(triton.cdiv(tokens, launch["TOKENS"]),)](
-                grad.contiguous(), logits, index.contiguous(), out, tokens, logits.stride(0), scale, **launch
-            )
-    return out
-
-
-@torch.library.register_fake("kpt_triton::top_k_gating_backward", lib=_library)
-def _top_k_gating_backward_fake(
-    grad: Tensor, logits: Tensor, index: Tensor, score: str, renormalize: bool, scale: float
-) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-def _with_whole_rows(logits: Tensor) -> Tensor:
-    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+        launch = _backward_launch(num_experts, call.top_k, call.score, call.renormalize)
+        _backward_kernel[(triton.cdiv(tokens, launch["TOKENS"]),)](
+            grad.contiguous(), logits, index.contiguous(), out, tokens, logits.stride(0), call.scale, **launch
+        )
+    return {"logits": out}
 
 
 def _options(padded: int, top_k: int) -> dict[str, Any]:
@@ -420,8 +277,6 @@ _GATINGS = {
     "1024 experts in groups": (1024, 32, "softmax", True, True, 32, 8),
     "1023 experts": (1023, 16, "softmax", True, True, 1, 1),
 }
-
-
 #: What the dtype of the logits may change is seen with these.
 _FEW = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
 
@@ -431,17 +286,7 @@ def _forward_launches(names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _backward_launches(names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
-    launches = {}
-    for name in names:
-        experts, top_k, score, _, renormalize, _, _ = _GATINGS[name]
-        launches[name] = _backward_launch(experts, top_k, score, renormalize)
-    return launches
-
-
-_CONTRACTS = {
-    **dict.fromkeys(("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"), "no spills, registers <= 255, smem <= 99 KiB"),
-    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "no spills, lds <= 64 KiB"),
-}
+    return {name: _backward_launch(*_GATINGS[name][:3], _GATINGS[name][4]) for name in names}
 
 
 def _programs(dtype: str, names: Iterable[str]) -> tuple[Program, Program]:
@@ -450,8 +295,8 @@ def _programs(dtype: str, names: Iterable[str]) -> tuple[Program, Program]:
     forward = {"correction_bias": "*fp32:16", "weights": "*fp32:16", **pointers, **numbers}
     backward = {"grad": "*fp32:16", "out": f"*{dtype}:16", **pointers, **numbers}
     return (
-        Program(f"forward {dtype}", _forward_kernel, forward, _CONTRACTS, lambda chip: _forward_launches(names)),
-        Program(f"backward {dtype}", _backward_kernel, backward, _CONTRACTS, lambda chip: _backward_launches(names)),
+        Program(f"forward {dtype}", _forward_kernel, forward, NO_SPILLS, lambda chip: _forward_launches(names)),
+        Program(f"backward {dtype}", _backward_kernel, backward, NO_SPILLS, lambda chip: _backward_launches(names)),
     )
 
 

@@ -1,5 +1,6 @@
 """The grouped matrix product: `out[r] = x[r] @ weight[e]` for the rows `r` of expert `e`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
-from .checking import DTYPES, check_product
-from .grouped_mm_wgrad import wgrad_like
+from .grouped_mm_wgrad import gradient_of
 from .launching import (
     check_scales,
     inner_contiguous,
@@ -21,13 +21,11 @@ from .launching import (
     precision,
     programs,
     rows_descriptor,
+    scales_of,
     weight_descriptor,
 )
 from .mainloop import accumulate, last_tiles, place_of, rows_of
-from .tiles import chip_of, default_tile, is_aligned, product_of
-
-_library = torch.library.Library("kpt_triton", "FRAGMENT")
-_library.define("grouped_mm(Tensor x, Tensor weight, Tensor offsets, str tile) -> Tensor")
+from .tiles import product_of, tile_for
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,7 +93,6 @@ def multiply(
     bias: Tensor | None = None,
     weights: Tensor | None = None,
     scale: Tensor | None = None,
-    scales_of: str = "",
     x_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     zero_rest: bool = False,
@@ -112,8 +109,7 @@ def multiply(
         gather: read the row of the pair's token.
         bias: `[experts, N]`, its last dimension contiguous.
         weights: `[pairs]`, contiguous: what each row is multiplied by in the end.
-        scale: float32 `[experts, a, b]`, scales of 8-bit weights.
-        scales_of: "n", "k" or "block": what `scale` holds, see the kernel.
+        scale: float32 `[experts, a, b]`, scales of 8-bit weights, see the kernel.
         x_scale: float32 `[rows, 1 or blocks]`, scales of an 8-bit x.
         out_dtype: of the result; None is x's.
         zero_rest: fill the rows of no expert with zeros; else they are left as they are.
@@ -135,12 +131,13 @@ def multiply(
     source = None if gather else rows_descriptor(x, tile)
     matrices, layout = weight_descriptor(weight, tile, tile.n)
     strides_of_scale = (0, 0, 0) if scale is None else scale.stride()
+    kind = scales_of(scale, weight)
     x_scales = "" if x_scale is None else "row" if x_scale.shape[1] == 1 else "block"
-    for kind in (scales_of, x_scales):
-        check_scales(kind, tile)
+    for each in (kind, x_scales):
+        check_scales(each, tile)
     tiles = most_tiles(rows, experts, tile.m) * triton.cdiv(columns, tile.n)
     grouped_mm_kernel[(programs(x.device, tiles, tile.warps),)](
-        x if source is None else source, matrices, out, offsets,
+        x if source is None else source, matrices, out, offsets.contiguous(),
         order if order is not None else offsets, bias if bias is not None else out,
         weights if weights is not None else out, scale if scale is not None else out,
         x_scale if x_scale is not None else out, rows, columns, inner, experts, top_k,
@@ -148,63 +145,52 @@ def multiply(
         0 if x_scale is None else x_scale.stride(0),
         EXPERTS=padded(experts), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=tile.group,
         EVEN_K=inner % tile.k == 0, EVEN_N=columns % tile.n == 0, GATHER=gather, TAIL=zero_rest, BIAS=bias is not None,
-        WEIGHTS=weights is not None, SCALE=scales_of, X_SCALE=x_scales, X_DESCRIPTOR=source is not None, LAYOUT=layout,
+        WEIGHTS=weights is not None, SCALE=kind, X_SCALE=x_scales, X_DESCRIPTOR=source is not None, LAYOUT=layout,
         PRECISION=precision(x), SPECIALIZE=tile.specialize and source is not None and layout != "", **tile.options(),
     )  # fmt: skip
     return out
 
 
-@torch.library.impl(_library, "grouped_mm", "CompositeExplicitAutograd")
+def product(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    config: Mapping[str, str] | None = None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`multiply` with the tile of a configuration, or the default; rows of no expert are zero."""
+    tile = tile_for(product_of(scales_of(scale, weight)), x, x.shape[0], weight.shape, config)
+    return multiply(x, weight, offsets, tile, scale=scale, x_scale=x_scale, out_dtype=out_dtype, zero_rest=True)
+
+
 @on_its_device
-def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, tile: str) -> Tensor:
-    chosen = Tile.parse(tile) if tile else tile_for(x, weight)
-    return multiply(x, weight, offsets.contiguous(), chosen, zero_rest=True)
-
-
-@torch.library.register_fake("kpt_triton::grouped_mm", lib=_library)
-def _grouped_mm_fake(x: Tensor, weight: Tensor, offsets: Tensor, tile: str) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def tile_for(x: Tensor, weight: Tensor, scales_of: str = "") -> Tile:
-    """The tile of a product where nothing was measured."""
-    experts, *sizes = weight.shape
-    aligned = is_aligned(*sizes)
-    return default_tile(product_of(scales_of), chip_of(x.device), x.element_size(), x.shape[0], experts, aligned)
-
-
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, *, tile: str = "") -> Tensor:
-    """Multiply each expert's contiguous rows by that expert's matrix; differentiable, twice too.
+def forward(call: Any) -> Tensor:
+    """Op `moe.grouped_mm` for float32, bfloat16 and float16, with float32 sums.
 
     Args:
-        x: `[rows, K]`, sorted by expert; float32, bfloat16 or float16, with float32 sums.
-        weight: `[experts, K, N]` of x's dtype, any strides.
-        offsets: `[experts]` int32, the end row of each expert; non-decreasing.
-        tile: see `kpt_triton.tile.Tile`; "" leaves the choice to `kpt_triton.moe.tiles`. The backward chooses its own.
+        call: the call of the op; its configuration may name a `tile`, see `kpt_triton.tile.Tile`.
 
     Returns:
-        `[rows, N]` of x's dtype; rows at and past `offsets[-1]` are zero.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit.
+        `[rows, N]` of x's dtype.
     """
-    check_product("grouped_mm", x, weight, offsets, (x.dtype,) if x.dtype in DTYPES else DTYPES)
-    return _GroupedMM.apply(x, weight, offsets, tile)  # type: ignore[no-any-return,no-untyped-call]
+    return product(call.x, call.weight, call.offsets, call.config)
 
 
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, tile: str) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        return torch.ops.kpt_triton.grouped_mm.default(x, weight, offsets, tile)  # type: ignore[no-any-return]
+@on_its_device
+def backward(call: Any, saved: tuple[()], grad: Tensor) -> dict[str, Tensor]:
+    """The gradients that are wanted, with default tiles.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, weight, offsets = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grouped_mm(grad, weight.transpose(1, 2), offsets)
-        if ctx.needs_input_grad[1]:
-            grad_weight = wgrad_like(weight, x, grad, offsets)
-        return grad_x, grad_weight, None, None
+    Args:
+        call: the call of `forward`.
+        saved: nothing.
+        grad: of its result.
+    """
+    grads = {}
+    if "x" in call.needs:
+        grads["x"] = product(grad, call.weight.mT, call.offsets)
+    if "weight" in call.needs:
+        grads["weight"] = gradient_of(call.weight, call.x, grad, call.offsets)
+    return grads

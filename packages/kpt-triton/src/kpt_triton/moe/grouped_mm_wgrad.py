@@ -1,8 +1,8 @@
 """The gradient of the experts' matrices: `out[e] = x[rows of e].T @ grad[rows of e]`."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,12 +10,8 @@ from torch import Tensor
 from kpt_triton.numeric import dot, narrow
 from kpt_triton.tile import Tile
 
-from .checking import check_wgrad
 from .launching import inner_contiguous, on_its_device, precision, programs
-from .tiles import chip_of, default_tile, is_aligned
-
-_library = torch.library.Library("kpt_triton", "FRAGMENT")
-_library.define("grouped_mm_wgrad(Tensor x, Tensor grad, Tensor offsets, str tile) -> Tensor")
+from .tiles import tile_for
 
 
 @triton.jit
@@ -105,7 +101,7 @@ def multiply_transposed(
         return out
     tiles = experts * triton.cdiv(inner, tile.m) * triton.cdiv(columns, tile.n)
     wgrad_kernel[(programs(x.device, tiles, tile.warps),)](
-        x, grad, out, offsets, order if order is not None else offsets, inner, columns, experts, top_k,
+        x, grad, out, offsets.contiguous(), order if order is not None else offsets, inner, columns, experts, top_k,
         x.stride(0), grad.stride(0), out.stride(0), out.stride(1),
         BLOCK_K=tile.m, BLOCK_N=tile.n, BLOCK_R=tile.k, GROUP=tile.group,
         EVEN_K=inner % tile.m == 0, EVEN_N=columns % tile.n == 0, GATHER_X=gather_x, GATHER_GRAD=gather_grad,
@@ -114,62 +110,68 @@ def multiply_transposed(
     return out
 
 
-@torch.library.impl(_library, "grouped_mm_wgrad", "CompositeExplicitAutograd")
-@on_its_device
-def _grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, tile: str) -> Tensor:
-    chosen = Tile.parse(tile) if tile else tile_for(x, grad, offsets)
-    return multiply_transposed(x, grad, offsets.contiguous(), chosen)
-
-
-@torch.library.register_fake("kpt_triton::grouped_mm_wgrad", lib=_library)
-def _grouped_mm_wgrad_fake(x: Tensor, grad: Tensor, offsets: Tensor, tile: str) -> Tensor:
-    return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
-
-
-def tile_for(x: Tensor, grad: Tensor, offsets: Tensor) -> Tile:
-    """The tile of a gradient of weights where nothing was measured."""
-    aligned = is_aligned(x.shape[1], grad.shape[1])
-    return default_tile("wgrad", chip_of(x.device), x.element_size(), x.shape[0], offsets.shape[0], aligned)
-
-
-def grouped_mm_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, *, tile: str = "") -> Tensor:
-    """Multiply, for each expert, its rows of `x` transposed by its rows of `grad`; differentiable, twice too.
+def gradient_of(
+    weight: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    offsets: Tensor,
+    config: Mapping[str, str] | None = None,
+    *,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    gather_x: bool = False,
+    gather_grad: bool = False,
+) -> Tensor:
+    """The gradient of `weight` `[experts, K, N]`, in its own memory order, which spares autograd a copy.
 
     Args:
-        x: `[rows, K]`, sorted by expert; float32, bfloat16 or float16, with float32 sums.
-        grad: `[rows, N]` of x's dtype.
-        offsets: `[experts]` int32, the end row of each expert.
-        tile: see `kpt_triton.tile.Tile`; "" leaves the choice to `kpt_triton.moe.tiles`.
+        weight: what x was multiplied by.
+        x: and all that follows: as `multiply_transposed` has it.
+        grad: of the product.
+        offsets: of the rows.
+        config: may have a tile under `wgrad`.
+        order: of the rows.
+        top_k: choices of a token.
+        gather_x: read x by the pair's token.
+        gather_grad: likewise grad.
+    """
+    rows = x.shape[0] if order is None else order.shape[0]
+    tile = tile_for("wgrad", x, rows, weight.shape, config, "wgrad")
+    of_rows: dict[str, Any] = {"order": order, "top_k": top_k}
+    if weight.stride(1) < weight.stride(2):
+        return multiply_transposed(grad, x, offsets, tile, **of_rows, gather_x=gather_grad, gather_grad=gather_x).mT
+    return multiply_transposed(x, grad, offsets, tile, **of_rows, gather_x=gather_x, gather_grad=gather_grad)
+
+
+@on_its_device
+def forward(call: Any) -> Tensor:
+    """Op `moe.grouped_mm_wgrad` for float32, bfloat16 and float16, with float32 sums.
+
+    Args:
+        call: the call of the op; its configuration may name a `tile`, see `kpt_triton.tile.Tile`.
 
     Returns:
-        `[experts, K, N]` of x's dtype; zero for experts without rows.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit.
+        `[experts, K, N]` of x's dtype.
     """
-    check_wgrad("grouped_mm_wgrad", x, grad, offsets)
-    return _GroupedMMWgrad.apply(x, grad, offsets, tile)  # type: ignore[no-any-return,no-untyped-call]
+    shape = (call.offsets.shape[0], call.x.shape[1], call.grad.shape[1])
+    tile = tile_for("wgrad", call.x, call.x.shape[0], shape, call.config)
+    return multiply_transposed(call.x, call.grad, call.offsets, tile)
 
 
-def wgrad_like(weight: Tensor, x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """The weights' gradient in the weights' own memory order, which spares autograd a copy."""
-    if weight.stride(1) < weight.stride(2):
-        return grouped_mm_wgrad(grad, x, offsets).transpose(1, 2)
-    return grouped_mm_wgrad(x, grad, offsets)
+@on_its_device
+def backward(call: Any, saved: tuple[()], grad: Tensor) -> dict[str, Tensor]:
+    """The gradients that are wanted, with default tiles.
 
+    Args:
+        call: the call of `forward`.
+        saved: nothing.
+        grad: of its result.
+    """
+    from .grouped_mm import product  # whose gradient of weights is made here
 
-class _GroupedMMWgrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grad: Tensor, offsets: Tensor, tile: str) -> Tensor:
-        ctx.save_for_backward(x, grad, offsets)
-        return torch.ops.kpt_triton.grouped_mm_wgrad.default(x, grad, offsets, tile)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from .grouped_mm import grouped_mm
-
-        (grad_weight,) = grads
-        x, grad, offsets = ctx.saved_tensors
-        grad_x = grouped_mm(grad, grad_weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-        grad_grad = grouped_mm(x, grad_weight, offsets) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_grad, None, None
+    grads = {}
+    if "x" in call.needs:
+        grads["x"] = product(call.grad, grad.mT, call.offsets)
+    if "grad" in call.needs:
+        grads["grad"] = product(call.x, grad, call.offsets)
+    return grads

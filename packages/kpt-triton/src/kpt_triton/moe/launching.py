@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -20,15 +20,15 @@ _R = TypeVar("_R")
 _ALIGNMENT = 16
 
 
-def on_its_device(launch: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let `launch` run with the device of its first argument as the current one: Triton launches there."""
+def on_its_device(serve: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Let `serve` run with the device of its call's first tensor as the current one: Triton launches there."""
 
-    @wraps(launch)
-    def launch_there(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.cuda.device_of(args[0]):
-            return launch(*args, **kwargs)
+    @wraps(serve)
+    def serve_there(call: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.cuda.device_of(call[0]):
+            return serve(call, *args, **kwargs)
 
-    return launch_there
+    return serve_there
 
 
 @cache
@@ -63,9 +63,21 @@ def precision(x: Tensor) -> str:
     return "tf32" if matmul.allow_tf32 else "ieee"
 
 
-def check_scales(scales_of: str, tile: Tile) -> None:
+def scales_of(scale: Tensor | None, weight: Tensor) -> str:
+    """What the scales `[experts, a, b]` of `weight` `[experts, K, N]` are of: "n", "k", "block", or "" for none."""
+    if scale is None:
+        return ""
+    _, inner, columns = weight.shape
+    sizes = tuple(scale.shape[1:])
+    # Blocks first: one block is one scale too, and for some shapes also one for each column or of K.
+    if sizes == (-(-inner // SCALE_BLOCK.value), -(-columns // SCALE_BLOCK.value)):
+        return "block"
+    return "n" if sizes == (1, columns) else "k"
+
+
+def check_scales(kind: str, tile: Tile) -> None:
     """Raise `ValueError` where a step of the tile would go past one block of scales."""
-    if scales_of == "block" and tile.k > SCALE_BLOCK.value:
+    if kind == "block" and tile.k > SCALE_BLOCK.value:
         raise ValueError(f"tile {tile}: k must be at most {SCALE_BLOCK.value} with scales of blocks; got {tile.k}")
 
 

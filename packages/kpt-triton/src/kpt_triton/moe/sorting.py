@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kpt_triton.aot import Program
+from kpt_triton.aot import NO_SPILLS, Program
 
-#: More experts than this would not fit a program's registers.
-MAX_EXPERTS = 4096
+#: More experts than this would not fit a program's registers, and more pairs not 32 bits.
+MAX_EXPERTS, MAX_PAIRS = 4096, 2**30
 #: Up to so many pairs each is compared with all others, in one launch.
 _FEW = 4096
 #: Queries of a program, and keys that it looks at at a time, where pairs are few.
@@ -133,10 +133,6 @@ def _place_kernel(
         tl.store(offsets + bins, ends, mask=bins < num_experts)
 
 
-_library = torch.library.Library("kpt_triton", "FRAGMENT")
-_library.define("sort_pairs(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)")
-
-
 def sort_pairs(top_k_index: Tensor, num_experts: int) -> SortedPairs:
     """Sort the pairs of a routing by expert, stably.
 
@@ -148,53 +144,38 @@ def sort_pairs(top_k_index: Tensor, num_experts: int) -> SortedPairs:
     but for counts, does not grow with the experts.
 
     Args:
-        top_k_index: `[T, K]` int32 or int64, the expert of each choice; any strides.
-        num_experts: experts here, up to 4096.
+        top_k_index: `[T, K]` int32 or int64, the expert of each choice; any strides, up to MAX_PAIRS.
+        num_experts: experts here, up to MAX_EXPERTS.
 
     Returns:
         `order`, `position` and `offsets`.
-
-    Raises:
-        ValueError: a dtype or number does not fit.
     """
-    if top_k_index.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"sort_pairs: top_k_index must be int32 or int64; got {top_k_index.dtype}: convert it")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"sort_pairs: num_experts must be from 1 to {MAX_EXPERTS}; got {num_experts}")
-    if top_k_index.numel() > 2**30:
-        raise ValueError(f"sort_pairs: takes up to 2**30 pairs; got {top_k_index.numel()}: split the tokens")
-    return SortedPairs(*torch.ops.kpt_triton.sort_pairs.default(top_k_index, num_experts))
-
-
-@torch.library.impl(_library, "sort_pairs", "CompositeExplicitAutograd")
-def _sort_pairs(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     index = top_k_index.contiguous()
     pairs = index.numel()
-    order, position, offsets = _sort_pairs_fake(index, num_experts)
-    with torch.cuda.device_of(index):
-        if pairs == 0:
-            offsets.zero_()
-        elif pairs <= _FEW:
-            grid = (triton.cdiv(pairs + num_experts, _QUERIES),)
-            _few_kernel[grid](index, order, position, offsets, pairs, num_experts, **_FEW_LAUNCH)
-        else:
-            chunks = triton.cdiv(pairs, _CHUNK)
-            counts = index.new_zeros((chunks, num_experts + 1), dtype=torch.int32)
-            totals = index.new_empty(num_experts + 1, dtype=torch.int32)
-            _rank_kernel[(chunks,)](index, position, counts, pairs, num_experts, **_RANK_LAUNCH)
-            grid = (triton.cdiv(num_experts + 1, _SCAN_EXPERTS),)
-            _scan_kernel[grid](counts, totals, chunks, num_experts, **_SCAN_LAUNCH)
-            _place_kernel[(chunks,)](
-                index, counts, totals, order, position, offsets, pairs, num_experts, **_place_launch(num_experts)
-            )
-    return order, position, offsets
+    order, position = (index.new_empty(pairs, dtype=torch.int32) for _ in range(2))
+    offsets = index.new_empty(num_experts, dtype=torch.int32)
+    if pairs == 0:
+        offsets.zero_()
+    elif pairs <= _FEW:
+        grid = (triton.cdiv(pairs + num_experts, _QUERIES),)
+        _few_kernel[grid](index, order, position, offsets, pairs, num_experts, **_FEW_LAUNCH)
+    else:
+        chunks = triton.cdiv(pairs, _CHUNK)
+        counts = index.new_zeros((chunks, num_experts + 1), dtype=torch.int32)
+        totals = index.new_empty(num_experts + 1, dtype=torch.int32)
+        _rank_kernel[(chunks,)](index, position, counts, pairs, num_experts, **_RANK_LAUNCH)
+        grid = (triton.cdiv(num_experts + 1, _SCAN_EXPERTS),)
+        _scan_kernel[grid](counts, totals, chunks, num_experts, **_SCAN_LAUNCH)
+        _place_kernel[(chunks,)](
+            index, counts, totals, order, position, offsets, pairs, num_experts, **_place_launch(num_experts)
+        )
+    return SortedPairs(order, position, offsets)
 
 
-@torch.library.register_fake("kpt_triton::sort_pairs", lib=_library)
-def _sort_pairs_fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = top_k_index.numel()
-    order, position = (top_k_index.new_empty(pairs, dtype=torch.int32) for _ in range(2))
-    return order, position, top_k_index.new_empty(num_experts, dtype=torch.int32)
+def position_of(order: Tensor) -> Tensor:
+    """The inverse of an order, as `SortedPairs` has it."""
+    rows = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
+    return torch.empty_like(rows).scatter_(0, order.long(), rows)
 
 
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -215,13 +196,8 @@ def _program(name: str, function: Any, pointers: str, numbers: str, launches: An
     signature = {"index": f"*{ids}:16"} if ids else {}
     signature |= dict.fromkeys(pointers.split(), "*i32:16") | dict.fromkeys(numbers.split(), "i32")
     name = f"{name} {ids}".strip()
-    return Program(name=name, function=function, signature=signature, contracts=_CONTRACTS, launches=launches)
+    return Program(name=name, function=function, signature=signature, contracts=NO_SPILLS, launches=launches)
 
-
-_CONTRACTS = {
-    **dict.fromkeys(("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"), "no spills, registers <= 255, smem <= 99 KiB"),
-    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "no spills, lds <= 64 KiB"),
-}
 
 #: What is compiled ahead of time.
 AOT = (

@@ -7,9 +7,11 @@ end, fit the registers of 8 warps without spilling. Stages are as many as hide a
 `kpt_triton.moe.contracts` holds every tile of this file to that.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 
 import torch
+from torch import Tensor
 
 from kpt_triton.numeric import INTERPRETED
 from kpt_triton.tile import Tile
@@ -170,6 +172,33 @@ def _small(height: int, n: int, stages: int) -> Tile:
 def _height(rows_per_expert: float) -> int:
     """The least of 16, 32, 64 and 128 rows that holds an average expert."""
     return next((height for height in (16, 32, 64) if rows_per_expert <= height), 128)
+
+
+def tile_for(
+    product: str,
+    x: Tensor,
+    rows: int,
+    matrices: Sequence[int],
+    config: Mapping[str, str] | None = None,
+    name: str = "tile",
+) -> Tile:
+    """The tile that a configuration has under a name, or the default where it has none.
+
+    Args:
+        product: one of PRODUCTS.
+        x: what is multiplied.
+        rows: of all experts together.
+        matrices: their shape, `[experts, K, N]` or with K and N exchanged.
+        config: tiles as `kpt_triton.tile.Tile` writes them, by name.
+        name: of this product's tile.
+
+    Raises:
+        ValueError: what is written there is no tile.
+    """
+    if config is not None and (written := config.get(name)):
+        return Tile.parse(written)
+    experts, *sizes = matrices
+    return default_tile(product, chip_of(x.device), x.element_size(), rows, experts, is_aligned(*sizes))
 
 
 def candidate_tiles(product: str, chip: str) -> tuple[Tile, ...]:
