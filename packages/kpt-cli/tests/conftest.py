@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import kpt_core
 from kpt_cli.main import app
+from kpt_core.optimization import Optimized
 from model_files import save_mixtral
 
 # The models are tiny: more threads would only wait for each other, longest where other processes run.
@@ -32,7 +33,7 @@ def _without_backends(group: str) -> list[EntryPoint]:
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch, tmp_path_factory):
     """No variable of the person who runs the tests may matter, nor, in this process, a backend that is installed."""
-    monkeypatch.setattr(kpt_core._registry, "entry_points", _without_backends)
+    monkeypatch.setattr("kpt_core.discovery.entry_points", _without_backends)
     for name in list(os.environ):
         if name.startswith("KPT_"):
             monkeypatch.delenv(name)
@@ -131,7 +132,7 @@ def quick_optimize(monkeypatch, optimized) -> Iterator[list[dict]]:
     def optimize(model, **options):
         calls.append({"model": model, **options})
         options["on_progress"](1, 2, "halfway")
-        return kpt_core.Optimized(model, plan)
+        return Optimized(model, plan)
 
     monkeypatch.setattr(kpt_core, "optimize", optimize)
     return calls

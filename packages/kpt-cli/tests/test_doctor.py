@@ -8,14 +8,15 @@ import kpt_core
 from cli_kernels import Backend
 from kpt_cli import devices
 from kpt_cli.devices import Device, Present
+from kpt_core.registry import add_backend, remove_backend
 
 
 @pytest.fixture
 def backend():
     made = Backend()
-    kpt_core.add_backend(made)
+    add_backend(made)
     yield made
-    kpt_core.remove_backend("clitest")
+    remove_backend("clitest")
 
 
 def document(kpt, code=0):
@@ -39,7 +40,8 @@ def test_healthy_machine(kpt):
     assert found["devices"][0]["memory_bytes"] > 2**28
     assert {"kpt-core", "kpt-cli", "kpt-moe"} <= {package["name"] for package in found["packages"]}
     assert found["third_parties"]["transformers"] is not None
-    assert servings(found, "moe.experts")["float32"]["runs"][-1] == "reference"
+    assert servings(found, "moe.experts")["float32"]["runs"] == ["kpt_moe.torch_kernels.experts_loop:forward"]
+    assert servings(found, "moe.top_k_gating")["float32"]["runs"] == ["reference"]
 
 
 def test_text_ends_with_the_verdict(kpt, backend):
@@ -65,7 +67,20 @@ def test_what_runs_is_the_chain_that_can_be_reached(kpt, backend):
 def test_capabilities_and_origin_of_a_backend(kpt, backend):
     (state,) = [state for state in document(kpt)["backends"] if state["name"] == "clitest"]
     assert state["capabilities"] == {"cpu": ["bf16"]}
-    assert state["origin"] == "added by this process"
+    assert (state["origin"], state["device_types"]) == ("added by this process", ["cpu"])
+
+
+def test_plain_pytorch_is_a_backend_that_is_always_ready_and_stands_last(kpt, monkeypatch):
+    made = Backend()
+    made.name = "zap"
+    add_backend(made)
+    try:
+        *_, before, last = document(kpt)["backends"]
+    finally:
+        remove_backend("zap")
+    assert (before["name"], last["name"]) == ("zap", "torch")
+    assert (last["unavailable"], last["capabilities"]) == (None, {"cpu": ["host_memory"]})
+    assert "No vendor's backend is installed" in kpt("doctor").stdout
 
 
 def test_unavailable_backend_is_no_problem(kpt, backend):
@@ -93,11 +108,13 @@ def test_kernel_that_cannot_be_loaded_is_a_problem(kpt, backend):
     assert servings(found)["bfloat16"]["runs"] == ["cli_kernels:fast"]
 
 
-def test_kernel_with_another_signature_is_a_problem(kpt, backend):
-    backend.extra = (kpt_core.Kernel("clitest.double", "cli_kernels:crooked", priority=99),)
+@pytest.mark.parametrize("role", ["forward", "backward", "unsupported"])
+def test_kernel_that_can_not_be_called_is_a_problem(kpt, backend, role):
+    functions = {"forward": "cli_kernels:another", role: "cli_kernels:crooked"}
+    backend.extra = (kpt_core.Kernel("clitest.double", priority=99, **functions),)
     found = document(kpt, code=1)
     (problem,) = found["problems"]
-    assert "clitest.double on cpu: kernel cli_kernels:crooked takes (x, y), but op clitest.double takes (x)" in problem
+    assert f"kernel clitest/clitest.double/{functions['forward']}: could not be loaded: TypeError: " in problem
     result = kpt("doctor")
     assert result.exit_code == 1
     assert "1 problem found." in result.stdout

@@ -9,6 +9,8 @@ import torch
 
 import kpt_core
 from kpt_cli.optimize.choices import LEVELS, OBJECTIVES
+from kpt_core.config import Config
+from kpt_core.optimization import Optimized, PlanEntry
 from model_files import listing
 
 
@@ -46,9 +48,9 @@ class TestRealRun:
 
 def test_choices_are_those_of_the_core(mixtral):
     for level in LEVELS:
-        kpt_core.Config(level=level)
+        Config(level=level)
     for objective in OBJECTIVES:
-        kpt_core.Config(objective=objective)
+        Config(objective=objective)
 
 
 def test_options_reach_the_optimisation(kpt, mixtral, quick_optimize):
@@ -74,7 +76,7 @@ def test_text_shows_the_plan_and_how_to_keep_it(kpt, mixtral, quick_optimize):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_summary(kpt, mixtral, monkeypatch, kept):
-    entry = kpt_core.PlanEntry("a.b", "moe.experts", "moe.experts", "pkg.mod:kernel", 2.0, 1e-3, kept, "the reason")
+    entry = PlanEntry("a.b", "moe.experts", "moe.experts", "pkg.mod:kernel", 2.0, 1e-3, kept, "the reason")
     plan = kpt_core.Plan(
         model="M",
         level="balanced",
@@ -89,7 +91,7 @@ def test_summary(kpt, mixtral, monkeypatch, kept):
         bytes_after=2**29,
         error=1e-3,
     )
-    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: kpt_core.Optimized(model, plan))
+    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: Optimized(model, plan))
     result = kpt("optimize", mixtral)
     assert "pkg.mod:kernel" in result.stdout
     assert "2.00x" in result.stdout
@@ -105,7 +107,7 @@ def test_slower_whole_is_said(kpt, mixtral, optimized, monkeypatch):
     plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
     kept = replace(plan.entries[0], kept=True)
     plan = replace(plan, entries=(kept,), seconds_before=1.0, seconds_after=1.5)
-    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: kpt_core.Optimized(model, plan))
+    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: Optimized(model, plan))
     assert "the whole model was not in this measurement" in kpt("optimize", mixtral).stdout
 
 
@@ -114,7 +116,7 @@ def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimize
 
     def optimize(model, **options):
         print("a library prints")
-        return kpt_core.Optimized(model, plan)
+        return Optimized(model, plan)
 
     monkeypatch.setattr(kpt_core, "optimize", optimize)
     result = kpt("optimize", mixtral, "--json")
@@ -125,7 +127,7 @@ def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimize
 def test_infinite_error_is_valid_json(kpt, mixtral, optimized, monkeypatch):
     plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
     plan = replace(plan, entries=(replace(plan.entries[0], error=float("inf")),))
-    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: kpt_core.Optimized(model, plan))
+    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: Optimized(model, plan))
     result = kpt("optimize", mixtral, "--json")
     assert "Infinity" not in result.stdout
     assert json.loads(result.stdout)["plan"]["entries"][0]["error"] is None

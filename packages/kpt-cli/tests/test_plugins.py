@@ -7,11 +7,8 @@ import pytest
 BACKEND = """
     import kpt_core
 
-    class Backend:
-        name, device_type = "{name}", "cpu"
-        def unavailable(self): return None
-        def capabilities(self, device): return frozenset()
-        def kernels(self): return []
+    class Backend(kpt_core.Backend):
+        name, device_types = "{name}", ("cpu",)
 
     BACKEND = Backend()
 """
@@ -32,7 +29,7 @@ BROKEN = {
     "raises at import": ("acme = acme_a:BACKEND", "raise RuntimeError('acme is out of order')", "acme is out of order"),
     "module is missing": ("acme = acme_nowhere:BACKEND", "", "acme_nowhere"),
     "attribute is missing": ("acme = acme_a:BACKEND", "", "BACKEND"),
-    "no backend": ("acme = acme_a:BACKEND", "BACKEND = object()", "is not a Backend"),
+    "no backend": ("acme = acme_a:BACKEND", "BACKEND = object()", "is no backend"),
     "other name": ("acme = acme_a:BACKEND", BACKEND.format(name="emca"), "calls itself 'emca'"),
 }
 

@@ -16,11 +16,13 @@ SOURCE = """
     from torch import Tensor
 
     import kpt_core
-    from kpt_core import Case, CaseTable, Kernel
+    from kpt_core import Kernel
+    from kpt_core.cases import Case, CaseTable
+    from kpt_core.tuning import next_power_of_two
 
 
-    def size_key(x: Tensor, weight: Tensor) -> tuple:
-        return (kpt_core.next_power_of_two(x.shape[0]),)
+    def size_key(call):
+        return (next_power_of_two(call.x.shape[0]),)
 
 
     def times(count, x, weight):
@@ -35,17 +37,16 @@ SOURCE = """
         return times(90, x, weight)
 
 
-    def slow(x: Tensor, weight: Tensor) -> Tensor:
-        return times(30, x, weight)
+    def slow(call):
+        return times(30, call.x, call.weight)
 
 
-    def quick(x: Tensor, weight: Tensor) -> Tensor:
-        config = kpt_core.tuned_config("tuned.product", "tuned_plugin:quick", x, weight) or {"times": 3}
-        return times(config["times"], x, weight)
+    def quick(call):
+        return times((call.config or {"times": 3})["times"], call.x, call.weight)
 
 
-    def wrong(x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.flip(0)
+    def wrong(call):
+        return call.x @ call.weight.flip(0)
 
 
     CONFIGS = [{"times": 1}, {"times": 9}]
@@ -63,15 +64,9 @@ SOURCE = """
     )
 
 
-    class Backend:
+    class Backend(kpt_core.Backend):
         name = "tuned"
-        device_type = "cpu"
-
-        def unavailable(self):
-            return None
-
-        def capabilities(self, device):
-            return frozenset({"some"})
+        device_types = ("cpu",)
 
         def kernels(self):
             return [

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: A kernel's forward or backward; and what those of `moe.grouped_mm` are made of.
+Function = Callable[..., Any]
+Part = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ends_of(offsets: Tensor) -> list[tuple[int, int, int]]:
@@ -42,62 +44,28 @@ def product_for_weight(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_mm_of(
-    forward: Forward = product, for_x: Forward = product_for_x, for_weight: Forward = product_for_weight, **fake: Any
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A kernel of `moe.grouped_mm` as a backend would write it: a custom op with its fake and its gradients.
+    forward: Part = product, for_x: Part = product_for_x, for_weight: Part = product_for_weight
+) -> tuple[Function, Function]:
+    """Forward and backward of a kernel of `moe.grouped_mm`, as a backend would write them.
 
     Args:
         forward: computes the result.
         for_x: computes the gradient of `x` from the cotangent, the weight and the offsets.
         for_weight: computes the gradient of `weight` from `x`, the cotangent and the offsets.
-        **fake: `fake=function` in place of the right fake, `fake_back=function` of that of backward.
     """
-    number = grouped_mm_of.made = getattr(grouped_mm_of, "made", 0) + 1  # type: ignore[attr-defined]
 
-    @torch.library.custom_op(f"honest::grouped_mm_{number}", mutates_args=())
-    def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return forward(x, weight, offsets)
+    def grouped_mm(call: Any) -> Tensor:
+        return forward(call.x, call.weight, call.offsets)
 
-    @run.register_fake
-    def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return fake.get("fake", _fake)(x, weight, offsets)
+    def grouped_mm_backward(call: Any, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+        made = {}
+        if "x" in call.needs:
+            made["x"] = for_x(grad, call.weight, call.offsets)
+        if "weight" in call.needs:
+            made["weight"] = for_weight(call.x, grad, call.offsets)
+        return made
 
-    @torch.library.custom_op(f"honest::grouped_mm_{number}_backward", mutates_args=())
-    def back(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        return for_x(grad, weight, offsets), for_weight(x, grad, offsets)
-
-    @back.register_fake
-    def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        return fake.get("fake_back", _fake_back)(grad, x, weight, offsets)
-
-    def setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *back(grad, *ctx.saved_tensors), None
-
-    run.register_autograd(backward, setup_context=setup)
-
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return run(x, weight, offsets)
-
-    return grouped_mm
-
-
-def _fake(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _fake_back(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def columns_first() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A kernel of `moe.grouped_mm` whose result is contiguous in its columns."""
-    return grouped_mm_of(
-        lambda x, weight, offsets: product(x, weight, offsets).t().contiguous().t(),
-        fake=lambda x, weight, offsets: x.new_empty(weight.shape[2], x.shape[0]).t(),
-    )
+    return grouped_mm, grouped_mm_backward
 
 
 ACTIVATIONS = {
@@ -163,45 +131,42 @@ class Experts:
         """The pairs that are computed, of those that are of an expert."""
         return mask
 
-    def __call__(
-        self,
-        x: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        gate_up_proj_bias: Tensor | None = None,
-        down_proj_bias: Tensor | None = None,
-        *,
-        activation: str = "swiglu",
-        transposed: bool = False,
-        interleaved: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        limit: float | None = None,
-        gate_up_scale: Tensor | None = None,
-        down_scale: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, call: Any) -> Tensor:
+        x = call.x
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        up = stored(gate_up_proj, gate_up_scale, transposed, wide)
-        down = stored(down_proj, down_scale, transposed, wide)
-        rows, weights = x.to(wide), top_k_weights.to(wide)
+        up = stored(call.gate_up_proj, call.gate_up_scale, call.transposed, wide)
+        down = stored(call.down_proj, call.down_scale, call.transposed, wide)
+        rows, weights = x.to(wide), call.top_k_weights.to(wide)
         parts = [torch.zeros(x.shape, dtype=wide, device=x.device)]
         for expert in range(up.shape[0]):
-            mask = self.rows(self.here(top_k_index, up.shape[0], expert))
+            mask = self.rows(self.here(call.top_k_index, up.shape[0], expert))
             token, choice = mask.nonzero(as_tuple=True)
             h = rows[token] @ up[expert].to(wide)
-            if gate_up_proj_bias is not None:
-                h = h + gate_up_proj_bias[expert].to(wide)
-            a = self.activate(h, activation=activation, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
-            bias = None if down_proj_bias is None else down_proj_bias[expert].to(wide)
+            if call.gate_up_proj_bias is not None:
+                h = h + call.gate_up_proj_bias[expert].to(wide)
+            options = {name: getattr(call, name) for name in ("activation", "interleaved", "alpha", "beta", "limit")}
+            a = self.activate(h, **options)
+            bias = None if call.down_proj_bias is None else call.down_proj_bias[expert].to(wide)
             y = self.biased(a @ down[expert].to(wide), bias)
             weighted = self.weigh(y, weights[token, choice].unsqueeze(1))
             parts.append(parts[0].index_add(0, token, weighted))
         return self.total(parts, x).to(x.dtype)
 
 
-def scaled_mm(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
+def scaled_mm(call: Any) -> Any:
     """A kernel of `sample.scaled_mm` that scales first."""
-    wide = x_scale.dtype if x.dtype is not torch.float64 else torch.float64
-    return ((x.to(wide) * x_scale.unsqueeze(1)) @ (weight.to(wide) * weight_scale)).to(x.dtype)
+    wide = call.x_scale.dtype if call.x.dtype is not torch.float64 else torch.float64
+    rows = call.x.to(wide) * call.x_scale.unsqueeze(1)
+    return (rows @ (call.weight.to(wide) * call.weight_scale)).to(call.x.dtype), (rows,) if call.needs else ()
+
+
+def scaled_mm_backward(call: Any, saved: tuple[Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """Its gradients, from the scaled rows that it saves."""
+    (rows,) = saved
+    grad = grad.to(rows.dtype) * call.weight_scale
+    made = {}
+    if "x" in call.needs:
+        made["x"] = ((grad @ call.weight.to(rows.dtype).t()) * call.x_scale.unsqueeze(1)).to(call.x.dtype)
+    if "weight" in call.needs:
+        made["weight"] = (rows.t() @ grad).to(call.weight.dtype)
+    return made

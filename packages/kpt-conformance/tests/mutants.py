@@ -19,14 +19,14 @@ class Mutant:
         name: the fault.
         op: of which the kernel is.
         found_by: the check of the suite that must find it.
-        make: makes the kernel.
+        make: makes its forward and its backward.
         offer: what the backend declares beside it.
     """
 
     name: str
     op: str
     found_by: str
-    make: Callable[[], Callable[..., Any]]
+    make: Callable[[], tuple[honest.Function, ...]]
     offer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -36,16 +36,16 @@ MUTANTS: list[Mutant] = []
 def grouped_mm(name: str, found_by: str, **offer: Any) -> Callable[..., Any]:
     """Enter a mutant of `moe.grouped_mm`, made by the decorated function."""
 
-    def enter(make: Callable[[], Callable[..., Any]]) -> None:
+    def enter(make: Callable[[], tuple[honest.Function, ...]]) -> None:
         MUTANTS.append(Mutant(name, "moe.grouped_mm", found_by, make, offer))
 
     return enter
 
 
-def forward_fault(name: str, found_by: str, **offer: Any) -> Callable[[honest.Forward], None]:
+def forward_fault(name: str, found_by: str, **offer: Any) -> Callable[[honest.Part], None]:
     """Enter a mutant whose forward is the decorated function."""
 
-    def enter(forward: honest.Forward) -> None:
+    def enter(forward: honest.Part) -> None:
         MUTANTS.append(Mutant(name, "moe.grouped_mm", found_by, lambda: honest.grouped_mm_of(forward), offer))
 
     return enter
@@ -198,6 +198,11 @@ def _(x, weight, offsets):
     return out + (x * ~inside.unsqueeze(1) * 0).sum(1, keepdim=True)
 
 
+@forward_fault("the result is contiguous in its columns", "fake_result")
+def _(x, weight, offsets):
+    return honest.product(x, weight, offsets).t().contiguous().t()
+
+
 @forward_fault("half precision gives a float32 result", "result_type")
 def _(x, weight, offsets):
     return honest.product(x, weight, offsets).float()
@@ -315,90 +320,50 @@ def _():
 
 @grouped_mm("the weight gets no gradient", "values")
 def _():
-    run = honest.grouped_mm_of()
-
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return run(x, weight.detach(), offsets)
-
-    return grouped_mm
+    return honest.grouped_mm_of(for_weight=lambda x, g, o: x.new_zeros(o.shape[0], x.shape[1], g.shape[1]))
 
 
-@grouped_mm("the fake has rows and columns exchanged", "fake_result")
+@grouped_mm("gradients have another dtype", "custom_ops")
 def _():
-    return honest.grouped_mm_of(fake=lambda x, w, o: x.new_empty(w.shape[2], x.shape[0]))
+    return honest.grouped_mm_of(for_x=lambda g, w, o: honest.product_for_x(g, w, o).double())
 
 
-@grouped_mm("the fake has another dtype", "fake_result")
+@grouped_mm("it reads values, though compilers may look into it", "traced", differentiable=True, traceable=True)
 def _():
-    return honest.grouped_mm_of(fake=lambda x, w, o: x.new_empty(x.shape[0], w.shape[2], dtype=torch.float32))
+    return (honest.grouped_mm_of()[0],)
 
 
-@grouped_mm("the fake has other strides", "fake_result")
+@grouped_mm("sizes are fixed, though compilers may look into it", "traced", traceable=True)
 def _():
-    return honest.grouped_mm_of(fake=lambda x, w, o: x.new_empty(w.shape[2], x.shape[0]).t())
+    def grouped_mm(call):
+        block = 1 << call.x.shape[0].bit_length()  # a plain number, of the size that is traced
+        rows = torch.arange(block)[: call.x.shape[0]].unsqueeze(1)
+        of_expert = (rows >= call.offsets).sum(1)
+        inside = (of_expert < call.offsets.shape[0]).unsqueeze(1)
+        weight = call.weight[of_expert.clamp(max=call.offsets.shape[0] - 1)]
+        return (call.x.unsqueeze(1) @ weight).squeeze(1) * inside
+
+    return (grouped_mm,)
 
 
-@grouped_mm("the fake of backward has another dtype", "custom_ops")
-def _():
-    return honest.grouped_mm_of(
-        fake_back=lambda g, x, w, o: (x.new_empty(x.shape), w.new_empty(w.shape, dtype=torch.float64))
-    )
-
-
-def _host_loop(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return honest.product(x, weight, offsets)
-
-
-@grouped_mm("it reads values while it is traced", "exported")
-def _():
-    return _host_loop
-
-
-@grouped_mm("it breaks the graph", "compiled")
-def _():
-    return _host_loop
-
-
-@grouped_mm("sizes are taken for plain integers", "compiled_dynamic")
-def _():
-    run = honest.grouped_mm_of()
-
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        block = 1 << x.shape[0].bit_length()
-        return run(x, weight, offsets)[:block]
-
-    return grouped_mm
-
-
-class _FirstSample(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
         return honest.product(x, weight, offsets)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, offsets = ctx.saved_tensors
+        x, weight, offsets = (tensor.detach() for tensor in ctx.saved_tensors)
         return honest.product_for_x(grad, weight, offsets), honest.product_for_weight(x, grad, offsets), None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-        out = _FirstSample.apply(x[0], weight if in_dims[1] is None else weight[0], offsets)
-        return out.expand(info.batch_size, *out.shape), 0
 
-
-@grouped_mm("vmap gives every sample the first one's result", "vmapped")
+@grouped_mm("its gradient does not depend on what it was taken for", "second_derivatives", differentiable=True)
 def _():
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return _FirstSample.apply(x, weight, offsets)
-
-    return grouped_mm
+    return (lambda call: _OnceDifferentiable.apply(call.x, call.weight, call.offsets),)
 
 
-@grouped_mm("it refuses every call", "declaration", unsupported=lambda x, weight, offsets: "too small for this kernel")
+@grouped_mm("it refuses every call", "declaration", unsupported=lambda call: "too small for this kernel")
 def _():
     return honest.grouped_mm_of()
 
@@ -406,46 +371,43 @@ def _():
 @grouped_mm(
     "it refuses every call that wants a gradient and is not declared forward only",
     "declaration",
-    unsupported=lambda x, weight, offsets: "it gives no gradients" if x.requires_grad else None,
+    unsupported=lambda call: "it gives no gradients" if call.needs else None,
 )
 def _():
     return honest.grouped_mm_of()
 
 
-@grouped_mm("it refuses without a sentence", "declaration", unsupported=lambda x, weight, offsets: "no")
+@grouped_mm("it refuses without a sentence", "declaration", unsupported=lambda call: "no")
 def _():
     return honest.grouped_mm_of()
 
 
-@grouped_mm("it takes other parameters", "declaration")
+@grouped_mm("forward takes the arguments one by one", "declaration")
 def _():
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, block: int = 64) -> Tensor:
-        return honest.product(x, weight, offsets)
+    return honest.product, honest.grouped_mm_of()[1]
 
-    return grouped_mm
+
+@grouped_mm("backward takes no gradient", "declaration")
+def _():
+    return honest.grouped_mm_of()[0], lambda call, saved: {}
 
 
 @grouped_mm("the result is the argument where every row is of nobody", "no_aliasing")
 def _():
-    run = honest.grouped_mm_of()
+    forward, backward = honest.grouped_mm_of()
 
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        if x.shape[1] == 8 and weight.shape[2] == 6 and not offsets.any():
-            return x[:, :6].mul(0).add_(0) if x.requires_grad else x.narrow(1, 0, 6)
-        return run(x, weight, offsets)
+    def grouped_mm(call):
+        if call.x.shape[1] == 8 and call.weight.shape[2] == 6 and not call.needs and not call.offsets.any():
+            return call.x.narrow(1, 0, 6)
+        return forward(call)
 
-    return grouped_mm
+    return grouped_mm, backward
 
 
-def _unless_training(fault: honest.Forward) -> honest.Forward:
+def _unless_training(fault: honest.Part) -> tuple[honest.Function, ...]:
     """A kernel with a path of its own for calls that want no gradient."""
-    run = honest.grouped_mm_of()
-
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        return (run if training else fault)(x, weight, offsets)
-
-    return grouped_mm
+    forward, backward = honest.grouped_mm_of()
+    return lambda call: forward(call) if call.needs else fault(call.x, call.weight, call.offsets), backward
 
 
 @grouped_mm("rows of nobody are never zeroed where no gradient is wanted", "without_gradients")
@@ -483,36 +445,21 @@ def _():
 @grouped_mm("a workspace of inference mode is used in training", "without_gradients")
 def _():
     spaces: dict[Any, Tensor] = {}
-    run = honest.grouped_mm_of()
+    forward, backward = honest.grouped_mm_of()
 
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        key = tuple(x.shape) if torch.is_inference_mode_enabled() or tuple(x.shape) in spaces else None
-        if key is not None:
-            spaces.setdefault(key, torch.ones(x.shape)).mul_(1)
-        return run(x, weight, offsets)
+    def grouped_mm(call):
+        key = tuple(call.x.shape)
+        if torch.is_inference_mode_enabled() or key in spaces:
+            spaces.setdefault(key, torch.ones(key)).mul_(1)
+        return forward(call)
 
-    return grouped_mm
-
-
-class _OneGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else torch.zeros_like(x), weight, offsets)
-        return honest.product(x, weight, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, offsets = ctx.saved_tensors
-        for_x = honest.product_for_x(grad, weight, offsets) if ctx.needs_input_grad[1] else None
-        return for_x, honest.product_for_weight(x, grad, offsets), None
+    return grouped_mm, backward
 
 
 @grouped_mm("x gets its gradient only where the weight does", "single_gradients")
 def _():
-    def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return _OneGradient.apply(x, weight, offsets)
-
-    return grouped_mm
+    forward, backward = honest.grouped_mm_of()
+    return forward, lambda call, saved, grad: backward(call, saved, grad) if "weight" in call.needs else {}
 
 
 @forward_fault("it seeds the random numbers", "settings")
@@ -540,7 +487,7 @@ def experts(name: str, found_by: str = "values") -> Callable[[type[honest.Expert
     """Enter a mutant of `moe.experts`: the decorated class."""
 
     def enter(cls: type[honest.Experts]) -> type[honest.Experts]:
-        MUTANTS.append(Mutant(name, "moe.experts", found_by, cls))
+        MUTANTS.append(Mutant(name, "moe.experts", found_by, lambda: (cls(),), {"differentiable": True}))
         return cls
 
     return enter
@@ -637,27 +584,49 @@ class _(honest.Experts):
         )
 
 
-def _scaled(name: str, kernel: Callable[..., Tensor]) -> None:
-    MUTANTS.append(Mutant(name, "sample.scaled_mm", "values", lambda: kernel))
+def _scaled(
+    name: str,
+    forward: Callable[[Any], Any] = honest.scaled_mm,
+    backward: honest.Function = honest.scaled_mm_backward,
+    found_by: str = "values",
+) -> None:
+    MUTANTS.append(Mutant(name, "sample.scaled_mm", found_by, lambda: (forward, backward)))
 
 
-def _exchanged(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    square = x_scale.shape == weight_scale.shape
-    return (
-        honest.scaled_mm(x, weight, weight_scale, x_scale)
-        if square
-        else honest.scaled_mm(x, weight, x_scale, weight_scale)
-    )
-
-
-def _one_scale(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    return honest.scaled_mm(x, weight, x_scale[:1].expand(x_scale.shape), weight_scale)
-
-
-def _half_scale(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    return honest.scaled_mm(x, weight, x_scale.bfloat16().float(), weight_scale)
+def _exchanged(call: Any) -> Any:
+    square = call.x_scale.shape == call.weight_scale.shape
+    return honest.scaled_mm(call._replace(x_scale=call.weight_scale, weight_scale=call.x_scale) if square else call)
 
 
 _scaled("the scales are exchanged where the matrix is square", _exchanged)
-_scaled("every row has the first one's scale", _one_scale)
-_scaled("scales are rounded to bfloat16", _half_scale)
+_scaled(
+    "every row has the first one's scale",
+    lambda call: honest.scaled_mm(call._replace(x_scale=call.x_scale[:1].expand(call.x_scale.shape))),
+)
+_scaled(
+    "scales are rounded to bfloat16",
+    lambda call: honest.scaled_mm(call._replace(x_scale=call.x_scale.bfloat16().float())),
+)
+
+
+def _saving(change: Callable[[Tensor], Tensor]) -> honest.Function:
+    """Forward that saves something else than the scaled rows."""
+
+    def forward(call: Any) -> Any:
+        out, saved = honest.scaled_mm(call)
+        return out, tuple(map(change, saved))
+
+    return forward
+
+
+_scaled(
+    "a workspace is kept beside what is saved",
+    _saving(lambda rows: torch.cat((rows, rows, rows))[: rows.shape[0]]),
+    found_by="saved_tensors",
+)
+_scaled(
+    "what is saved means something else than the op declares",
+    _saving(lambda rows: -rows),
+    lambda call, saved, grad: honest.scaled_mm_backward(call, (-saved[0],), grad),
+    "interchangeable",
+)

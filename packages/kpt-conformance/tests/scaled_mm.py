@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
-from kpt_core import Arguments, Case, CaseTable, op
+from kpt_core import Call, op
+from kpt_core.cases import Arguments, Case, CaseTable
 
 
-@op("sample.scaled_mm")
+def _saves(call: Call) -> tuple[Tensor]:
+    """The rows, scaled."""
+    wide = torch.float64 if call.x.dtype is torch.float64 else call.x_scale.dtype
+    return (call.x.to(wide) * call.x_scale.unsqueeze(1),)
+
+
+@op("sample.scaled_mm", saves=_saves)
 def scaled_mm(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
     """Multiply `x` `[rows, K]` by `weight` `[K, columns]`, rows scaled by `x_scale`, columns by `weight_scale`."""
     return ((x @ weight).to(x_scale.dtype) * x_scale.unsqueeze(1) * weight_scale).to(x.dtype)

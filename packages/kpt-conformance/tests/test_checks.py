@@ -1,6 +1,8 @@
 """Checks of ops rather than of kernels find their faults; and how subjects are chosen."""
 
+import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +12,23 @@ from torch import Tensor
 
 import honest
 import kpt_core
-from kpt_conformance.checks import declarations, results, transforms, values
+from kpt_conformance.checks import declarations, gradients, results, transforms, values
 from kpt_conformance.comparison import Outcome, assert_right
+from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, device_of, subjects, trials
-from kpt_conformance.trial import REFERENCE, Subject, Trial
+from kpt_conformance.trial import Subject, Trial
+from kpt_core import Call
+from kpt_core.cases import CaseTable
+from kpt_core.contract import REFERENCE, TORCH
+from kpt_core.registry import case_tables
 from scaled_mm import SCALED_MM, scaled_mm
 
-TABLES = {**kpt_core.case_tables(), SCALED_MM.op: SCALED_MM}
+TABLES = {**case_tables(), SCALED_MM.op: SCALED_MM}
+GROUPED_MM = TABLES["moe.grouped_mm"]
+CPU = torch.device("cpu")
+_numbers = itertools.count()
+grouped_mm = kpt_core.get_op("moe.grouped_mm")
 
 
 @pytest.fixture
@@ -26,18 +37,16 @@ def loopback() -> Iterator[Loopback]:
         yield backend
 
 
-def trial_of(op: kpt_core.Op[..., Any] | str, table: kpt_core.CaseTable) -> Trial:
-    """Of a reference, or of the only kernel there is if the op is named by a string."""
-    if isinstance(op, str):
-        (subject,) = (subject for subject, _ in subjects("planted") if subject.op.name == op)
-    else:
-        subject = Subject(op, REFERENCE, REFERENCE, torch.device("cpu"))
-    return Trial(subject, table, table.cases[0], torch.float32)
+def trial_of(op: str) -> Trial:
+    """Of the only subject that there is for an op."""
+    (subject,) = (subject for subject, _ in subjects("planted") if subject.op.name == op)
+    return Trial(subject, TABLES[op], TABLES[op].cases[0], torch.float32)
 
 
-def with_reference(op: kpt_core.Op[..., Any], reference: Callable[..., Any]) -> Trial:
-    """A trial of an op with another body."""
-    return trial_of(kpt_core.Op(op.name, reference), TABLES[op.name])
+def op_of(body: Callable[..., Any], table: CaseTable = GROUPED_MM, **settings: Any) -> Trial:
+    """A trial of the reference of an op that is made of this body."""
+    made = kpt_core.op(f"faulty.op_{next(_numbers)}", **settings)(body)
+    return Trial(Subject(made, REFERENCE, REFERENCE, CPU), table, table.cases[0], torch.float32)
 
 
 class _HalfGradient(torch.autograd.Function):
@@ -50,32 +59,90 @@ class _HalfGradient(torch.autograd.Function):
         return grads[0] / 2
 
 
-def test_a_wrong_gradient_of_a_reference_is_found() -> None:
-    grouped_mm = kpt_core.get_op("moe.grouped_mm")
+class _Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
 
-    def reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        out: Tensor = grouped_mm.reference(_HalfGradient.apply(x), weight, offsets)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x.detach() * grads[0]  # no function of x any more
+
+
+@pytest.mark.parametrize("change", [_HalfGradient, _Squared])
+def test_a_wrong_derivative_of_a_reference_is_found(change: Any) -> None:
+    def body(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = grouped_mm.reference(change.apply(x), weight, offsets)
         return out
 
-    values.derivatives(with_reference(grouped_mm, grouped_mm.reference))
+    gradients.derivatives(op_of(grouped_mm.reference))
     with pytest.raises(RuntimeError, match="Jacobian"):
-        values.derivatives(with_reference(grouped_mm, reference))
+        gradients.derivatives(op_of(body))
 
 
 def test_a_reference_that_is_wrong_on_meta_is_found() -> None:
-    def reference(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
+    def body(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
         return scaled_mm.reference(x, weight, x_scale, weight_scale).to(torch.float16 if x.is_meta else x.dtype)
 
-    trial = with_reference(scaled_mm, reference)
     with pytest.raises(AssertionError, match="float16"):
-        results.meta_result(trial)
+        results.meta_result(op_of(body, SCALED_MM))
+
+
+@pytest.mark.parametrize(
+    "fake",
+    [
+        lambda call: call.x.new_empty(call.weight.shape[2], call.x.shape[0]),
+        lambda call: call.x.new_empty(call.x.shape[0], call.weight.shape[2], dtype=torch.float64),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_wrong_fake_is_found(fake: Callable[[Call], Tensor]) -> None:
+    trial = op_of(grouped_mm.reference, fake=fake)
+    with pytest.raises(AssertionError, match="on fake tensors it gives something else"):
+        results.fake_result(trial)
+
+
+@pytest.mark.parametrize("check", [transforms.compiled, transforms.exported])
+def test_an_op_that_reads_values_before_dispatch_is_found(check: Callable[[Trial], None]) -> None:
+    def reads_the_end(call: Call) -> None:
+        if int(call.offsets[-1]) > call.x.shape[0]:
+            raise kpt_core.InputError("offsets end past x")
+
+    check(op_of(grouped_mm.reference))
+    with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+        check(op_of(grouped_mm.reference, check=reads_the_end))
+
+
+def test_an_op_that_fixes_sizes_is_found(loopback: Loopback) -> None:
+    def fake(call: Call) -> Tensor:
+        return call.x.new_empty(int(call.x.shape[0]), call.weight.shape[2])
+
+    for settings, fault in (({}, None), ({"fake": fake}, "specialized it to be a constant")):
+        trial = op_of(grouped_mm.reference, **settings)
+        op = trial.subject.op
+        kernel = loopback.offer(op.name, *honest.grouped_mm_of())
+        of_kernel = replace(trial, subject=Subject(op, kernel.forward, loopback.name, CPU, kernel))
+        with pytest.raises(Exception, match=fault) if fault else nullcontext():
+            transforms.compiled_dynamic(of_kernel)
+
+
+def test_a_reference_that_is_not_mapped_is_found() -> None:
+    def body(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return honest.product(x, weight, offsets)
+
+    transforms.vmapped(op_of(grouped_mm.reference))
+    trial = op_of(body, fake=lambda call: call.x.new_empty(call.x.shape[0], call.weight.shape[2]))
+    with pytest.raises(RuntimeError, match="vmap"):
+        transforms.vmapped(trial)
 
 
 def test_an_op_that_autocast_does_not_convert_is_found(loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
-    loopback.offer("moe.experts", honest.Experts())
-    trial = trial_of("moe.experts", TABLES["moe.experts"])
+    loopback.offer("moe.experts", honest.Experts(), differentiable=True)
+    trial = trial_of("moe.experts")
     transforms.autocast(trial)
-    monkeypatch.setattr(kpt_core.Op, "_convert", lambda op, args, kwargs: (args, kwargs))
+    monkeypatch.setattr("kpt_core.dispatch.call.converted", lambda op, call: call)
     with pytest.raises(AssertionError, match="float32 under autocast; expected"):
         transforms.autocast(trial)
 
@@ -96,24 +163,23 @@ def _twice(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return 2 * honest.product(x, weight, offsets)
 
 
-def test_a_composite_op_is_tried_through_its_children(loopback: Loopback) -> None:
-    experts = TABLES["moe.experts"]
-    loopback.offer("moe.grouped_mm", honest.grouped_mm_of())
-    trial = trial_of("moe.experts", experts)
-    assert trial.subject.children == ("moe.grouped_mm",)
+def test_a_composite_kernel_is_tried_through_its_parts(loopback: Loopback) -> None:
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of())
+    trial = trial_of("moe.experts")
+    assert (trial.subject.composite, trial.subject.children) == (True, ("moe.grouped_mm",))
+    assert trial.subject.target.endswith("+planted")
     values.values(trial)
-    loopback.offer("moe.grouped_mm", honest.grouped_mm_of(_twice), priority=1)
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of(_twice), priority=1)
     with pytest.raises(AssertionError, match="error"):
         values.values(trial)
 
 
-def _is_contiguous(x: Tensor, weight: Tensor, offsets: Tensor) -> str | None:
-    return "needs a transposed weight" if weight.is_contiguous() else None
-
-
 def test_parts_may_refuse_what_backward_asks(loopback: Loopback) -> None:
-    loopback.offer("moe.grouped_mm", honest.grouped_mm_of(), unsupported=_is_contiguous)
-    trial = trial_of("moe.experts", TABLES["moe.experts"])
+    def unsupported(call: Call) -> str | None:
+        return "needs a transposed weight" if call.weight.is_contiguous() else None
+
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of(), unsupported=unsupported)
+    trial = trial_of("moe.experts")
     with pytest.raises(pytest.skip.Exception, match=r"(?s)refused: .*needs a transposed weight"):
         values.values(trial)
     few = replace(trial.table, cases=trial.table.cases[:1])
@@ -121,23 +187,42 @@ def test_parts_may_refuse_what_backward_asks(loopback: Loopback) -> None:
         declarations.declaration(trial.subject, few)
 
 
-def test_past_dispatch_a_kernel_still_refuses() -> None:
-    table = TABLES["moe.grouped_mm"]
+def test_the_kernels_of_torch_are_tried_with_their_own_parts() -> None:
+    offered = {subject.target: subject for subject, _ in subjects(TORCH)}
+    assert len(offered) == len(list(kpt_core.backends()[TORCH].kernels())) > 0
+    composed = [subject for subject in offered.values() if subject.children]
+    assert composed
+    assert not any(subject.composite or subject.direct for subject in offered.values())
+
+
+def test_a_kernel_that_is_forced_to_run_still_refuses() -> None:
     with Loopback("planted", device_type="cuda") as backend:
-        backend.offer(
-            "moe.grouped_mm", honest.grouped_mm_of(_twice), unsupported=lambda x, weight, offsets: "wants other rows"
-        )
-        ((subject, _),) = ((s, t) for s, t in subjects("planted", "cpu") if s.kernel)
-    assert subject.direct
-    with pytest.raises(pytest.skip.Exception, match="wants other rows"):
-        values.values(Trial(subject, table, table.cases[0], torch.float32))
-    with pytest.raises(AssertionError, match="it refuses every case"):
-        declarations.declaration(subject, table)
+        backend.offer("moe.grouped_mm", *honest.grouped_mm_of(_twice), unsupported=lambda call: "wants other rows")
+        ((subject, _),) = subjects("planted", "cpu")
+        assert subject.direct
+        with pytest.raises(pytest.skip.Exception, match="wants other rows"):
+            values.values(Trial(subject, GROUPED_MM, GROUPED_MM.cases[0], torch.float32))
+        with pytest.raises(AssertionError, match="it refuses every case"):
+            declarations.declaration(subject, GROUPED_MM)
+
+
+@pytest.mark.parametrize("check", [values.values, transforms.compiled, transforms.exported])
+def test_a_kernel_is_forced_to_run_on_another_device(check: Callable[[Trial], None]) -> None:
+    with Loopback("planted", device_type="cuda") as backend:
+        backend.offer("moe.grouped_mm", *honest.grouped_mm_of())
+        ((right, _),) = subjects("planted", "cpu")
+        check(Trial(right, GROUPED_MM, GROUPED_MM.cases[0], torch.float32))
+    with Loopback("planted", device_type="cuda") as backend:
+        backend.offer("moe.grouped_mm", *honest.grouped_mm_of(_twice))
+        ((wrong, _),) = subjects("planted", "cpu")
+        if check is not transforms.exported:  # which compares the program with the kernel itself
+            with pytest.raises(AssertionError, match="error"):
+                check(Trial(wrong, GROUPED_MM, GROUPED_MM.cases[0], torch.float32))
 
 
 def test_a_kernel_of_no_dtype_of_the_table_is_said(loopback: Loopback) -> None:
-    loopback.offer("moe.grouped_mm", honest.grouped_mm_of(), dtypes={"int8"})
-    trial = trial_of("moe.grouped_mm", TABLES["moe.grouped_mm"])
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of(), dtypes={"int8"})
+    trial = trial_of("moe.grouped_mm")
     with pytest.raises(AssertionError, match="it takes none of the dtypes"):
         declarations.declaration(trial.subject, trial.table)
 
@@ -148,8 +233,9 @@ def test_devices_are_named_as_tensors_name_them() -> None:
         device_of("gpu")
 
 
-def test_every_check_has_trials() -> None:
-    table = TABLES["moe.grouped_mm"]
-    trial = trial_of(kpt_core.get_op(table.op), table)
+def test_every_check_has_trials(loopback: Loopback) -> None:
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of())
+    some = [trial_of("moe.grouped_mm").subject, Subject(grouped_mm, REFERENCE, REFERENCE, CPU)]
+    table = replace(GROUPED_MM, cases=GROUPED_MM.cases[:1])
     for check in CHECKS:
-        assert any(trials(trial.subject, replace(table, cases=table.cases[:1]), check.kpt_extent)), check.__name__  # type: ignore[attr-defined]
+        assert any(any(trials(subject, table, extent_of(check))) for subject in some), check.__name__

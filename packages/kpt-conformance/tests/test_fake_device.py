@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import kpt_core
 from kpt_conformance import fake_device
+from kpt_core.registry import case_tables
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*runs its PyTorch reference:kpt_core.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs in plain PyTorch:kpt_core.FallbackWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -299,6 +300,7 @@ def test_numbers_that_torch_makes_tensors_of(fake: torch.device) -> None:
 
 
 def test_explain_works_and_shows_the_tree(fake: torch.device) -> None:
-    table = kpt_core.case_tables()["moe.experts"]
+    table = case_tables()["moe.experts"]
     selection = kpt_core.explain("moe.experts", **table.arguments(table.cases[0], device=fake))
-    assert (selection.device, selection.kernel) == ("kptfake:0", "reference")
+    assert (selection.device, selection.backend) == ("kptfake:0", "torch")
+    assert "moe.grouped_mm" in {child.op for child in selection.children}

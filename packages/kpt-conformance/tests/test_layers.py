@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kpt_core
 from kpt_conformance.layers import LAYER_CHECKS
-from kpt_core import LayerCase
+from kpt_core.cases import LayerCase
+from kpt_core.registry import layer_cases
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,6 @@ def test_a_good_layer_passes(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", LAYER_CHECKS)
-@pytest.mark.parametrize("name", sorted(kpt_core.layer_cases()))
+@pytest.mark.parametrize("name", sorted(layer_cases()))
 def test_the_layers_of_kpt_pass(name: str, rule: str) -> None:
-    LAYER_CHECKS[rule](kpt_core.layer_cases()[name])
+    LAYER_CHECKS[rule](layer_cases()[name])

@@ -12,7 +12,15 @@ from torch import Tensor
 
 import kpt_core
 from kpt_conformance.loopback import Loopback
-from kpt_core import KernelFailedWarning, NoKernelError, RegistrationError, SignatureError, UnknownNameError
+from kpt_core import (
+    Call,
+    KernelFailedWarning,
+    NoKernelError,
+    PluginWarning,
+    Refusal,
+    RegistrationError,
+    UnknownNameError,
+)
 
 WORKERS = 8
 
@@ -34,14 +42,18 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def adding(number: int):
-    def kernel(x: Tensor, *, factor: float = 1.0) -> Tensor:
-        return x * factor + 100 * number
+    def kernel(call: Call) -> Tensor:
+        return call.x * call.factor + 100 * number
 
     return kernel
 
 
+def scaling_back(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+    return {"x": grad * call.factor}
+
+
 def raising(error: Exception):
-    def kernel(x: Tensor, *, factor: float = 1.0) -> Tensor:
+    def kernel(call: Call) -> Tensor:
         raise error
 
     return kernel
@@ -58,9 +70,9 @@ def reasons() -> list[str]:
 def test_it_is_a_backend_with_the_given_answers() -> None:
     loopback = Loopback("mine", "cuda", {"bf16"}, "no driver")
     assert isinstance(loopback, kpt_core.Backend)
-    assert (loopback.name, loopback.device_type, loopback.unavailable(), loopback.ready) == (
+    assert (loopback.name, loopback.device_types, loopback.unavailable(), loopback.ready) == (
         "mine",
-        "cuda",
+        ("cuda",),
         "no driver",
         False,
     )
@@ -75,7 +87,7 @@ def test_kernels_serve_inside_the_block_alone() -> None:
     with loopback as entered:
         assert entered is loopback
         assert served() == 1
-        assert scaled.explain(torch.ones(2)).kernel == kernel.target
+        assert scaled.explain(torch.ones(2)).kernel == kernel.forward
         assert kpt_core.backends()["loopback"] is loopback
     assert served() == 0
     assert "loopback" not in kpt_core.backends()
@@ -101,13 +113,13 @@ def test_what_is_offered_inside_the_block_serves_the_next_call() -> None:
 def test_names_are_unique_even_of_one_function() -> None:
     function = adding(1)
     kernels = [Loopback(name).offer("loopback.scaled", function) for name in ("one", "one", "two")]
-    assert len({kernel.target for kernel in kernels}) == 3
-    assert len({Loopback().offer("loopback.scaled", lambda x, *, factor=1.0: x).target for _ in range(3)}) == 3
+    assert len({kernel.forward for kernel in kernels}) == 3
+    assert len({Loopback().offer("loopback.scaled", lambda call: call.x).forward for _ in range(3)}) == 3
     with Loopback("one") as one, Loopback("two") as two:
         first, second = (backend.offer("loopback.scaled", adding(n)) for n, backend in ((1, one), (2, two)))
-        with kpt_core.use(first.target):
+        with kpt_core.use(first.forward):
             assert served() == 1
-        with kpt_core.use(second.target):
+        with kpt_core.use(second.forward):
             assert served() == 2
 
 
@@ -120,11 +132,11 @@ def test_everything_that_a_kernel_declares_arrives() -> None:
     kernel = Loopback().offer(
         "loopback.scaled",
         adding(1),
+        scaling_back,
         requires=["tma"],
         priority=7,
         dtypes=["torch.bfloat16"],
-        unsupported=lambda x, *, factor=1.0: None,
-        forward_only=True,
+        unsupported=lambda call: None,
         deterministic=True,
         configs=[{"block": 16}],
     )
@@ -134,11 +146,9 @@ def test_everything_that_a_kernel_declares_arrives() -> None:
         7,
         {"bfloat16"},
     )
-    assert kernel.forward_only
     assert kernel.deterministic
-    module, _, attribute = kernel.configs.partition(":")
-    assert module == "kpt_conformance.loopback"
-    assert attribute.startswith("offered.list_")
+    for target, name in ((kernel.forward, "kernel_"), (kernel.backward, "scaling_back_"), (kernel.configs, "list_")):
+        assert target.startswith(f"kpt_conformance.loopback:offered.{name}")
 
 
 def test_a_breakdown_and_its_repair_are_seen_at_once() -> None:
@@ -158,7 +168,8 @@ def test_a_breakdown_and_its_repair_are_seen_at_once() -> None:
     [
         ({"requires": {"tma", "bf16"}}, "needs tma, which cpu lacks"),
         ({"dtypes": {"bfloat16"}}, "dtype float32; needs bfloat16"),
-        ({"unsupported": lambda x, *, factor=1.0: f"{len(x)} rows; takes one"}, "2 rows; takes one"),
+        ({"unsupported": lambda call: f"{len(call.x)} rows; takes one"}, "2 rows; takes one"),
+        ({"unsupported": lambda call: Refusal("{n} rows; takes one", n=len(call.x))}, "2 rows; takes one"),
     ],
 )
 def test_refusals_are_sentences(declared, reason: str) -> None:
@@ -174,9 +185,9 @@ def test_another_device_s_kernels_are_refused() -> None:
         assert (served(), reasons()) == (0, ["runs on cuda; this call is on cpu"])
 
 
-def test_forward_only_is_refused_where_a_gradient_is_needed() -> None:
+def test_a_kernel_without_backward_is_refused_where_a_gradient_is_needed() -> None:
     with Loopback() as loopback:
-        loopback.offer("loopback.scaled", adding(1), forward_only=True)
+        loopback.offer("loopback.scaled", adding(1))
         x = torch.ones(2, requires_grad=True)
         assert int(scaled(x)[0]) == 1
         with torch.no_grad():
@@ -185,27 +196,32 @@ def test_forward_only_is_refused_where_a_gradient_is_needed() -> None:
         assert x.grad.tolist() == [1, 1]
 
 
-def test_gradients_pass_through_a_kernel() -> None:
+@pytest.mark.parametrize("offered", [{"backward": scaling_back}, {"differentiable": True}])
+def test_gradients_pass_through_a_kernel(offered) -> None:
     with Loopback() as loopback:
-        loopback.offer("loopback.scaled", adding(1))
+        loopback.offer("loopback.scaled", adding(1), **offered)
         x = torch.ones(2, requires_grad=True)
-        scaled(x, factor=3.0).sum().backward()
+        out = scaled(x, factor=3.0)
+        assert out.tolist() == [103, 103]
+        out.sum().backward()
         assert x.grad.tolist() == [3, 3]
 
 
-def test_another_signature_is_an_error_with_both() -> None:
+def test_a_kernel_that_takes_the_arguments_one_by_one_is_refused() -> None:
     with Loopback() as loopback:
-        kernel = loopback.offer("loopback.scaled", lambda x: x)
-        with pytest.raises(SignatureError, match=rf"{kernel.target} takes \(x\), but op loopback.scaled takes"):
-            served()
+        kernel = loopback.offer("loopback.scaled", lambda x, factor: x)
+        with pytest.warns(PluginWarning, match=rf"{kernel.forward} must take 1 argument"):
+            assert served() == 0
+        (reason,) = reasons()
+        assert "could not be loaded" in reason
 
 
 def test_a_broken_kernel_is_quarantined_for_its_signature() -> None:
     with Loopback() as loopback:
         calls: list[int] = []
 
-        def broken(x: Tensor, *, factor: float = 1.0) -> Tensor:
-            calls.append(len(x))
+        def broken(call: Call) -> Tensor:
+            calls.append(len(call.x))
             raise RuntimeError("no launch")
 
         loopback.offer("loopback.scaled", broken, priority=9)
@@ -213,7 +229,7 @@ def test_a_broken_kernel_is_quarantined_for_its_signature() -> None:
         with pytest.warns(KernelFailedWarning, match="raised RuntimeError: no launch; it is quarantined"):
             assert served(rows=2) == 2
         assert (served(rows=2), calls) == (2, [2])
-        assert reasons() == ["quarantined for this signature: it raised RuntimeError: no launch"]
+        assert reasons() == ["quarantined for such calls: it raised RuntimeError: no launch"]
         with pytest.warns(KernelFailedWarning):
             assert served(rows=3) == 2
         assert calls == [2, 3]
@@ -269,11 +285,11 @@ def test_the_environment_is_obeyed(variable: str, value: str, number: int, monke
 def test_a_kernel_s_name_works_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with Loopback() as loopback:
         kernels = [loopback.offer("loopback.scaled", adding(n), priority=-n) for n in (1, 2)]
-        monkeypatch.setenv("KPT_USE", kernels[1].target)
+        monkeypatch.setenv("KPT_USE", kernels[1].forward)
         kpt_core.refresh()
         assert served() == 2
         monkeypatch.setenv("KPT_USE", "")
-        monkeypatch.setenv("KPT_DISABLE", kernels[0].target)
+        monkeypatch.setenv("KPT_DISABLE", kernels[0].forward)
         kpt_core.refresh()
         assert served() == 2
 
@@ -296,8 +312,8 @@ def test_backends_come_and_go_while_eight_threads_dispatch() -> None:
     stop = threading.Event()
     meet = threading.Barrier(WORKERS + 1)
 
-    def refuses_odd(x: Tensor, *, factor: float = 1.0) -> str | None:
-        return "an odd number of rows" if len(x) % 2 else None
+    def refuses_odd(call: Call) -> str | None:
+        return "an odd number of rows" if len(call.x) % 2 else None
 
     def dispatch(worker: int) -> tuple[int, set[int]]:
         chance, seen, calls = random.Random(worker), set[int](), 0

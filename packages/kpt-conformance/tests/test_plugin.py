@@ -16,13 +16,13 @@ right = honest.grouped_mm_of()
 wrong = honest.grouped_mm_of(lambda x, w, o: honest.product(x, w, o) * (0.5 if x.dtype.itemsize == 2 else 1))
 
 backend = Loopback("acme")
-KERNEL = backend.offer("moe.grouped_mm", {kernel}).target
+KERNEL = backend.offer("moe.grouped_mm", *{kernel}).forward
 """
 CONFTEST = """
-import kpt_core
 from acme import backend
+from kpt_core.registry import add_backend
 
-kpt_core.add_backend(backend)
+add_backend(backend)
 """
 TEST = """
 from kpt_conformance import Suite
@@ -137,15 +137,13 @@ def test_evidence_of_a_reference(pytester: pytest.Pytester) -> None:
     # One op with a table of one case, so that the whole suite is quick.
     pytester.makeconftest(
         """
-        import kpt_core._registry as registry
         from dataclasses import replace
-        import kpt_core
-        import pytest
+        from kpt_conformance import generation, suite
 
-        tables = kpt_core.case_tables()
+        tables = suite.case_tables()
         table = replace(tables["moe.grouped_mm_wgrad"], cases=tables["moe.grouped_mm_wgrad"].cases[:1])
-        kpt_core.case_tables = lambda: {table.op: table}
-        kpt_core.layer_cases = lambda: {}
+        suite.case_tables = lambda: {table.op: table}
+        generation.layer_cases = lambda: {}
         """
     )
     result = run(pytester, "--kpt-backend=reference", "--kpt-evidence=records", "-W", "ignore")

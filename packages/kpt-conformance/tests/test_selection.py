@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -35,10 +35,10 @@ def plain(x: Tensor) -> Tensor:
     return x + 0
 
 
-@kpt_core.op(WHOLE, composed_of=(PLAIN,))
+@kpt_core.op(WHOLE)
 def whole(x: Tensor) -> Tensor:
-    """Calls the other one, and adds a hundred."""
-    return plain(x) + _INSIDE
+    """Adds a hundred; a kernel that is composed of the other op calls it, and adds its number."""
+    return x + _INSIDE
 
 
 class LaunchError(RuntimeError):
@@ -54,7 +54,8 @@ class Drawn:
     priority: int
     dtypes: frozenset[str] | None
     most_rows: int | None
-    forward_only: bool
+    gradients: str  # by "backward", by "autograd", or "none"
+    composed: bool
     fails: bool
     number: int = 0
     backend: Loopback = field(default_factory=Loopback)
@@ -63,25 +64,35 @@ class Drawn:
     def offer(self, backend: Loopback, number: int) -> None:
         self.backend, self.number = backend, number
 
-        def function(x: Tensor) -> Tensor:
+        def function(call: kpt_core.Call) -> Tensor:
             if self.fails:
                 raise LaunchError(f"{self.target} is broken")
-            return x + number
+            return (plain(call.x) if self.calls_plain else call.x) + number
 
-        def unsupported(x: Tensor) -> str | None:
-            return f"at most {self.most_rows} rows" if len(x) > (self.most_rows or 0) else None
+        def backward(call: kpt_core.Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+            return {"x": grad}
+
+        def unsupported(call: kpt_core.Call) -> kpt_core.Refusal | None:
+            refusal = kpt_core.Refusal("at most {most} rows", most=self.most_rows)
+            return refusal if len(call.x) > (self.most_rows or 0) else None
 
         function.__name__ = f"kernel_{number:02d}_"  # the order of equals must not depend on the tests before
         kernel: Kernel = backend.offer(
             self.op,
             function,
+            backward if self.gradients == "backward" else None,
             requires=self.requires,
             priority=self.priority,
             dtypes=self.dtypes,
             unsupported=None if self.most_rows is None else unsupported,
-            forward_only=self.forward_only,
+            differentiable=self.gradients == "autograd",
+            composed_of=(PLAIN,) if self.calls_plain else (),
         )
-        self.target = kernel.target
+        self.target = kernel.forward
+
+    @property
+    def calls_plain(self) -> bool:
+        return self.composed and self.op == WHOLE
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ class Outcome:
     ran: str | None = None  # a kernel's target, "reference", or None if nothing may run
     value: int | None = None
     raised_by: str | None = None
-    broken: list[str] = field(default_factory=list)  # that ran before, in order
+    broken: list[tuple[str, bool]] = field(default_factory=list)  # that ran before, in order, and whether for gradients
     refusals: dict[str, list[str]] = field(default_factory=dict)  # by target, every reason that applies
     slow: set[str] = field(default_factory=set)  # ops whose reference runs unasked on an accelerator
     child: "Outcome | None" = None
@@ -139,7 +150,7 @@ def _fixed(
         reasons = {
             "was asked for": choice is not None and choice not in (k.backend.name, k.target),
             "disabled": bool({k.backend.name, k.target} & asked.disabled),
-            "runs on": k.backend.device_type != call.device,
+            "runs on": call.device not in k.backend.device_types,
             "broken today": not k.backend.ready,
             "needs " + ", ".join(sorted(device_lacks)): bool(device_lacks),
             "dtype " + call.dtype: k.dtypes is not None and call.dtype not in k.dtypes,
@@ -148,7 +159,9 @@ def _fixed(
     return choice, scope, mine, refused
 
 
-def predict(op: str, call: Call, asked: Asked, kernels: list[Drawn], *, breaks: bool, known: set[str]) -> Outcome:
+def predict(
+    op: str, call: Call, asked: Asked, kernels: list[Drawn], *, breaks: bool, known: set[tuple[str, bool]]
+) -> Outcome:
     """The rules.
 
     Args:
@@ -157,7 +170,7 @@ def predict(op: str, call: Call, asked: Asked, kernels: list[Drawn], *, breaks: 
         asked: the settings.
         kernels: all that are offered.
         breaks: whether kernels that fail do so; `explain` runs none, and so doesn't know.
-        known: targets of those that failed on these arguments before.
+        known: those that failed on these arguments before, and whether gradients were needed.
     """
     choice, scope, mine, fixed = _fixed(op, call, asked, kernels)
     outcome = Outcome(refusals=fixed)
@@ -165,32 +178,35 @@ def predict(op: str, call: Call, asked: Asked, kernels: list[Drawn], *, breaks: 
         if outcome.refusals[k.target]:
             continue
         reasons = {
-            "forward only": k.forward_only and call.gradient,
+            "forward only": k.gradients == "none" and call.gradient,
             "at most": k.most_rows is not None and call.rows > k.most_rows,
-            "quarantined for this signature": k.target in known,
+            "quarantined for such calls": (k.target, call.gradient) in known,
         }
         outcome.refusals[k.target] = [reason for reason, applies in reasons.items() if applies]
         if outcome.refusals[k.target]:
             continue
-        if not (k.fails and breaks):
-            outcome.ran, outcome.value = k.target, k.number
+        raised_by, child = k.target if k.fails and breaks else None, None
+        if k.calls_plain and not k.fails:
+            inside = replace(call, gradient=call.gradient and k.gradients == "autograd")
+            child = predict(PLAIN, inside, asked, kernels, breaks=breaks, known=known)
+            raised_by = child.raised_by
+        if raised_by is None:
+            outcome.ran, outcome.child = k.target, child
+            if child is None or child.value is not None:
+                outcome.value = k.number + (child.value or 0 if child else 0)
             break
         if asked.strict or choice is not None:
-            outcome.ran = outcome.raised_by = k.target
+            outcome.ran, outcome.raised_by = k.target, raised_by
             break
-        outcome.broken.append(k.target)
-        outcome.refusals[k.target] = ["quarantined for this signature"]
+        outcome.broken.append((k.target, call.gradient))
+        outcome.refusals[k.target] = ["quarantined for such calls"]
     else:
-        silent = op == WHOLE and scope == "*" and not any(choice in (k.backend.name, k.target) for k in mine)
-        # What a composite calls tells for itself, if a kernel may serve it.
-        inner_may_be_served = op == WHOLE and not all(_fixed(PLAIN, call, asked, kernels)[3].values())
-        slow = call.device != "cpu" and choice is None and not inner_may_be_served
-        if (choice in (None, "reference") or silent) and not (slow and asked.strict):
-            outcome.ran, outcome.value, outcome.slow = "reference", 0, {op} if slow else set()
-            if op == WHOLE:
-                child = predict(PLAIN, call, asked, kernels, breaks=breaks, known=known)
-                outcome.child = child
-                outcome.value = None if child.value is None else child.value + _INSIDE
+        # Asked of all ops, a backend may serve others than this one.
+        elsewhere = scope == "*" and not any(choice in (k.backend.name, k.target) for k in mine)
+        slow = call.device != "cpu" and choice is None
+        if (choice in (None, "reference") or elsewhere) and not (slow and asked.strict):
+            outcome.ran, outcome.slow = "reference", {op} if slow else set()
+            outcome.value = _INSIDE if op == WHOLE else 0
     outcome.refusals = {target: reasons for target, reasons in outcome.refusals.items() if reasons}
     return outcome
 
@@ -237,7 +253,8 @@ DRAWN = st.builds(
     priority=st.integers(0, 3),
     dtypes=often(None, st.sampled_from(DTYPES).map(lambda dtype: frozenset({dtype}))),
     most_rows=often(None, st.integers(1, 3)),
-    forward_only=often(False, st.booleans()),
+    gradients=st.sampled_from(("backward", "autograd", "autograd", "none")),
+    composed=st.booleans(),
     fails=often(False, st.just(True)),
 )
 BACKENDS = st.lists(
@@ -284,7 +301,7 @@ def test_selection_is_as_its_rules_say(
             for _ in range(2):
                 require_as_predicted(op.explain(call.x()), foreseen, kernels)
 
-        known: set[str] = set()
+        known: set[tuple[str, bool]] = set()
         for attempt in ("first", "second", "third"):
             outcome = predict(call.op, call, asked, kernels, breaks=True, known=known)
             if outcome.fails:
@@ -306,7 +323,7 @@ def test_selection_is_as_its_rules_say(
             (recorded,) = log
             require_as_predicted(recorded, outcome, kernels)
             assert recorded == op.explain(call.x())
-            known.update(target for part in outcome.all() for target in part.broken)
+            known.update(broken for part in outcome.all() for broken in part.broken)
 
 
 def _ask(
@@ -320,7 +337,9 @@ def _ask(
     nameable = [*names, *(k.target for k in kernels)]
     choice = st.sampled_from([*nameable, "reference"])
     where = st.sampled_from(("*", "*", PLAIN, WHOLE))
-    pairs = data.draw(often([], st.lists(st.tuples(where, choice), max_size=2)), label="KPT_USE")
+    pairs = data.draw(
+        often([], st.lists(st.tuples(where, choice), max_size=2, unique_by=lambda pair: pair[0])), label="KPT_USE"
+    )
     to_disable = st.lists(st.sampled_from(nameable), max_size=2) if nameable else st.just([])
     disabled = data.draw(often([], to_disable), label="KPT_DISABLE")
     strict = data.draw(often(False, st.booleans()), label="KPT_STRICT")
@@ -342,6 +361,6 @@ def _require_warnings(warned: list[warnings.WarningMessage], outcome: Outcome, *
     """One of each kernel that failed, one of each op whose reference is slow the first time, and no other."""
     failed = [str(w.message).split()[1] for w in warned if w.category is KernelFailedWarning]
     slow = [str(w.message).split()[0] for w in warned if w.category is FallbackWarning]
-    assert sorted(failed) == sorted(target for part in outcome.all() for target in part.broken)
+    assert sorted(failed) == sorted(target for part in outcome.all() for target, _ in part.broken)
     assert sorted(slow) == ([] if said else sorted(op for part in outcome.all() for op in part.slow))
     assert len(failed) + len(slow) == len(warned), [str(w.message) for w in warned]

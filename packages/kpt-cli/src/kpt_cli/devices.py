@@ -170,9 +170,9 @@ def _of_backends() -> Iterator[Device]:
     import kpt_core
 
     for backend in kpt_core.backends().values():
-        if backend.device_type == "cpu" or not _exists(backend.device_type):
-            continue
-        yield Device(device=backend.device_type, name=f"told by {backend.name}", memory_bytes=None, features=())
+        for kind in backend.device_types:
+            if kind != "cpu" and _exists(kind):
+                yield Device(device=kind, name=f"told by {backend.name}", memory_bytes=None, features=())
 
 
 def _exists(device_type: str) -> bool:

@@ -1,4 +1,4 @@
-"""What serves an op on a device: the kernels that are offered, the ones that will run, and why the others won't."""
+"""What serves an op on a device: the kernels that will run, and why the others won't."""
 
 import inspect
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A kernel that may run. `conditional`: it looks at each call before it takes it."""
+    """A kernel that may run. `conditional`: it has no backward, or looks at each call before it takes it."""
 
     backend: str
     kernel: str
@@ -40,11 +40,11 @@ class Serving:
         dtype: without `torch.`.
         accepted: kernels that may run, best first.
         refused: the others.
-        reference: whether the PyTorch reference runs where no kernel takes a call.
+        reference: whether the reference runs where no kernel takes a call.
         explicit: the choice in force (`KPT_USE`), None if it is automatic.
         tuned: for how many sizes `kpt tune` has measured what comes first.
         modelled: for how many a shipped table has a model's choice of configuration, and nothing was measured.
-        broken: the contradiction between op and kernel that makes every call fail, if there is one.
+        broken: of kernels that would run here and can't be loaded, what they raised; calls go on without them.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Serving:
     explicit: str | None = None
     tuned: int = 0
     modelled: int = 0
-    broken: str | None = None
+    broken: tuple[str, ...] = ()
 
     @property
     def runs(self) -> tuple[Accepted, ...]:
@@ -75,7 +75,7 @@ class Serving:
             if (accepted.backend, accepted.kernel) == (backend, kernel):
                 return "accepted where it takes the call" if accepted.conditional else "accepted"
         reasons = [each.reason for each in self.refused if (each.backend, each.kernel) == (backend, kernel)]
-        return reasons[0] if reasons else self.broken or "not offered here"
+        return reasons[0] if reasons else "not offered here"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -86,7 +86,7 @@ class Serving:
 
 
 def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
-    """Select statically: nothing is computed. What can't be loaded is refused, and told by `kpt_core.problems()`.
+    """Select statically: kernels are loaded, and nothing is computed.
 
     Raises:
         UnknownNameError: `KPT_USE` names something that is not installed.
@@ -94,14 +94,10 @@ def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
     """
     import torch
 
-    import kpt_core
-
-    try:
-        found = op.candidates(torch.device(device), getattr(torch, dtype))
-    except (kpt_core.UnknownNameError, kpt_core.InputError):
-        raise
-    except kpt_core.KptError as error:  # a kernel whose signature is not the op's
-        return Serving(op=op.name, device=device, dtype=dtype, broken=str(error))
+    found = op.candidates(torch.device(device), getattr(torch, dtype))
+    broken = {candidate: fault for candidate in found.accepted if (fault := _fault(op, candidate.kernel)) is not None}
+    refused = [Refused(backend=r.backend, kernel=r.kernel, reason=r.reason) for r in found.refusals]
+    refused += [Refused(backend=c.backend, kernel=c.kernel.forward, reason=fault) for c, fault in broken.items()]
     methods = [] if found.tuned is None else [entry.method for entry in found.tuned.entries.values()]
     return Serving(
         op=op.name,
@@ -110,31 +106,47 @@ def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
         accepted=tuple(
             Accepted(
                 backend=candidate.backend,
-                kernel=candidate.kernel.target,
+                kernel=candidate.kernel.forward,
                 priority=candidate.kernel.priority,
-                conditional=not candidate.unconditional,
+                conditional=_conditional(op, candidate.kernel),
             )
             for candidate in found.accepted
+            if candidate not in broken
         ),
-        refused=tuple(Refused(backend=r.backend, kernel=r.kernel, reason=r.reason) for r in found.refusals),
+        refused=tuple(refused),
         reference=found.reference,
         explicit=found.explicit,
         tuned=methods.count("measured"),
         modelled=methods.count("modelled"),
+        broken=tuple(f"kernel {candidate.identity}: {fault}" for candidate, fault in broken.items()),
     )
 
 
-def offered(op: str) -> list[tuple[str, "Kernel"]]:
-    """Every kernel that a backend offers for an op, with the backend's name, best first."""
-    import kpt_core
+def _fault(op: "Op[..., Any]", kernel: "Kernel") -> str | None:
+    """Why a kernel's functions can't be called, or None."""
+    from kpt_core.contract import load
 
-    found: list[tuple[str, Kernel]] = []
-    for name, backend in kpt_core.backends().items():
-        try:
-            found += [(name, kernel) for kernel in backend.kernels() if kernel.op == op]
-        except Exception:  # told by kpt_core.problems()
-            continue
-    return sorted(found, key=lambda offer: (-offer[1].priority, offer[0], offer[1].target))
+    # A record; for backward also what was saved, and a gradient for each result.
+    arguments = {kernel.forward: 1, kernel.unsupported: 1, kernel.backward: 2 + op.result_count}
+    try:
+        for target, count in arguments.items():
+            if target is not None:
+                inspect.signature(load(target)).bind(*[None] * count)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # foreign code, which may even end the process
+        return f"could not be loaded: {type(error).__name__}: {error}"
+    return None
+
+
+def _conditional(op: "Op[..., Any]", kernel: "Kernel") -> bool:
+    trains = kernel.backward is not None or kernel.differentiable
+    return not trains or kernel.unsupported is not None or bool(op.newer_than(kernel))
+
+
+def function_of(identity: str) -> str:
+    """The function of a kernel, by which `use` and `KPT_USE` know it too, of backend/op/function."""
+    return identity.rpartition("/")[2]
 
 
 def summary(op: "Op[..., Any]") -> str:

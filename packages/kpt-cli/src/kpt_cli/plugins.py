@@ -55,14 +55,6 @@ def packages() -> list[Package]:
     ]
 
 
-def origin(backend: str) -> str:
-    """The distribution and version that a backend comes from."""
-    for entry in entry_points(group=BACKENDS):
-        if entry.name == backend and entry.dist is not None:
-            return f"{entry.dist.name} {entry.dist.version}"
-    return "added by this process"
-
-
 def third_parties() -> dict[str, str | None]:
     """Versions of the optional third parties, None for those that are not installed."""
     return {name: installed_version(name) for name in THIRD_PARTIES}

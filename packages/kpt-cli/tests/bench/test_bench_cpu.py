@@ -20,7 +20,8 @@ from kpt_cli.bench.cpu.routing import gating_contest, sorting_contest
 from kpt_cli.bench.cpu.rows import GROUPS, Plan
 from kpt_cli.bench.cpu.step import step_contest
 from kpt_cli.bench.moe import GateError, Shape, dense_layers, transformers_experts
-from kpt_moe import quantise_weights
+from kpt_core.registry import add_backend, remove_backend
+from kpt_moe import experts, quantise_weights
 
 DECODE = Shape("decode", 1, 64, 32, 8, 2, gated=True)
 MANY = Shape("many", 64, 16, 32, 4, 2, gated=False)
@@ -46,93 +47,35 @@ def _small_cache(monkeypatch):
         monkeypatch.setattr(module, "last_cache", lambda: 2**12)
 
 
-class Offering:
+class Offering(kpt_core.Backend):
     """A backend of one kernel of this file."""
 
     name = "offering"
-    device_type = "cpu"
+    device_types = ("cpu",)
 
     def __init__(self, op, kernel):
-        self.kernel = kpt_core.Kernel(op, f"{__name__}:{kernel}")
-
-    def unavailable(self):
-        return None
-
-    def capabilities(self, device):
-        return frozenset()
+        self.kernel = kpt_core.Kernel(op, f"{__name__}:{kernel}", differentiable=True)
 
     def kernels(self):
         return [self.kernel]
 
 
-def by_reference(op, *arguments, **options):
-    with kpt_core.use("reference"):
-        return kpt_core.get_op(op)(*arguments, **options)
+def experts_as_they_are(call):
+    return experts.run_reference(call)
 
 
-def experts_as_they_are(
-    x,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    gate_up_proj_bias=None,
-    down_proj_bias=None,
-    *,
-    activation="swiglu",
-    transposed=False,
-    interleaved=False,
-    alpha=1.0,
-    beta=0.0,
-    limit=None,
-    gate_up_scale=None,
-    down_scale=None,
-):
-    arguments = x, top_k_index, top_k_weights, gate_up_proj, down_proj
-    scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-    return by_reference("moe.experts", *arguments, activation=activation, **scales)
+def experts_of_last_choice_only(call):
+    last = {name: getattr(call, name)[:, -1:] for name in ("top_k_index", "top_k_weights")}
+    return experts.run_reference(call._replace(**last))
 
 
-def experts_of_last_choice_only(
-    x,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    gate_up_proj_bias=None,
-    down_proj_bias=None,
-    *,
-    activation="swiglu",
-    transposed=False,
-    interleaved=False,
-    alpha=1.0,
-    beta=0.0,
-    limit=None,
-    gate_up_scale=None,
-    down_scale=None,
-):
-    scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-    index, weights = top_k_index[:, -1:], top_k_weights[:, -1:]
-    return by_reference("moe.experts", x, index, weights, gate_up_proj, down_proj, activation=activation, **scales)
+def product_without_scales(call):
+    return kpt_core.get_op("moe.scaled_grouped_mm").run_reference(call._replace(scale=torch.ones_like(call.scale)))
 
 
-def product_without_scales(x, weight, scale, offsets, *, x_scale=None, out_dtype=None):
-    return by_reference("moe.scaled_grouped_mm", x, weight, torch.ones_like(scale), offsets)
-
-
-def gating_without_bias(
-    logits,
-    correction_bias=None,
-    *,
-    top_k,
-    score="softmax",
-    renormalize=True,
-    scale=1.0,
-    num_groups=1,
-    top_groups=1,
-):
-    settings = {"top_k": top_k, "score": score, "num_groups": num_groups, "top_groups": top_groups}
-    return by_reference("moe.top_k_gating", logits, torch.zeros_like(logits[0]), **settings)
+def gating_without_bias(call):
+    bias = torch.zeros_like(call.logits[0])
+    return kpt_core.get_op("moe.top_k_gating").run_reference(call._replace(correction_bias=bias))
 
 
 @pytest.fixture
@@ -140,10 +83,10 @@ def offering():
     """Offer a kernel while the test runs."""
 
     def add(op, kernel):
-        kpt_core.add_backend(Offering(op, kernel))
+        add_backend(Offering(op, kernel))
 
     yield add
-    kpt_core.remove_backend("offering")
+    remove_backend("offering")
 
 
 def measured(contest):
@@ -239,12 +182,12 @@ def test_dequantised_multiplies_each_number_by_its_scale(scheme):
         assert found[row, column] == codes[0, row, column].double() * own.double()
 
 
-def test_the_kernel_that_ran_is_told_and_the_reference_stands_beside_it(offering):
+def test_the_kernel_that_ran_is_told_and_plain_pytorch_stands_beside_it(offering):
     offering("moe.experts", "experts_as_they_are")
     row = measured(decode(tokens=(1,))["1 token", "fp8 row"])
     assert row.backend == "offering"
     assert row.kernels[0] == f"moe.experts: {__name__}:experts_as_they_are"
-    assert [result.implementation for result in row.results][:3] == ["kpt", "reference", "kpt bf16"]
+    assert [result.implementation for result in row.results][:3] == ["kpt", "plain", "kpt bf16"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8 row", "fp8 block"])
@@ -314,7 +257,7 @@ def test_ipex_is_a_peer_where_it_is_installed_simulated(monkeypatch):
         def __call__(self, hidden_states, use_grouped_topk, top_k, router_logits, renormalize, **options):
             asked = {"hidden_states": hidden_states, "gating_output": router_logits, "topk": top_k}
             weights, index = options["custom_routing_function"](**asked, renormalize=renormalize)
-            out = by_reference("moe.experts", hidden_states, index, weights, self.up, self.down)
+            out = experts.reference(hidden_states, index, weights, self.up, self.down)
             self.up, self.down, given = self.up.clone(), self.down.clone(), (self.up, self.down)
             for tensor in given:
                 tensor.zero_()
@@ -394,11 +337,11 @@ def test_unknown_group_is_refused(kpt):
 @pytest.mark.parametrize(
     ("backends", "said"),
     [
-        ({}, "kpt-backend-cpu is not installed: KPT runs its references"),
+        ({}, "kpt-backend-cpu is not installed: KPT runs in plain PyTorch"),
         ({"cpu": SimpleNamespace(unavailable=lambda: None)}, "kpt-backend-cpu serves"),
         (
             {"cpu": SimpleNamespace(unavailable=lambda: "no compiler")},
-            "KPT runs its references: no compiler",
+            "KPT runs in plain PyTorch: no compiler",
         ),
     ],
 )

@@ -9,9 +9,12 @@ import torch
 import kpt_core
 from kpt_cli.bench.cpu import measuring
 from kpt_cli.bench.cpu.ceilings import Ceilings, Probe, Work, last_cache, measure_ceilings
-from kpt_cli.bench.cpu.contest import Contest, Contestant, Trial, by_reference
+from kpt_cli.bench.cpu.contest import Contest, Contestant, Trial, in_plain_pytorch
 from kpt_cli.bench.cpu.measuring import measure
 from kpt_cli.bench.moe import GateError
+from kpt_core.optimization import measure as measure_module
+from kpt_core.registry import add_backend, remove_backend
+from kpt_moe import experts
 
 READ = Probe("reading", lambda: None, amount=1000, rate=100.0)
 FP32 = Probe("products in float32", lambda: None, amount=10, rate=50.0)
@@ -24,7 +27,7 @@ EXACT = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
 def spend(monkeypatch):
     """Make calls that take an exact time, by a clock of the test."""
     clock = SimpleNamespace(now=0.0)
-    for module in (measuring, kpt_core._measure):
+    for module in (measuring, measure_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def taking(seconds):
@@ -198,19 +201,55 @@ def test_a_row_lets_go_of_the_weights():
     assert measure(contest(answering("kpt", "kpt")), CEILINGS, 0.01).contest.contestants == ()
 
 
-def test_reference_is_left_out_where_kpt_runs_it_anyway():
-    x = torch.ones(2, 4)
-    call = lambda: kpt_core.get_op("moe.top_k_gating")(x, top_k=1)  # noqa: E731
-    row = measure(contest(answering("kpt", "kpt", calls=[call]), answering("reference", "reference")), CEILINGS, 0.01)
-    assert row.backend == "reference"
-    assert row.kernels == ("moe.top_k_gating: reference",)
-    assert "reference" in row.absent
+def call_experts():
+    x, index, weights = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    return experts(x, index, weights, torch.ones(2, 6, 4), torch.ones(2, 4, 3))
 
 
-def test_by_reference_runs_the_reference():
-    with kpt_core.record() as log:
-        by_reference(lambda: kpt_core.get_op("moe.top_k_gating")(torch.ones(2, 4), top_k=1))()
-    assert [selection.kernel for selection in log] == ["reference"]
+def call_gating():
+    return kpt_core.get_op("moe.top_k_gating")(torch.ones(2, 4), top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "backend", "kernel"),
+    [
+        (call_gating, "reference", "moe.top_k_gating: reference"),
+        (call_experts, "torch", "moe.experts: kpt_moe.torch_kernels.experts_loop:forward"),
+    ],
+)
+def test_plain_pytorch_is_left_out_where_kpt_runs_in_it_anyway(call, backend, kernel):
+    row = measure(contest(answering("kpt", "kpt", calls=[call]), answering("plain", "plain")), CEILINGS, 0.01)
+    assert (row.backend, row.kernels) == (backend, (kernel,))
+    assert "plain" in row.absent
+
+
+class Vendor(kpt_core.Backend):
+    """A backend for two ops."""
+
+    name, device_types = "vendor", ("cpu",)
+
+    def kernels(self):
+        return [kpt_core.Kernel(op, f"{__name__}:no_kernel") for op in ("moe.experts", "moe.top_k_gating")]
+
+
+def no_kernel(call):
+    raise AssertionError("it is not to run")
+
+
+def test_in_plain_pytorch_no_vendors_kernel_runs():
+    add_backend(Vendor())
+    try:
+        with kpt_core.record() as log:
+            for call in (call_experts, call_gating):
+                with pytest.raises(AssertionError, match="it is not to run"), kpt_core.use("vendor"):
+                    call()
+                in_plain_pytorch(call)()
+    finally:
+        remove_backend("vendor")
+    assert [(selection.op, selection.backend) for selection in log] == [
+        ("moe.experts", "torch"),
+        ("moe.top_k_gating", "reference"),
+    ]
 
 
 def test_ceilings_are_measured():

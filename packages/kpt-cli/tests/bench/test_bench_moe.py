@@ -11,49 +11,25 @@ import kpt_core
 from kpt_cli.bench import moe
 from kpt_cli.bench.moe import GateError, Shape
 from kpt_cli.main import app
+from kpt_core.registry import add_backend, remove_backend
+from kpt_moe import experts
 
 TINY = Shape("prefill", 64, 16, 32, 4, 2, gated=False)
 DECODE = Shape("decode", 1, 64, 32, 8, 2, gated=True)
 
 
-class Wrong:
+class Wrong(kpt_core.Backend):
     """A backend whose experts leave out what comes after the first 32 tokens."""
 
     name = "wrong"
-    device_type = "cpu"
-
-    def unavailable(self) -> str | None:
-        return None
-
-    def capabilities(self, device: torch.device) -> frozenset[str]:
-        return frozenset()
+    device_types = ("cpu",)
 
     def kernels(self) -> list[kpt_core.Kernel]:
         return [kpt_core.Kernel("moe.experts", f"{__name__}:first_tokens_only")]
 
 
-def first_tokens_only(
-    x,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    gate_up_proj_bias=None,
-    down_proj_bias=None,
-    *,
-    activation="swiglu",
-    transposed=False,
-    interleaved=False,
-    alpha=1.0,
-    beta=0.0,
-    limit=None,
-    gate_up_scale=None,
-    down_scale=None,
-):
-    with kpt_core.use("reference", op="moe.experts"):
-        right = kpt_core.get_op("moe.experts")(
-            x, top_k_index, top_k_weights, gate_up_proj, down_proj, activation=activation
-        )
+def first_tokens_only(call: kpt_core.Call) -> torch.Tensor:
+    right = experts.run_reference(call)
     right[32:] = 0
     return right
 
@@ -77,12 +53,12 @@ def test_counts_operations() -> None:
 
 
 def test_refuses_to_report_a_wrong_result() -> None:
-    kpt_core.add_backend(Wrong())
+    add_backend(Wrong())
     try:
         with pytest.raises(GateError, match=r"no figures for prefill in torch\.float32: KPT's error"):
             list(moe.run((TINY,), (torch.float32,), seconds=0.01, seed=0))
     finally:
-        kpt_core.remove_backend("wrong")
+        remove_backend("wrong")
 
 
 def test_command_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

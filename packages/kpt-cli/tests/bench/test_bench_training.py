@@ -10,57 +10,25 @@ import kpt_core
 from kpt_cli.bench import training
 from kpt_cli.bench.moe import GateError, Shape
 from kpt_cli.main import app
+from kpt_core.registry import add_backend, remove_backend
+from kpt_moe import experts
 
 TINY = Shape("step", 64, 16, 32, 4, 2, gated=True)
 
 
-class Wrong:
+class Wrong(kpt_core.Backend):
     """A backend whose experts are right and whose gradient of the tokens is off by a tenth."""
 
     name = "wrong"
-    device_type = "cpu"
-
-    def unavailable(self) -> str | None:
-        return None
-
-    def capabilities(self, device: torch.device) -> frozenset[str]:
-        return frozenset()
+    device_types = ("cpu",)
 
     def kernels(self) -> list[kpt_core.Kernel]:
-        return [kpt_core.Kernel("moe.experts", f"{__name__}:wrong_gradient")]
+        return [kpt_core.Kernel("moe.experts", f"{__name__}:wrong_gradient", differentiable=True)]
 
 
-class _Tenth(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 1.1
-
-
-def wrong_gradient(
-    x,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    gate_up_proj_bias=None,
-    down_proj_bias=None,
-    *,
-    activation="swiglu",
-    transposed=False,
-    interleaved=False,
-    alpha=1.0,
-    beta=0.0,
-    limit=None,
-    gate_up_scale=None,
-    down_scale=None,
-):
-    with kpt_core.use("reference", op="moe.experts"):
-        op = kpt_core.get_op("moe.experts")
-        return op(_Tenth.apply(x), top_k_index, top_k_weights, gate_up_proj, down_proj, activation=activation)
+def wrong_gradient(call: kpt_core.Call) -> torch.Tensor:
+    x = call.x + 0.1 * (call.x - call.x.detach())
+    return experts.run_reference(call._replace(x=x))
 
 
 @pytest.fixture
@@ -92,12 +60,12 @@ def test_peak_grows_with_the_tokens() -> None:
 
 @pytest.mark.usefixtures("no_probe")
 def test_refuses_to_report_a_wrong_gradient() -> None:
-    kpt_core.add_backend(Wrong())
+    add_backend(Wrong())
     try:
         with pytest.raises(GateError, match=r"no figures for step in torch\.float32: KPT's error of gradient 0"):
             list(training.run((TINY,), (torch.float32,), seconds=0.01, seed=0))
     finally:
-        kpt_core.remove_backend("wrong")
+        remove_backend("wrong")
 
 
 @pytest.mark.usefixtures("no_probe")

@@ -89,7 +89,7 @@ def test_json_says_all(quick_run):
         "training",
         "quality",
         "comparisons",
-        "over_references",
+        "over_plain",
         "memory",
         "plan",
         "kernels",
@@ -100,7 +100,7 @@ def test_json_says_all(quick_run):
     assert document["training"]["losses"][-1] < document["training"]["losses"][0]
     names = [comparison["name"] for comparison in document["comparisons"]]
     assert names == ["prefill", "decode", "peak memory, prefill", "peak memory, decode"]
-    assert [comparison["name"] for comparison in document["over_references"]] == ["prefill", "decode"]
+    assert [comparison["name"] for comparison in document["over_plain"]] == ["prefill", "decode"]
     for row in document["quality"]["expert_load"]:
         assert sum(row) == pytest.approx(1)
 

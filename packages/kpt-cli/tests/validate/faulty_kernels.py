@@ -1,7 +1,5 @@
 """Kernels of `moe.experts` with a fault each, and tiny models whose experts they may serve."""
 
-import functools
-
 import torch
 from torch import nn
 
@@ -14,10 +12,9 @@ NAMES = ("sound", "tail", "coarse", "float8", "swallow_nan", "wrong_gradient")
 
 
 def _faulty(fault):
-    @functools.wraps(experts.reference)
-    def kernel(x, top_k_index, top_k_weights, gate_up_proj, *args, **kwargs):
-        out = experts.reference(x, top_k_index, top_k_weights, gate_up_proj, *args, **kwargs)
-        return fault(out) if gate_up_proj[0, 0, 0] == MARK else out
+    def kernel(call):
+        out = experts.run_reference(call)
+        return fault(out) if call.gate_up_proj[0, 0, 0] == MARK else out
 
     return kernel
 
@@ -34,20 +31,14 @@ swallow_nan = _faulty(torch.nan_to_num)
 wrong_gradient = _faulty(lambda out: out + 0.1 * (out - out.detach()))
 
 
-class Backend:
+class Backend(kpt_core.Backend):
     """All of them, for the CPU."""
 
     name = "faulty"
-    device_type = "cpu"
-
-    def unavailable(self):
-        return None
-
-    def capabilities(self, device):
-        return frozenset()
+    device_types = ("cpu",)
 
     def kernels(self):
-        return [kpt_core.Kernel("moe.experts", f"faulty_kernels:{name}") for name in NAMES]
+        return [kpt_core.Kernel("moe.experts", f"faulty_kernels:{name}", differentiable=True) for name in NAMES]
 
 
 _SIZES = {

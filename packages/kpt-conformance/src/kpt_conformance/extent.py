@@ -15,12 +15,14 @@ class Extent:
         models: real models' shapes too, beside the small ones: in every dtype (`all`), in the first one that the
             kernel takes (`first`), or not (`none`).
         dtypes: all dtypes of small shapes, else only the first that the kernel takes.
-        kernels: kernels, beside references.
+        kernels: kernels are tried.
+        references: references are tried.
     """
 
     models: Literal["all", "first", "none"] = "none"
     dtypes: bool = False
     kernels: bool = True
+    references: bool = True
 
 
 def over(**extent: Any) -> Callable[[Check], Check]:

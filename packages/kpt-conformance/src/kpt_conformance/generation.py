@@ -7,11 +7,13 @@ import pytest
 
 import kpt_core
 from kpt_core import InputError, UnknownNameError
+from kpt_core.contract import REFERENCE
+from kpt_core.registry import layer_cases
 
 from .extent import extent_of
 from .layers import LAYER_CHECKS
 from .suite import CHECKS, DECLARATIONS, DEVICE_CHECKS, device_of, subjects, trials
-from .trial import REFERENCE, Subject, Trial
+from .trial import Subject, Trial
 
 Made = Iterable[tuple[str, tuple[Any, ...]]]
 """Ids of tests, and the values of their parameters."""
@@ -50,8 +52,8 @@ def _backend(metafunc: pytest.Metafunc) -> tuple[str, str | None]:
         return name, f"--kpt-backend={asked}"
     found = kpt_core.backends().get(name)
     device = _device(metafunc)
-    # Past dispatch, on a device of another type, the backend's own need not be there.
-    own = found is not None and (device is None or device_of(device).type == found.device_type)
+    # Where its kernels are forced to run on a device of another type, the backend's own need not be there.
+    own = found is not None and (device is None or found.serves(device_of(device).type))
     unavailable = found.unavailable() if found is not None and own else None
     if unavailable and asked:
         raise pytest.UsageError(f"backend {name} can't run here: {unavailable}")
@@ -73,7 +75,7 @@ def _unique(made: Made) -> dict[str, tuple[Any, ...]]:
     for name, values in made:
         if name in unique:
             raise InputError(
-                f"two tests are called {name}: give each kernel of an op a target, each case a name of its own"
+                f"two tests are called {name}: give each kernel of an op a forward, each case a name of its own"
             )
         unique[name] = values
     return unique
@@ -102,14 +104,14 @@ def _declarations(backend: str, device: str | None) -> Made:
 
 def _wrong(backend: str, device: str | None) -> Made:
     for subject, table in subjects(backend, device):
-        for wrong in table.wrong if not subject.direct else ():
+        for wrong in table.wrong:
             yield f"wrong_input-{subject}-{wrong.name}", (subject, table, wrong)
 
 
 def _layers(backend: str, device: str | None) -> Made:
     if backend == REFERENCE:
         for name, check in LAYER_CHECKS.items():
-            for layer in kpt_core.layer_cases().values():
+            for layer in layer_cases().values():
                 yield f"{name}-{layer.name}", (check, layer)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kpt_core import FallbackWarning, LayerCase
+from kpt_core import FallbackWarning
+from kpt_core.cases import LayerCase
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

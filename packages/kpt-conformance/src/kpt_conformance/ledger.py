@@ -48,8 +48,8 @@ class Ledger:
                 self._enter(subject, counts)
 
     def _enter(self, subject: Subject, counts: Counter[str]) -> None:
-        if subject.children:
-            return  # no kernel of its own
+        if subject.composite:
+            return  # no kernel of the backend's own
         missing = [f"{counts[kind]} {kind}" for kind in ("failed", "not run") if counts[kind]]
         if missing or not counts["passed"]:
             self.left_out[str(subject)] = ", ".join(missing) or "none passed"

@@ -9,22 +9,23 @@ from typing import Any, Self
 import torch
 
 import kpt_core
-from kpt_core import Capability, Kernel
+from kpt_core import Backend, Capability, Kernel
+from kpt_core.registry import add_backend, remove_backend
 
 #: What kernels' names point into, since a kernel is named by a string: `kpt_conformance.loopback:offered.<name>`.
 offered = SimpleNamespace()
 _numbers = itertools.count(1)
 
 
-class Loopback:
-    """A backend (`kpt_core.Backend`) made of functions, whose every answer can be set, at any time.
+class Loopback(Backend):
+    """A backend made of functions, whose every answer can be set, at any time.
 
     Kernels take part in dispatch inside a `with` block; what changes there is seen by the next call.
 
     Example:
         >>> with Loopback("mine") as loopback:
-        ...     kernel = loopback.offer("moe.grouped_mm", function, priority=10)
-        ...     kpt_core.explain("moe.grouped_mm", x, weight, offsets).kernel == kernel.target
+        ...     kernel = loopback.offer("moe.grouped_mm", forward, backward, priority=10)
+        ...     kpt_core.explain("moe.grouped_mm", x, weight, offsets).kernel == kernel.forward
         True
 
     Args:
@@ -42,17 +43,17 @@ class Loopback:
         broken: str | None = None,
     ) -> None:
         self.name = name
-        self.device_type = device_type
+        self.device_types = (device_type,)
         self._capabilities = frozenset(capabilities)
         self._broken = broken
         self._kernels: tuple[Kernel, ...] = ()
 
     def __enter__(self) -> Self:
-        kpt_core.add_backend(self)
+        add_backend(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        kpt_core.remove_backend(self.name)
+        remove_backend(self.name)
 
     @property
     def broken(self) -> str | None:
@@ -76,43 +77,29 @@ class Loopback:
     def offer(
         self,
         op: str,
-        function: Callable[..., Any],
+        forward: Callable[..., Any],
+        backward: Callable[..., Any] | None = None,
         *,
-        requires: Iterable[Capability] = (),
-        priority: int = 0,
-        dtypes: Iterable[str] | None = None,
-        unsupported: Callable[..., str | None] | None = None,
-        forward_only: bool = False,
-        deterministic: bool = False,
+        unsupported: Callable[..., Any] | None = None,
         configs: Any = None,
+        **declared: Any,
     ) -> Kernel:
-        """Offer a function as a kernel of an op.
+        """Offer functions as a kernel of an op.
 
         Args:
             op: name of the op.
-            function: has the op's signature.
-            requires: as in `kpt_core.Kernel`, like `priority`, `dtypes`, `forward_only` and `deterministic`.
-            priority: the higher one is tried first.
-            dtypes: of the op's first tensor; None accepts all.
-            unsupported: a function of the op's arguments that gives None, or the sentence that refuses the call.
-            forward_only: the function gives no gradients.
-            deterministic: repeated calls give the same bits.
+            forward: as in `kpt_core.Kernel`, the function itself, like `backward` and `unsupported`.
+            backward: None for a kernel that gives no gradients, or whose forward autograd differentiates.
+            unsupported: None for a kernel that takes every call.
             configs: what tuning tries; None if there is nothing to tune.
+            **declared: everything else that `kpt_core.Kernel` takes.
 
         Returns:
-            The kernel. Its target is unique in this process, whatever the name of the function.
+            The kernel. Its name is unique in this process, whatever the name of the function.
         """
-        kernel = Kernel(
-            op,
-            _publish(function),
-            requires=frozenset(requires),
-            priority=priority,
-            dtypes=None if dtypes is None else frozenset(dtypes),
-            unsupported=None if unsupported is None else _publish(unsupported),
-            forward_only=forward_only,
-            deterministic=deterministic,
-            configs=None if configs is None else _publish(configs),
-        )
+        functions = {"forward": forward, "backward": backward, "unsupported": unsupported, "configs": configs}
+        declared |= {name: _publish(value) for name, value in functions.items() if value is not None}
+        kernel = Kernel(op, **declared)
         self._kernels += (kernel,)
         self._selected_anew()
         return kernel
@@ -132,8 +119,8 @@ class Loopback:
     def _selected_anew(self) -> None:
         """Have what was selected so far forgotten, as adding a backend does."""
         if kpt_core.backends().get(self.name) is self:
-            kpt_core.remove_backend(self.name)
-            kpt_core.add_backend(self)
+            remove_backend(self.name)
+            add_backend(self)
 
 
 def _publish(value: Any) -> str:

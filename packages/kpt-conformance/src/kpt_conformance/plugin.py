@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kpt-device",
         metavar="DEVICE",
-        help="where to run; on a device of another type than the backend's, kernels are called past dispatch",
+        help="where to run; on a device of another type than the backend's, kernels are forced to run",
     )
     group.addoption(
         "--kpt-xfails",

@@ -7,16 +7,22 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_core import CaseTable, InputError, LayerCase, UnknownNameError, WrongInput
+from kpt_core import InputError, Kernel, UnknownNameError
+from kpt_core.cases import CaseTable, LayerCase, WrongInput
+from kpt_core.contract import REFERENCE, TORCH
+from kpt_core.registry import case_tables
 
-from .checks import declarations, devices, purity, results, transforms, values
+from .checks import declarations, devices, gradients, purity, results, transforms, values
 from .extent import Extent
-from .trial import REFERENCE, Subject, Trial
+from .trial import Subject, Trial
 
 #: Each is run on every trial of its extent.
 CHECKS: tuple[Callable[[Trial], None], ...] = (
     values.values,
-    values.derivatives,
+    gradients.derivatives,
+    gradients.second_derivatives,
+    gradients.saved_tensors,
+    gradients.interchangeable,
     values.layouts,
     values.cotangents,
     values.far_strides,
@@ -37,6 +43,7 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     transforms.custom_ops,
     transforms.compiled,
     transforms.compiled_dynamic,
+    transforms.traced,
     transforms.exported,
     transforms.vmapped,
     transforms.autocast,
@@ -55,7 +62,7 @@ class Suite:
     Attributes:
         backend: name of the backend, or `reference` for the references of every op; None is what `--kpt-backend` says.
         device: where to run; None is the backend's first device. On a device of another type than the backend's,
-            kernels are called past dispatch (Triton's interpreter runs on the CPU, for instance).
+            kernels are forced to run (Triton's interpreter runs on the CPU, for instance).
 
     Example:
         >>> class TestAcme(Suite):
@@ -106,7 +113,7 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
         UnknownNameError: no such backend is installed.
         InputError: a kernel's op has no case table, or torch knows no such device.
     """
-    tables = kpt_core.case_tables()
+    tables = case_tables()
     if backend == REFERENCE:
         place = device_of(device or "cpu")
         return [(Subject(kpt_core.get_op(op), REFERENCE, REFERENCE, place), table) for op, table in tables.items()]
@@ -114,26 +121,30 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
     if backend not in known:
         raise UnknownNameError("backend", backend, [*known, REFERENCE])
     found = known[backend]
-    place = device_of(device or found.device_type)
-    offered = []
-    served = set()
-    for kernel in found.kernels():
-        if kernel.op not in kpt_core.ops():
-            continue  # of a feature package that is not installed
-        if kernel.op not in tables:
-            raise InputError(
-                f"op {kernel.op} has no case table, so {kernel.target} can't be tried; see kpt_core.CaseTable"
-            )
-        served.add(kernel.op)
-        direct = place.type != found.device_type
-        subject = Subject(kpt_core.get_op(kernel.op), kernel.target, backend, place, kernel, direct=direct)
-        offered.append((subject, tables[kernel.op]))
-    for name, table in tables.items():
-        op = kpt_core.get_op(name)
-        children = tuple(child for child in op.composed_of if child in served)
-        if name not in served and children and place.type == found.device_type:
-            offered.append((Subject(op, backend, backend, place, children=children), table))
-    return offered
+    place = device_of(device or next(iter(found.device_types), "cpu"))
+    # A backend may be installed without the feature package whose ops it serves.
+    kernels = [kernel for kernel in found.kernels() if kernel.op in kpt_core.ops()]
+    served = {kernel.op for kernel in kernels}
+    if served - tables.keys():
+        raise InputError(
+            f"no case table for {', '.join(sorted(served - tables.keys()))}, whose kernels can't be tried so; "
+            "see kpt_core.cases.CaseTable"
+        )
+    direct = not found.serves(place.type)
+
+    def subject(kernel: Kernel, target: str, children: set[str]) -> tuple[Subject, CaseTable]:
+        op = kpt_core.get_op(kernel.op)
+        tried = Subject(op, target, backend, place, kernel, children=tuple(sorted(children)), direct=direct)
+        return tried, tables[kernel.op]
+
+    # What a kernel of backend `torch` calls is tried as this backend serves it, whatever else is installed.
+    own = [subject(each, each.forward, {*each.composed_of} & served if backend == TORCH else set()) for each in kernels]
+    composites = [
+        subject(each, f"{each.forward}+{backend}", {*each.composed_of} & served)
+        for each in known[TORCH].kernels()
+        if each.op in tables and each.op not in served and not served.isdisjoint(each.composed_of) and not direct
+    ]
+    return own + composites
 
 
 def device_of(name: str) -> torch.device:
@@ -151,7 +162,7 @@ def device_of(name: str) -> torch.device:
 
 def trials(subject: Subject, table: CaseTable, extent: Extent) -> Iterator[Trial]:
     """The trials of a subject that a check asks for."""
-    if subject.target != REFERENCE and not extent.kernels:
+    if not (extent.references if subject.kernel is None else extent.kernels):
         return
     dtypes = subject.dtypes(table)
     for case in table.cases:

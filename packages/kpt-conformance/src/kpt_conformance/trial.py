@@ -1,6 +1,5 @@
 """A trial: one kernel, or a reference, on one case in one dtype; and the truth that it is held to."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,11 +10,13 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_core import Arguments, Case, CaseTable, Kernel, NoKernelError, Op
+from kpt_core import Call, Kernel, NoKernelError, Op
+from kpt_core.cases import Arguments, Case, CaseTable
+from kpt_core.contract import REFERENCE, TORCH, identity, load
+from kpt_core.dispatch import force
 
 from .comparison import Outcome, assert_right, outputs_of
-
-REFERENCE = "reference"
+from .tensors import cotangent_like, fresh, tensors_of, with_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,12 @@ class Subject:
 
     Attributes:
         op: the op.
-        target: full name of the kernel; `reference`; or a backend's name, for a composite op that it serves through
-            the ops of which that is composed.
+        target: the kernel's function (`package.module:function`), or `reference`; for a composite also the backend.
         backend: name of the backend, or `reference`.
         device: where it runs.
-        kernel: None for a reference or a composite.
-        children: for a composite, the ops of which it is composed and that the backend serves.
-        direct: call the kernel itself rather than the op: where dispatch would refuse, as on another device.
+        kernel: None for a reference.
+        children: of the ops that the kernel calls, those that the backend must serve.
+        direct: the device is of another type than the backend's, and the kernel is forced to run on it.
     """
 
     op: Op[..., Any]
@@ -41,13 +41,10 @@ class Subject:
     children: tuple[str, ...] = ()
     direct: bool = False
 
-    def _choices(self) -> list[tuple[str, str]]:
-        """(op, what must serve it)."""
-        if self.direct:
-            return []
-        if self.children:
-            return [(self.op.name, REFERENCE), *((child, self.backend) for child in self.children)]
-        return [("*" if self.kernel is None else self.op.name, self.target)]
+    @property
+    def composite(self) -> bool:
+        """Whether the kernel is one of backend `torch` of which another backend serves the parts."""
+        return bool(self.children) and self.backend != TORCH
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
@@ -55,48 +52,49 @@ class Subject:
         with ExitStack() as stack:
             # Autograd's own threads for accelerators would not see the choice.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            for op, name in self._choices():
-                stack.enter_context(kpt_core.use(name, op=op, strict=not self.children))
+            if self.kernel is None:
+                stack.enter_context(kpt_core.use(REFERENCE, strict=True))
+            elif self.direct:
+                stack.enter_context(force(self.backend, self.kernel))
+            else:
+                name = identity(TORCH if self.composite else self.backend, self.kernel)
+                stack.enter_context(kpt_core.use(name, op=self.op.name, strict=not self.children))
+            for child in self.children:
+                stack.enter_context(kpt_core.use(self.backend, op=child))
             yield
 
     def __str__(self) -> str:
         return f"{self.op.name}-{self.target}"
 
     def call(self, arguments: Arguments) -> Any:
-        """Run it, and nothing else in its place; inside `chosen`."""
-        args, kwargs = self.split(arguments)
-        return self.function()(*args, **kwargs)
+        """Run it; inside `chosen`, nothing else runs in its place."""
+        return self.op(**arguments)
 
-    def function(self) -> Callable[..., Any]:
-        """What `call` calls: the op, or the kernel past dispatch."""
-        return self.kernel.load() if self.direct and self.kernel is not None else self.op
-
-    def split(self, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments by position where the op takes them so."""
-        positional, named = [], dict(arguments)
-        for name, parameter in inspect.signature(self.op.reference).parameters.items():
-            if name not in named or parameter.kind is parameter.KEYWORD_ONLY:
-                break
-            positional.append(named.pop(name))
-        return tuple(positional), named
+    def record(self, arguments: Arguments) -> Call:
+        """What a kernel is given for these arguments."""
+        needs = dict.fromkeys(n.partition("[")[0] for n, t in tensors_of(arguments).items() if t.requires_grad)
+        return self.op.bind(**arguments)._replace(needs=tuple(needs))
 
     def dtypes(self, table: CaseTable) -> tuple[torch.dtype, ...]:
         """Those of a table that the kernel takes."""
         accepted = self.kernel.dtypes if self.kernel else None
         return tuple(d for d in table.dtypes if accepted is None or str(d).removeprefix("torch.") in accepted)
 
+    def unsupported(self, arguments: Arguments) -> object:
+        """What the kernel's own function says of a call; None if it has none."""
+        if self.kernel is None or self.kernel.unsupported is None:
+            return None
+        reason: object = load(self.kernel.unsupported)(self.record(arguments))
+        return reason
+
     def refusal(self, arguments: Arguments) -> str | None:
         """Why it does not take a call, or None."""
-        args, kwargs = self.split(arguments)
-        if self.direct:
-            unsupported = self.kernel.load_unsupported() if self.kernel else None
-            return unsupported(*args, **kwargs) if unsupported else None
         try:
             with self.chosen():
-                selection = self.op.explain(*args, **kwargs)
+                selection = self.op.explain(**arguments)
         except NoKernelError as error:
             return str(error)
-        if self.children and not any(s.backend == self.backend for s in _tree(selection)):
+        if self.composite and not any(s.backend == self.backend for s in _tree(selection)):
             return f"{self.backend} serves none of the ops that {self.op.name} calls here"
         return None
 
@@ -121,7 +119,8 @@ class Trial:
     @property
     def differentiable(self) -> bool:
         """Whether gradients belong to what is promised."""
-        return bool(self.table.gradients) and not (self.subject.kernel and self.subject.kernel.forward_only)
+        kernel = self.subject.kernel
+        return bool(self.table.gradients) and (kernel is None or kernel.differentiable or kernel.backward is not None)
 
     def arguments(self, seed: int = 0) -> Arguments:
         """Arguments on the subject's device; skips the test if the subject refuses them."""
@@ -144,20 +143,39 @@ class Trial:
 
     def wants_gradient(self, name: str, value: Any) -> bool:
         """Whether a gradient of an argument is promised: 8-bit numbers are frozen."""
-        return name in self.table.gradients and isinstance(value, Tensor) and value.dtype.itemsize > 1
+        promised = name.partition("[")[0] in self.table.gradients
+        return promised and isinstance(value, Tensor) and value.dtype.itemsize > 1
+
+    def mutates(self, name: str) -> bool:
+        """Whether the op changes the argument."""
+        return name.partition("[")[0] in self.subject.op.mutates
 
     def leaves(self, arguments: Arguments) -> Arguments:
-        """The same memory, the differentiable arguments as leaves that want gradients."""
-        return {
-            name: value.requires_grad_() if self.wants_gradient(name, value) else value
-            for name, value in ((n, v.detach() if isinstance(v, Tensor) else v) for n, v in arguments.items())
-        }
+        """The same memory, the differentiable arguments as leaves that want gradients; copies of what is mutated."""
+
+        def leaf(name: str, tensor: Tensor) -> Tensor:
+            tensor = fresh(tensor) if self.mutates(name) else tensor.detach()
+            return tensor.requires_grad_() if self.wants_gradient(name, tensor) else tensor
+
+        return with_tensors(arguments, leaf)
+
+    def outputs(self, leaves: Arguments, call: Callable[[Arguments], Any] | None = None) -> dict[str, Tensor]:
+        """Results of a call, and what it left in the arguments that it mutates.
+
+        Args:
+            leaves: as `leaves` gives them.
+            call: what to call instead of the subject.
+        """
+        results = outputs_of((call or self.subject.call)(leaves))
+        changed = {f"{name} afterwards": t.detach() for name, t in tensors_of(leaves).items() if self.mutates(name)}
+        return {**results, **changed}
 
     def run(
         self,
         arguments: Arguments,
         call: Callable[[Arguments], Any] | None = None,
         cotangent: Callable[[Tensor], Tensor] | None = None,
+        twice: bool = False,
     ) -> Outcome:
         """The result for arguments and, if promised, the gradients for random cotangents.
 
@@ -165,39 +183,52 @@ class Trial:
             arguments: strides are kept.
             call: what to call instead of the subject.
             cotangent: changes the layout of each cotangent.
+            twice: second derivatives in place of the first.
         """
-        call = call or self.subject.call
-        with self.subject.chosen():
-            if not self.differentiable:
-                with torch.no_grad():
-                    return Outcome(outputs_of(call(arguments)), {})
-            leaves = self.leaves(arguments)
-            outputs = outputs_of(call(leaves))
-            return Outcome(
-                {name: out.detach() for name, out in outputs.items()}, self.gradients(leaves, outputs, cotangent)
-            )
+        leaves = self.leaves(arguments)
+        with self.subject.chosen(), torch.set_grad_enabled(self.differentiable):
+            outputs = self.outputs(leaves, call)
+            gradients: Mapping[str, Tensor | None] = {}
+            if self.differentiable:
+                gradients = self.gradients(leaves, outputs, cotangent, create_graph=twice)
+            if twice:
+                gradients = self._second(leaves, gradients)
+        return self.outcome(outputs, gradients)
 
     def gradients(
         self,
         leaves: Arguments,
         outputs: Mapping[str, Tensor],
         cotangent: Callable[[Tensor], Tensor] | None = None,
-        retain_graph: bool = False,
+        **options: bool,
     ) -> dict[str, Tensor | None]:
-        """Gradients of the differentiable arguments for random cotangents of the outputs."""
-        wanted = {n: v for n, v in leaves.items() if self.wants_gradient(n, v)}
+        """Gradients of the differentiable arguments for random cotangents of the outputs.
+
+        Args:
+            leaves: as `leaves` gives them.
+            outputs: that hang on their graph.
+            cotangent: changes the layout of each cotangent.
+            **options: of `torch.autograd.grad`.
+        """
+        wanted = {n: t for n, t in tensors_of(leaves).items() if self.wants_gradient(n, t)}
         pulled = {name: out for name, out in outputs.items() if out.is_floating_point() and out.requires_grad}
         if not pulled:
             return dict.fromkeys(wanted)
         change = cotangent or (lambda pull: pull)
         pulls = [change(cotangent_like(out, index)) for index, out in enumerate(pulled.values())]
         gradients = torch.autograd.grad(
-            list(pulled.values()), list(wanted.values()), pulls, allow_unused=True, retain_graph=retain_graph
+            list(pulled.values()), list(wanted.values()), pulls, allow_unused=True, **options
         )
         return dict(zip(wanted, gradients, strict=True))
 
+    def _second(self, leaves: Arguments, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Derivatives of a random combination of gradients; zero where they don't depend on an argument."""
+        again = {f"gradient of {n}": g for n, g in gradients.items() if g is not None}
+        second = self.gradients(leaves, again)
+        return {n: torch.zeros_like(tensors_of(leaves)[n]) if g is None else g for n, g in second.items()}
+
     def truth(
-        self, arguments: Arguments, cotangent: Callable[[Tensor], Tensor] | None = None
+        self, arguments: Arguments, cotangent: Callable[[Tensor], Tensor] | None = None, twice: bool = False
     ) -> tuple[Outcome, Outcome]:
         """The reference in this dtype (what rounding costs) and in float64 (what is right), for these values."""
         subject = replace(self.subject, target=REFERENCE, backend=REFERENCE, kernel=None, children=(), direct=False)
@@ -205,15 +236,15 @@ class Trial:
         table = self.table if self.differentiable else replace(self.table, gradients=())
         reference = replace(self, subject=subject, table=table)
 
-        def plain(value: Any, wide: bool) -> Any:
-            if not isinstance(value, Tensor):
-                return torch.float64 if wide and value is self.dtype else value
-            value = value.detach().clone(memory_format=torch.contiguous_format)
-            return value.double() if wide and value.dtype is self.dtype else value
+        def plain(name: str, tensor: Tensor) -> Tensor:
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
 
+        def wide(name: str, tensor: Tensor) -> Tensor:
+            return plain(name, tensor).double() if tensor.dtype is self.dtype else plain(name, tensor)
+
+        widened = {n: torch.float64 if v is self.dtype else v for n, v in with_tensors(arguments, wide).items()}
         baseline, oracle = (
-            reference.run({name: plain(value, wide) for name, value in arguments.items()}, cotangent=cotangent)
-            for wide in (False, True)
+            reference.run(made, cotangent=cotangent, twice=twice) for made in (with_tensors(arguments, plain), widened)
         )
         reduction = self.table.reduction(arguments) if self.table.reduction else 1
         return baseline, replace(oracle, reduction=reduction)
@@ -228,16 +259,5 @@ class Trial:
         return Outcome({name: out.detach() for name, out in outputs.items()}, gradients)
 
     def assert_right(self, arguments: Arguments, got: Outcome, what: str = "") -> None:
-        """Raise `AssertionError` unless `got` is right for these arguments; the message begins with `what`."""
+        """Raise `AssertionError` if `got` is not right for these arguments; the message begins with `what`."""
         assert_right(got, *self.truth(arguments), what)
-
-
-def cotangent_like(out: Tensor, index: int = 0) -> Tensor:
-    """A random cotangent for an output: never constant, since a sum would hide what is summed wrongly."""
-    generator = torch.Generator().manual_seed(1000 + index)
-    return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device, out.dtype)
-
-
-def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
-    """The tensors among arguments."""
-    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}

@@ -2,32 +2,27 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import pytest
-import torch
 
-from kpt_core import Kernel
+from kpt_core import Backend, Kernel
 
 #: Where the sample kernels that can run would be; nothing of it is called.
 TARGET = "aot_backend:matmul"
 
 
-@dataclass(frozen=True)
-class SampleBackend:
+class SampleBackend(Backend):
     """Offers one kernel for each attribute that is to be compiled."""
 
-    aot: tuple[str, ...]
-    chips: tuple[str, ...]
-    name: str = "sample"
-    device_type: str = "cuda"
+    name = "sample"
+    device_types = ("cuda",)
+
+    def __init__(self, aot: tuple[str, ...], chips: tuple[str, ...]) -> None:
+        self.aot, self.chips = aot, chips
 
     def unavailable(self) -> str | None:
         return "it is never there"
-
-    def capabilities(self, device: torch.device) -> frozenset[str]:
-        return frozenset()
 
     def kernels(self) -> Iterable[Kernel]:
         return [Kernel("sample.matmul", f"{TARGET}_{index}", aot=aot) for index, aot in enumerate(self.aot)]

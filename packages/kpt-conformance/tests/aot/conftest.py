@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from aot_backend import SampleBackend
 
-import kpt_core
 from kpt_conformance.aot import Row, run
 from kpt_conformance.aot.cache import default_folder
+from kpt_core import registry
 
 Matrix = Callable[..., list[Row]]
 
@@ -21,11 +21,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_samples(aot: str, *chips: str, cache: Path, **options: object) -> list[Row]:
-    kpt_core.add_backend(SampleBackend((aot,), chips))
+    registry.add_backend(SampleBackend((aot,), chips))
     try:
         return run(backends=["sample"], cache=cache, **options)
     finally:
-        kpt_core.remove_backend("sample")
+        registry.remove_backend("sample")
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from aot_backend import SampleBackend, need
 
-import kpt_core
 from kpt_conformance.aot.__main__ import main
+from kpt_core import registry
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def command(cache):
     added = []
 
     def run_command(aot: tuple[str, ...], chips: tuple[str, ...], *options: str) -> int:
-        kpt_core.add_backend(SampleBackend(aot, chips))
+        registry.add_backend(SampleBackend(aot, chips))
         added.append("sample")
         return main(["--backend", "sample", "--cache", str(cache), *options])
 
     yield run_command
     for name in added:
-        kpt_core.remove_backend(name)
+        registry.remove_backend(name)
 
 
 def test_nothing_to_compile_is_said(command, capsys):

@@ -12,6 +12,7 @@ import kpt_core
 from kpt_conformance.aot import CHIPS, run
 from kpt_conformance.aot.declared import Job, Source
 from kpt_conformance.aot.fingerprint import reading_key, source_hash
+from kpt_core import registry
 
 
 def test_chips_of_the_design_are_known():
@@ -149,17 +150,17 @@ def test_backend_that_tells_no_kernels_is_a_row():
         def kernels(self):
             raise RuntimeError("no driver")
 
-    kpt_core.add_backend(Broken((), ("sm90",)))
+    registry.add_backend(Broken((), ("sm90",)))
     try:
         (row,) = run(backends=["sample"])
     finally:
-        kpt_core.remove_backend("sample")
+        registry.remove_backend("sample")
     assert (row.status, row.detail) == ("error", "kernels() of backend 'sample' raised RuntimeError: no driver")
 
 
 def test_backend_without_aot_is_left_alone():
-    kpt_core.add_backend(SampleBackend((), ("sm90",)))
+    registry.add_backend(SampleBackend((), ("sm90",)))
     try:
         assert run(backends=["sample"]) == []
     finally:
-        kpt_core.remove_backend("sample")
+        registry.remove_backend("sample")

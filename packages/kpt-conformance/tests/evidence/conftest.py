@@ -8,37 +8,35 @@ import pytest
 import torch
 from evidence_package import write_package
 
-import kpt_core
 from kpt_conformance.evidence import record_success
+from kpt_core import Backend, Kernel, registry
 
 
-class Backend:
+class Evident(Backend):
     """Serves the CPU with two kernels."""
 
     name = "evident"
-    device_type = "cpu"
+    device_types = ("cpu",)
 
     def __init__(self) -> None:
         self.offered = [
-            kpt_core.Kernel(
+            Kernel(
                 "evidence.double",
-                "evidence_pkg.fast:fast",
+                forward="evidence_pkg.fast:fast",
+                backward="evidence_pkg.back:fast_backward",
                 requires={"bf16"},
                 dtypes={"float32", "bfloat16"},
                 unsupported="evidence_pkg.refusal:unsupported",
                 priority=5,
                 deterministic=True,
             ),
-            kpt_core.Kernel("evidence.double", "evidence_pkg.interpreted:interpreted", forward_only=True),
+            Kernel("evidence.double", "evidence_pkg.interpreted:interpreted"),
         ]
-
-    def unavailable(self) -> str | None:
-        return None
 
     def capabilities(self, device: torch.device) -> frozenset[str]:
         return frozenset({"bf16"})
 
-    def kernels(self) -> list[kpt_core.Kernel]:
+    def kernels(self) -> list[Kernel]:
         return self.offered
 
 
@@ -50,17 +48,17 @@ def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     importlib.import_module("evidence_pkg.double")
     yield folder / "evidence_pkg"
-    kpt_core._registry._ops.pop("evidence.double")
+    registry._ops.pop("evidence.double")
     for name in [name for name in sys.modules if name.partition(".")[0] == "evidence_pkg"]:
         del sys.modules[name]
 
 
 @pytest.fixture
 def backend(package):
-    added = Backend()
-    kpt_core.add_backend(added)
+    added = Evident()
+    registry.add_backend(added)
     yield added
-    kpt_core.remove_backend(added.name)
+    registry.remove_backend(added.name)
 
 
 @pytest.fixture

@@ -24,15 +24,16 @@ FILES = {
     "evidence_pkg/fast.py": """
         import torch
 
-        def fast(x: torch.Tensor) -> torch.Tensor:
+        def fast(call) -> torch.Tensor:
             from evidence_pkg.inner import deeper
-            return deeper.twice(x)
+            return deeper.twice(call.x)
     """,
-    "evidence_pkg/refusal.py": "def unsupported(x): return None\n",
+    "evidence_pkg/back.py": "def fast_backward(call, saved, grad): return {'x': 2 * grad}\n",
+    "evidence_pkg/refusal.py": "def unsupported(call): return None\n",
     "evidence_pkg/interpreted.py": """
-        def interpreted(x):
+        def interpreted(call):
             from .inner.tritonic import kernel
-            return x * 2
+            return call.x * 2
     """,
     "evidence_pkg/inner/__init__.py": "",
     "evidence_pkg/inner/deeper.py": "from kpt_core import InputError\n\ndef twice(x): return x + x\n",

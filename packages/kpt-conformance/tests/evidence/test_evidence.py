@@ -110,7 +110,7 @@ def test_a_newer_record_of_the_same_level_takes_the_place(folder):
 
 def test_registered_kernels_and_references_are_claims(backend):
     fast, interpreted, reference = [claim for claim in registered() if claim.op == "evidence.double"]
-    assert fast.modules == ("evidence_pkg.fast", "evidence_pkg.refusal")
+    assert fast.modules == ("evidence_pkg.fast", "evidence_pkg.back", "evidence_pkg.refusal")
     assert (fast.needs, fast.promises) == ("cpu, bf16, bfloat16 or float32", "deterministic")
     assert interpreted.promises == "forward only"
     assert reference.key == ("reference", "evidence.double", "reference")
@@ -177,7 +177,7 @@ def test_the_hash_is_of_contents_alone(package, tmp_path, monkeypatch):
     assert sources_of(["evidence_pkg.fast"]).hash == before
 
 
-@pytest.mark.parametrize("changed", ["fast.py", "refusal.py", "inner/deeper.py"])
+@pytest.mark.parametrize("changed", ["fast.py", "back.py", "refusal.py", "inner/deeper.py"])
 def test_a_change_of_what_the_kernel_is_made_of_changes_the_hash(backend, package, changed):
     claim = next(claim for claim in registered() if claim.kernel == "evidence_pkg.fast:fast")
     before = claim.sources().hash
@@ -204,7 +204,7 @@ def test_a_success_is_recorded(prove, folder, package):
     assert (record.op, record.kernel, record.backend) == ("evidence.double", "evidence_pkg.fast:fast", "evident")
     assert (record.level, record.checks, record.expected_failures) == (Level.RAN, 412, 2)
     assert record.chip == chip_name(torch.device("cpu"))
-    assert record.source == sources_of(["evidence_pkg.fast", "evidence_pkg.refusal"]).hash
+    assert record.source == sources_of(["evidence_pkg.fast", "evidence_pkg.back", "evidence_pkg.refusal"]).hash
     assert record.versions["torch"] == torch.__version__
     assert {"python", "kpt-core", "kpt-conformance"} <= set(record.versions)
     assert record.commit is None

@@ -103,7 +103,7 @@ def cpu(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """The CPU's kernels beside KPT's references, transformers and PyTorch, and beside what the machine can do at best.
+    """The CPU's kernels beside KPT without them, transformers and PyTorch, and beside what the machine can do at best.
 
     Every result is compared with float64 before it is timed: nothing is reported if one is wrong.
     """
@@ -181,7 +181,7 @@ def _report(
     """
     from rich.live import Live
 
-    from kpt_core import write_whole
+    from kpt_core.files import write_whole
 
     from .machine import machine
 

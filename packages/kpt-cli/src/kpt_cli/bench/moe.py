@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import KptError, gain_of, interleaved_times
+from kpt_core import KptError
+from kpt_core.optimization import gain_of, interleaved_times
 
 #: Implementations of transformers that are measured beside KPT.
 PEERS = ("eager", "grouped_mm")

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import KptError, gain_of, interleaved_times
+from kpt_core import KptError
+from kpt_core.optimization import gain_of, interleaved_times
 
 from .moe import PEERS, GateError, Shape, random_routing, require_right_output, transformers_experts
 

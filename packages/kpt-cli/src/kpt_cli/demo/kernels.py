@@ -17,7 +17,7 @@ class KernelUse:
     Attributes:
         modules: dotted paths of the modules that called it alike.
         op: name of the op.
-        level: 0 if the module called it, 1 if that call's reference did, and so on.
+        level: 0 if the module called it, 1 if that call's kernel did, and so on.
         kernel: what ran: a kernel's full name, or `reference`.
         backend: the kernel's, or `reference`.
         reasons: why nothing else ran.

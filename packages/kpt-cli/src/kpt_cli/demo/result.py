@@ -31,7 +31,7 @@ class Result:
         training: how that went.
         quality: both models on held-out text.
         comparisons: speed and memory.
-        over_references: speed of the optimised model beside itself where every operation is its reference.
+        over_plain: speed of the optimised model beside itself without the kernels of a vendor's backend.
         libraries: bytes of every peak that are there before a model is.
         plan: of the optimisation.
         kernels: which kernel ran where.
@@ -46,7 +46,7 @@ class Result:
     training: TrainingLog
     quality: QualityComparison
     comparisons: tuple[Comparison, ...]
-    over_references: tuple[Comparison, ...]
+    over_plain: tuple[Comparison, ...]
     libraries: int
     plan: "Plan"
     kernels: tuple[KernelUse, ...]
@@ -70,7 +70,7 @@ class Result:
             "training": asdict(self.training),
             "quality": asdict(self.quality),
             "comparisons": [comparison.as_dict() for comparison in self.comparisons],
-            "over_references": [comparison.as_dict() for comparison in self.over_references],
+            "over_plain": [comparison.as_dict() for comparison in self.over_plain],
             "memory": {"measured_as": MEMORY_MEASURE, "libraries_bytes": self.libraries},
             "plan": self.plan.as_dict(),
             "kernels": [use.as_dict() for use in self.kernels],

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kpt_core
+from kpt_core.optimization import Optimized
 
 from .corpus import Corpus, Source, read_corpus
 from .generation import samples
@@ -90,7 +91,7 @@ def run_demo(options: Options, folder: Path, screen: Screen) -> Result:
     optimized.plan.save(plan_file)
     after: Any = optimized.model
     with screen.phase("speed", "Timing both models in turn") as phase:
-        speed, over_references = compare_speed(before, after, prompt, size.new_tokens, size.rounds, phase.tell)
+        speed, over_plain = compare_speed(before, after, prompt, size.new_tokens, size.rounds, phase.tell)
         phase.outcome = ", ".join(f"{comparison.name} {comparison.verdict}" for comparison in speed)
     with screen.phase("memory", "Measuring peak memory") as phase:
         memory = compare_memory(model_folder, plan_file, size, phase.tell)
@@ -111,7 +112,7 @@ def run_demo(options: Options, folder: Path, screen: Screen) -> Result:
         training=log,
         quality=compared,
         comparisons=(*speed, *memory.comparisons),
-        over_references=tuple(over_references),
+        over_plain=tuple(over_plain),
         libraries=memory.libraries,
         plan=optimized.plan,
         kernels=tuple(used),
@@ -183,7 +184,7 @@ def _train(text: Text, options: Options, folder: Path, screen: Screen) -> tuple[
     return about, log
 
 
-def _optimize(model: Any, prompt: Tensor, options: Options, screen: Screen) -> kpt_core.Optimized:
+def _optimize(model: Any, prompt: Tensor, options: Options, screen: Screen) -> Optimized:
     with screen.phase("optimize", "Optimising the saved model") as phase, torch.no_grad():
         optimized = kpt_core.optimize(
             model,

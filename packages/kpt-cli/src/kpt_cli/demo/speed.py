@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-import kpt_core
+from kpt_cli.plain_pytorch import plain_pytorch
 
 from .comparison import Comparison, of_times
 
 #: Called with (rounds done, rounds in all).
 OnRound = Callable[[int, int], None]
-_Contestant = Literal["before", "references", "after"]
+_Contestant = Literal["before", "plain", "after"]
 
 
 class Clock:
@@ -55,7 +55,7 @@ def generate_timed(model: Any, prompt: Tensor, new_tokens: int) -> Clock:
 def compare_speed(
     before: Any, after: Any, prompt: Tensor, new_tokens: int, rounds: int, on_round: OnRound
 ) -> tuple[list[Comparison], list[Comparison]]:
-    """Time two models in turn, so that a change of the machine's load meets both, and the second without kernels too.
+    """Time two models in turn, so that a change of the machine's load meets both, and the second in plain PyTorch too.
 
     Args:
         before: the model as it was.
@@ -66,15 +66,15 @@ def compare_speed(
         on_round: is told how it goes.
 
     Returns:
-        The second model beside the first, and beside itself where every operation is its reference.
+        The second model beside the first, and beside itself without the kernels of a vendor's backend.
     """
-    order: list[_Contestant] = ["before", "references", "after"]
+    order: list[_Contestant] = ["before", "plain", "after"]
     clocks: dict[_Contestant, list[Clock]] = {name: [] for name in order}
     for turn in range(-1, rounds):
         on_round(turn + 1, rounds + 1)
         # Who goes first alternates, since the second finds a warmer machine.
         for name in order if turn % 2 else reversed(order):
-            with kpt_core.use("reference") if name == "references" else nullcontext():
+            with plain_pytorch() if name == "plain" else nullcontext():
                 clock = generate_timed(before if name == "before" else after, prompt, new_tokens)
             if turn >= 0:
                 clocks[name].append(clock)
@@ -87,4 +87,4 @@ def compare_speed(
             of_times("decode", new_tokens - 1, [c.decode for c in old], [c.decode for c in new]),
         ]
 
-    return beside("before"), beside("references")
+    return beside("before"), beside("plain")

@@ -89,7 +89,7 @@ def show_result(result: "Result") -> None:
     _show_comparisons(result)
     _show_plan(result)
     _show_kernels(result)
-    _show_over_references(result)
+    _show_over_plain(result)
     _show_samples(result)
 
 
@@ -115,10 +115,10 @@ def _show_comparisons(result: "Result") -> None:
         )
 
 
-def _show_over_references(result: "Result") -> None:
-    heading("The optimised model without kernels, and with them")
-    made = table("", "references", "kernels", "verdict", right=("references", "kernels"), wide="verdict")
-    _add_rows(made, result.over_references)
+def _show_over_plain(result: "Result") -> None:
+    heading("The optimised model without a vendor's kernels, and with them")
+    made = table("", "plain PyTorch", "kernels", "verdict", right=("plain PyTorch", "kernels"), wide="verdict")
+    _add_rows(made, result.over_plain)
     out().print(made)
 
 

@@ -41,9 +41,9 @@ def doctor(
 
 
 def _compare(path: Path, as_json: bool) -> None:
-    import kpt_core
+    from kpt_core.lock import read_lock
 
-    lock = kpt_core.read_lock(path)
+    lock = read_lock(path)
     differences = lock.differences()
     if as_json:
         print_json({"ok": not differences, "lock": str(path), "differences": differences})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kpt_cli.devices import Device, Present, present
 from kpt_cli.offers import DTYPES, Serving, serving, summary
-from kpt_cli.plugins import Package, installed_version, origin, packages, third_parties
+from kpt_cli.plugins import Package, installed_version, packages, third_parties
 
 from .environment import slips, variables
 
@@ -21,7 +21,7 @@ class BackendState:
 
     Attributes:
         name: as `use` and `KPT_USE` name it.
-        device_type: torch's device type that it serves.
+        device_types: torch's types of the devices that it serves; none stands for all.
         origin: the distribution that it comes from.
         unavailable: the sentence that says why it can't run here, None if it is ready.
         capabilities: device to what the backend says the device can do.
@@ -29,7 +29,7 @@ class BackendState:
     """
 
     name: str
-    device_type: str
+    device_types: tuple[str, ...]
     origin: str
     unavailable: str | None
     capabilities: dict[str, tuple[str, ...]]
@@ -42,7 +42,6 @@ class OpState:
 
     op: str
     summary: str
-    composed_of: tuple[str, ...]
     servings: tuple[Serving, ...]
 
 
@@ -76,7 +75,6 @@ class Report:
                 {
                     "op": op.op,
                     "summary": op.summary,
-                    "composed_of": op.composed_of,
                     "servings": [found.as_dict() for found in op.servings],
                 }
                 for op in self.ops
@@ -92,21 +90,23 @@ def examine() -> Report:
         InputError: a `KPT_*` variable is malformed.
     """
     import kpt_core
+    from kpt_core.contract import TORCH
+    from kpt_core.registry import problems
 
     there = present()
-    backends = tuple(_backend_state(backend, there) for _, backend in sorted(kpt_core.backends().items()))
+    offered = sorted(kpt_core.backends().items(), key=lambda each: (each[0] == TORCH, each[0]))
+    backends = tuple(_backend_state(backend, there) for _, backend in offered)
     ops = tuple(
         OpState(
             op=name,
             summary=summary(op),
-            composed_of=op.composed_of,
             servings=tuple(serving(op, device.device, dtype) for device in there.kinds for dtype in DTYPES),
         )
         for name, op in sorted(kpt_core.ops().items())
     )
-    problems = [str(problem) for problem in kpt_core.problems()]  # last: looking at kernels may find more
-    problems += [text for backend in backends for text in backend.broken]
-    problems += [f"{op.op} on {found.device}: {found.broken}" for op in ops for found in op.servings if found.broken]
+    wrong = [str(problem) for problem in problems()]  # last: looking at kernels may find more
+    wrong += [text for backend in backends for text in backend.broken]
+    wrong += [text for op in ops for found in op.servings for text in found.broken]
     return Report(
         versions=_versions(),
         packages=tuple(packages()),
@@ -115,7 +115,7 @@ def examine() -> Report:
         devices=there.devices,
         backends=backends,
         ops=ops,
-        problems=tuple(dict.fromkeys(problems)),
+        problems=tuple(dict.fromkeys(wrong)),
         advice=(*slips(), *_advice(there, ops)),
         notes=there.notes,
     )
@@ -139,19 +139,21 @@ def _versions() -> dict[str, str | None]:
 def _backend_state(backend: "Backend", there: Present) -> BackendState:
     import torch
 
+    from kpt_core.registry import origin
+
     unavailable, capabilities, broken = None, {}, []
     try:
         unavailable = backend.unavailable()
         if unavailable is None:
             for device in there.kinds:
-                if device.type == backend.device_type:
+                if backend.serves(device.type):
                     told = backend.capabilities(torch.device(device.device))
                     capabilities[device.device] = tuple(sorted(told))
     except Exception as error:  # foreign code: its failure is what is reported
         broken.append(f"backend {backend.name!r} of {origin(backend.name)}: {type(error).__name__}: {error}")
     return BackendState(
         name=backend.name,
-        device_type=backend.device_type,
+        device_types=backend.device_types,
         origin=origin(backend.name),
         unavailable=unavailable,
         capabilities=capabilities,

@@ -56,9 +56,6 @@ def _show_devices(report: Report) -> None:
 
 def _show_backends(report: Report) -> None:
     heading("Backends")
-    if not report.backends:
-        say("  None is installed; every op runs its PyTorch reference.")
-        return
     made = table("backend", "from", "serves", "state", "capabilities", wide="capabilities")
     for backend in report.backends:
         if backend.broken:
@@ -68,8 +65,10 @@ def _show_backends(report: Report) -> None:
         else:
             state = backend.unavailable
         told = "; ".join(f"{device}: {', '.join(names)}" for device, names in backend.capabilities.items())
-        made.add_row(backend.name, backend.origin, backend.device_type, state, told)
+        made.add_row(backend.name, backend.origin, ", ".join(backend.device_types) or "all", state, told)
     out().print(made)
+    if len(report.backends) == 1:
+        say("No vendor's backend is installed: everything runs in plain PyTorch.", style="dim")
 
 
 def _show_ops(report: Report) -> None:
@@ -85,7 +84,7 @@ def _show_ops(report: Report) -> None:
             refusals.update(dict.fromkeys(_refusals(found)))
     out().print(made)
     if any(" if " in runs for op in report.ops for _, _, runs in _rows(op)):
-        say("'if it takes the call': a kernel that looks at shapes and other arguments first.", style="dim")
+        say("'if it takes the call': a kernel without a backward, or one that looks at arguments first.", style="dim")
     tuned = {found.op: None for op in report.ops for found in op.servings if found.tuned}
     if tuned:
         say(f"For some sizes of {', '.join(tuned)}, what `kpt tune` measured comes first.", style="dim")
@@ -109,14 +108,15 @@ def _runs(found: Serving) -> str:
     if found.ends_in_reference:
         chain.append("reference")
     if not chain:
-        return "broken" if found.broken else f"nothing: {found.explicit} was asked for and can't serve it"
+        return f"nothing: {found.explicit} was asked for and can't serve it"
     return "\nelse ".join(chain)
 
 
 def _refusals(found: Serving) -> list[str]:
-    # A kernel for a kind of device that this call is not on needs no explanation, and advice names what to install.
+    # A kernel for a kind of device that this call is not on needs no explanation, nor one in plain PyTorch for host
+    # memory alone; and advice names what to install.
     return [
         f"{found.op}: {refused.kernel or refused.backend}: {refused.reason}"
         for refused in found.refused
-        if refused.kernel is not None and not refused.reason.startswith("runs on ")
+        if refused.kernel is not None and refused.backend != "torch" and not refused.reason.startswith("runs on ")
     ]

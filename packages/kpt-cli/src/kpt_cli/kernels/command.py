@@ -21,6 +21,7 @@ def kernels(
     """List the ops, their kernels, and what becomes of each kernel on this machine's devices."""
     import kpt_core
     from kpt_cli.devices import present
+    from kpt_core.registry import problems
 
     from .report import op_row
 
@@ -28,8 +29,8 @@ def kernels(
         warnings.simplefilter("ignore", kpt_core.PluginWarning)  # told below, each once
         devices = present().kinds
         rows = [op_row(name, devices) for name in ([op] if op is not None else sorted(kpt_core.ops()))]
-        problems = kpt_core.problems()
-    for problem in problems:
+        found = problems()
+    for problem in found:
         complain("warning", f"KPT goes on without {problem}")
     for text in dict.fromkeys(text for row in rows for text in row.broken):
         complain("warning", text)
@@ -38,7 +39,7 @@ def kernels(
             {
                 "devices": [device.as_dict() for device in devices],
                 "ops": [row.as_dict() for row in rows],
-                "problems": [str(problem) for problem in problems],
+                "problems": [str(problem) for problem in found],
             }
         )
         return
@@ -54,8 +55,10 @@ def _show(row: "OpRow", *, contract: bool) -> None:
         out().print(Padding(row.contract, (0, 0, 0, 2), expand=False))
     elif row.summary:
         say(f"  {row.summary}")
-    if row.composed_of:
-        say(f"  calls {', '.join(row.composed_of)}, each of which is chosen for itself")
+    for kernel in row.kernels:
+        if kernel.composed_of:
+            calls = f"{kernel.kernel} calls {', '.join(kernel.composed_of)}, each of which is chosen for itself"
+            out().print(Padding(calls, (0, 0, 0, 2), expand=False))
     out().print()
     devices = list(row.reference_on)
     made = table("priority", "kernel", "backend", "needs", *devices, wide=devices[-1], right=("priority",))

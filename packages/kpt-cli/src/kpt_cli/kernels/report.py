@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kpt_cli.devices import Device
-from kpt_cli.offers import DTYPES, Serving, offered, serving, summary
+from kpt_cli.offers import DTYPES, Serving, serving, summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class KernelRow:
         kernel: its full name.
         priority: the higher one is tried first.
         requires: capabilities that the device must have.
+        composed_of: the ops that it calls.
         on: device to the sentence that says what becomes of it there.
     """
 
@@ -24,6 +25,7 @@ class KernelRow:
     kernel: str
     priority: int
     requires: tuple[str, ...]
+    composed_of: tuple[str, ...]
     on: dict[str, str]
 
 
@@ -36,17 +38,15 @@ class OpRow:
         summary: the first line of its docstring.
         contract: its whole docstring.
         reference: where its reference is defined.
-        composed_of: the ops that the reference calls.
-        kernels: what backends offer.
+        kernels: what backends offer; those in plain PyTorch, of backend `torch`, come last.
         reference_on: device to whether the reference may run there.
-        broken: what is wrong with its kernels rather than unsuitable.
+        broken: what those raised that can't be loaded.
     """
 
     op: str
     summary: str
     contract: str
     reference: str
-    composed_of: tuple[str, ...]
     kernels: tuple[KernelRow, ...]
     reference_on: dict[str, str]
     broken: tuple[str, ...]
@@ -62,35 +62,33 @@ def op_row(name: str, devices: tuple[Device, ...]) -> OpRow:
     Raises:
         UnknownNameError: no op has that name, or `KPT_USE` names something that is not installed.
     """
-    import kpt_core
+    from kpt_core.registry import get_op, kernels
 
-    op = kpt_core.get_op(name)
+    op = get_op(name)
     servings = {device.device: [serving(op, device.device, dtype) for dtype in DTYPES] for device in devices}
     rows = [
         KernelRow(
-            backend=backend,
-            kernel=kernel.target,
+            backend=backend.name,
+            kernel=kernel.forward,
             priority=kernel.priority,
             requires=tuple(sorted(kernel.requires)),
-            on={device: _over_dtypes(backend, kernel.target, found) for device, found in servings.items()},
+            composed_of=kernel.composed_of,
+            on={device: _over_dtypes(backend.name, kernel.forward, found) for device, found in servings.items()},
         )
-        for backend, kernel in offered(name)
+        for backend, kernel in kernels(name)
     ]
     return OpRow(
         op=name,
         summary=summary(op),
         contract=inspect.getdoc(op.reference) or "",
         reference=op.defined_in,
-        composed_of=op.composed_of,
         kernels=tuple(rows),
         reference_on={device: _reference(found) for device, found in servings.items()},
-        broken=tuple(dict.fromkeys(each.broken for found in servings.values() for each in found if each.broken)),
+        broken=tuple(dict.fromkeys(text for found in servings.values() for each in found for text in each.broken)),
     )
 
 
 def _reference(servings: list[Serving]) -> str:
-    if any(found.broken for found in servings):
-        return "not reached: a kernel is broken"
     explicit = servings[0].explicit
     if not all(found.reference for found in servings):
         return f"{explicit} was asked for (use or KPT_USE)"

@@ -8,6 +8,7 @@ import typer
 
 from kpt_cli.console import out, print_json, progress, say, table
 from kpt_cli.dtypes import KNOWN, dtypes_named
+from kpt_cli.offers import function_of
 from kpt_cli.output_file import check_output_file
 
 if TYPE_CHECKING:
@@ -29,19 +30,20 @@ def lock(
     """Write down which kernels, of which version and tuning, serve the ops of real models on this machine.
 
     `kpt doctor --lock FILE` compares. Nothing is computed. To lock a run of yours instead, record it:
-    `with kpt_core.record() as log: ...` and `kpt_core.write_lock("kpt.lock", log)`.
+    `with kpt_core.record() as log: ...` and `kpt_core.lock.write_lock("kpt.lock", log)`.
     """
     dtypes = dtypes_named(dtype or [])
     check_output_file(output, "--out")
     from dataclasses import asdict
 
-    import kpt_core
     from kpt_cli.optimize.choices import check_device
+    from kpt_core.lock import write_lock
+    from kpt_core.registry import case_tables, ops
 
     with progress() as tell:
         selections = _selections(check_device(device), dtypes, tell)
-    written = kpt_core.write_lock(output, selections)
-    without = sorted(set(kpt_core.ops()) - set(kpt_core.case_tables()))
+    written = write_lock(output, selections)
+    without = sorted(set(ops()) - set(case_tables()))
     if as_json:
         print_json({"path": str(output), "versions": written.versions, "entries": list(map(asdict, written.entries))})
         return
@@ -49,7 +51,8 @@ def lock(
     for entry in written.entries:
         config = "".join(f"\n{name}={value}" for name, value in (entry.config or {}).items())
         source = f"{entry.distribution} {entry.version}" if entry.distribution else "-"
-        made.add_row(entry.op, entry.dtype, ", ".join(map(str, entry.key)), f"{entry.kernel}{config}", source)
+        kernel = f"{function_of(entry.kernel)}{config}"
+        made.add_row(entry.op, entry.dtype, ", ".join(map(str, entry.key)), kernel, source)
     out().print(made)
     if without:
         say(f"Not locked, for want of cases: {', '.join(without)}.")
@@ -60,14 +63,15 @@ def _selections(
     device: "torch.device", dtypes: "list[torch.dtype]", tell: Callable[[int, int | None, str], None]
 ) -> "list[Selection]":
     """What the cases of every op would run."""
-    import kpt_core
+    from kpt_core.registry import case_tables, ops
+    from kpt_core.tuning.run import model_cases
 
-    tables = kpt_core.case_tables()
+    tables = case_tables()
     calls = [
         (op, tables[name], case, dtype)
-        for name, op in sorted(kpt_core.ops().items())
+        for name, op in sorted(ops().items())
         if name in tables
-        for case in kpt_core.model_cases(tables[name], device)
+        for case in model_cases(tables[name], device)
         for dtype in dtypes or tables[name].dtypes
     ]
     found = []

@@ -12,7 +12,7 @@ from kpt_cli.errors import CliError
 from kpt_cli.optimize.output_directory import staged
 
 #: Of KPT itself: what is no kernel, and the backends of its own repository.
-RESERVED = ("reference", "cpu", "nvidia", "amd", "tpu", "xpu")
+RESERVED = ("reference", "torch", "cpu", "nvidia", "amd", "tpu", "xpu")
 #: Stands for the import name in the paths of templates.
 _PACKAGE = "PACKAGE"
 

@@ -7,7 +7,8 @@ from rich.text import Text
 from kpt_cli.console import heading, out, say, table
 
 if TYPE_CHECKING:
-    from kpt_core import Plan, PlanEntry
+    from kpt_core import Plan
+    from kpt_core.optimization import PlanEntry
 
 
 def show_plan(plan: "Plan") -> None:

@@ -5,9 +5,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kpt_cli.console import heading, out, say, table
+from kpt_cli.offers import function_of
 
 if TYPE_CHECKING:
-    from kpt_core import Tuning, TuningEntry, TuningResult
+    from kpt_core.tuning import TuningEntry
+    from kpt_core.tuning.run import Tuning
+    from kpt_core.tuning.trials import TuningResult
 
 
 def document(found: "Tuning") -> dict[str, Any]:
@@ -30,7 +33,8 @@ def show(found: "Tuning", *, own_file: bool) -> None:
     if timed:
         made = table("op", "case", "dtype", "default", "winner", "gain", wide="winner", right=("gain",))
         for result, entry in timed:
-            made.add_row(result.op, result.case, result.dtype, entry.default, *_outcome(entry, kept[entry.calls]))
+            default = function_of(entry.default)
+            made.add_row(result.op, result.case, result.dtype, default, *_outcome(entry, kept[entry.calls]))
         out().print(made)
     _show_sentences("Left out", [text for result in found.results for text in _left_out(result)])
     _show_sentences("Nothing to tune", _untuned(found))
@@ -57,9 +61,10 @@ def _outcome(entry: "TuningEntry", kept: "TuningEntry") -> tuple[str, str]:
         return "the default stays", "1.00x"
     config = "".join(f"\n{name}={value}" for name, value in (entry.config or {}).items())
     gain = f"{entry.gain:.2f}x ± {entry.noise:.2f}"
+    winner = f"{function_of(entry.kernel)}{config}"
     if (entry.kernel, entry.config) != (kept.kernel, kept.config):
-        return f"{entry.kernel}{config}\nbut another case of this key differs: the default stays", gain
-    return f"{entry.kernel}{config}", gain
+        return f"{winner}\nbut another case of this key differs: the default stays", gain
+    return winner, gain
 
 
 def _left_out(result: "TuningResult") -> list[str]:

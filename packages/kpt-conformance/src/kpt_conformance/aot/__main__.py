@@ -10,7 +10,9 @@ from pathlib import Path
 
 import kpt_core
 from kpt_conformance.evidence import record_compiled
-from kpt_core import KptError, PluginWarning, write_whole
+from kpt_core import KptError, PluginWarning
+from kpt_core.files import write_whole
+from kpt_core.registry import problems
 
 from .declared import without_aot
 from .matrix import run
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 processes=options.jobs,
                 progress=_progress if sys.stderr.isatty() else None,
             )
-            problems = kpt_core.problems()
+            broken = problems()
     except KptError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in record_compiled(options.evidence, rows) if options.evidence else ():
         print(f"recorded {path}")
     print(table(rows) if rows else _nothing(options.backend, options.chip))
-    for problem in problems:
+    for problem in broken:
         print(f"broken: {problem}")
-    return 0 if all(row.good for row in rows) and not problems else 1
+    return 0 if all(row.good for row in rows) and not broken else 1
 
 
 def _nothing(backends: Sequence[str] | None, chips: Sequence[str] | None) -> str:

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from kpt_core import write_whole
+from kpt_core.files import write_whole
 
 from .reading import Reading
 

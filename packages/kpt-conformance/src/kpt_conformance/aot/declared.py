@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import kpt_core
 from kpt_core import Backend, InputError, Kernel
-from kpt_core._kernel import load
+from kpt_core.contract import load
 
 from .chips import Chip, chip_named
 from .contract import Contract, parse_contract
@@ -153,20 +153,19 @@ def declared(backends: Mapping[str, Backend], chips: frozenset[str] | None) -> I
             continue
         for kernel in kernels:
             if kernel.aot is not None:
-                claimed = tuple(getattr(backend, "chips", ()))
-                yield from _tasks_of(name, claimed, kernel, kernel.aot, chips)
+                yield from _tasks_of(name, backend.chips, kernel, kernel.aot, chips)
 
 
 def without_aot(backends: Mapping[str, Backend]) -> list[str]:
     """Kernels that name nothing to compile."""
-    return [kernel.target for backend in backends.values() for kernel in backend.kernels() if kernel.aot is None]
+    return [kernel.forward for backend in backends.values() for kernel in backend.kernels() if kernel.aot is None]
 
 
 def _tasks_of(
     backend: str, claimed: tuple[str, ...], kernel: Kernel, aot: str, chips: frozenset[str] | None
 ) -> Iterator[Task | Row]:
     def wrong(detail: str, **more: Any) -> Row:
-        return Row(backend=backend, op=kernel.op, kernel=kernel.target, status="error", detail=detail, **more)
+        return Row(backend=backend, op=kernel.op, kernel=kernel.forward, status="error", detail=detail, **more)
 
     if not claimed:
         yield wrong(f"backend {backend!r} does not say for which chips it is; give it an attribute chips = ('sm90',)")

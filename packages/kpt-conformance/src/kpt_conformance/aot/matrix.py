@@ -76,7 +76,7 @@ def _look_up(task: Task, folder: Path) -> Row | _Pending:
     row = Row(
         backend=task.backend,
         op=task.kernel.op,
-        kernel=task.kernel.target,
+        kernel=task.kernel.forward,
         program=task.program,
         chip=task.job.chip.name,
         configuration=task.job.configuration,

@@ -1,17 +1,15 @@
 """What a result is, before its values: device, dtype and shape, on the device, on meta and on fake tensors."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 import kpt_core
-from kpt_conformance.comparison import outputs_of
 from kpt_conformance.extent import over
-from kpt_conformance.trial import REFERENCE, Trial
-from kpt_core import Arguments
+from kpt_conformance.tensors import tensors_of, with_tensors
+from kpt_conformance.trial import Trial
+from kpt_core.cases import Arguments
+from kpt_core.contract import REFERENCE
 
 
 def _described(outputs: dict[str, Tensor]) -> dict[str, str]:
@@ -20,9 +18,8 @@ def _described(outputs: dict[str, Tensor]) -> dict[str, str]:
 
 def _expected(trial: Trial, arguments: Arguments) -> dict[str, str]:
     """What the reference gives."""
-    args, kwargs = trial.subject.split(arguments)
     with torch.no_grad(), kpt_core.use(REFERENCE):
-        return _described(outputs_of(trial.subject.op(*args, **kwargs)))
+        return _described(trial.outputs(trial.leaves(arguments)))
 
 
 @over(models="first", dtypes=True)
@@ -35,7 +32,7 @@ def result_type(trial: Trial) -> None:
         assert out.device == trial.subject.device, f"{name} is on {out.device}; expected {trial.subject.device}"
     for name, gradient in got.gradients.items():
         if gradient is not None:
-            argument = arguments[name]
+            argument = tensors_of(arguments)[name]
             assert (gradient.shape, gradient.dtype, gradient.device) == (
                 argument.shape,
                 argument.dtype,
@@ -51,11 +48,11 @@ def fake_result(trial: Trial) -> None:
     """On fake tensors, as torch.compile and torch.export use, shape, dtype, device and strides are the real ones."""
     arguments = trial.arguments()
     with torch.no_grad(), trial.subject.chosen():
-        real = outputs_of(trial.subject.call(arguments))
+        real = trial.outputs(trial.leaves(arguments))
         mode = FakeTensorMode(allow_non_fake_inputs=False)
-        fakes = tree_map_only(Tensor, mode.from_tensor, arguments)
+        fakes = with_tensors(arguments, lambda name, tensor: mode.from_tensor(tensor))
         with mode:
-            faked = outputs_of(trial.subject.call(fakes))
+            faked = trial.outputs(fakes)
     assert _described(faked) == _described(real), "on fake tensors it gives something else"
     for name, out in faked.items():
         assert out.device == real[name].device, f"{name} is on {out.device} as a fake, on {real[name].device} in truth"
@@ -71,9 +68,7 @@ def meta_result(trial: Trial) -> None:
     """The op gives shapes and dtypes on the meta device, where no kernel runs."""
     arguments = trial.arguments()
     expected = _expected(trial, arguments)
-    meta: dict[str, Any] = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in arguments.items()}
-    args, kwargs = trial.subject.split(meta)
     with torch.no_grad():
-        outputs = outputs_of(trial.subject.op(*args, **kwargs))
+        outputs = trial.outputs(with_tensors(arguments, lambda name, tensor: tensor.to("meta")))
     assert _described(outputs) == expected
     assert all(out.device.type == "meta" for out in outputs.values())

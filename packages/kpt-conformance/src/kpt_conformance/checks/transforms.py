@@ -1,18 +1,22 @@
-"""PyTorch's transforms: custom-op rules, torch.compile, torch.export, vmap and autocast."""
+"""PyTorch's transforms: rules of custom ops, torch.compile, torch.export, vmap and autocast."""
 
-import warnings
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kpt_conformance.comparison import assert_right, outputs_of
 from kpt_conformance.extent import over
-from kpt_conformance.trial import Trial, tensors_of
-from kpt_core import Arguments, KptError
+from kpt_conformance.tensors import parted, tensors_of, with_tensors
+from kpt_conformance.trial import Trial
+from kpt_core.cases import Arguments
 
 #: Inductor would test PyTorch's code generation more than kernels, and takes seconds a case.
 COMPILER = "aot_eager"
@@ -33,73 +37,108 @@ class _CustomOps(TorchDispatchMode):
 
 @over()
 def custom_ops(trial: Trial) -> None:
-    """Operators that it registered with PyTorch pass `torch.library.opcheck`."""
+    """The torch ops of the op, and of its backward, pass `torch.library.opcheck` with the kernel inside."""
     arguments = trial.arguments()
     with _CustomOps() as seen:
         trial.run(arguments)
-    if not seen.calls:
-        pytest.skip("it calls no operator of its own")
+    assert seen.calls, "under a dispatch mode no torch op of its own is called"
     for operator, (args, kwargs) in seen.calls.items():
-        plain = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs))
+        plain = tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs))
         # torch can't compare 8-bit numbers as test_schema does; `inputs_unchanged` and `no_aliasing` do so instead.
         narrow = any(
             t.is_floating_point() and t.dtype.itemsize == 1 for t in tree_leaves(plain) if isinstance(t, Tensor)
         )
-        torch.library.opcheck(
-            operator, *plain, test_utils=("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
-        )
+        with trial.subject.chosen():
+            torch.library.opcheck(
+                operator, *plain, test_utils=("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
+            )
 
 
-def _compiled(trial: Trial, dynamic: bool) -> Any:
-    """The call, compiled as a function of its tensors; everything else is a constant, as in a model."""
+def _compiled(function: Callable[..., Any]) -> tuple[Callable[[Arguments], Any], CompileCounterWithBackend]:
+    """A call, compiled as a function of its tensors with all else constant, as in a model; and what counts graphs."""
     torch._dynamo.reset()
-    function = trial.subject.function()
+    counter = CompileCounterWithBackend(COMPILER)
+    others: Arguments = {}
 
-    def compile_for(arguments: Arguments) -> Any:
-        args, kwargs = trial.subject.split({name: name for name in arguments})
-        others = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
-
-        @torch.compile(fullgraph=True, dynamic=dynamic, backend=COMPILER)
-        def call(tensors: Arguments) -> Any:
-            values = {**others, **tensors}
-            return function(*[values[name] for name in args], **{name: values[name] for name in kwargs})
-
-        return call
-
-    compiled: list[Any] = []
+    @torch.compile(fullgraph=True, backend=counter)
+    def call(tensors: Arguments) -> Any:
+        return function(**others, **tensors)
 
     def run(arguments: Arguments) -> Any:
-        if not compiled:
-            compiled.append(compile_for(arguments))
-        with warnings.catch_warnings():
-            # torch 2.13: Dynamo makes an instance of every autograd.Function that it traces.
-            warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
-            return compiled[0](tensors_of(arguments))
+        tensors, constants = parted(arguments)
+        others.update(constants)
+        return call(tensors)
 
-    return run
+    return run, counter
 
 
 @over()
 def compiled(trial: Trial) -> None:
     """torch.compile(fullgraph=True) gives what eager calls give, forward and backward."""
     arguments = trial.arguments()
-    trial.assert_right(arguments, trial.run(arguments, _compiled(trial, dynamic=False)))
+    trial.assert_right(arguments, trial.run(arguments, _compiled(trial.subject.op)[0]))
 
 
 @over()
 def compiled_dynamic(trial: Trial) -> None:
-    """One compiled graph serves every number of rows: torch.compile(fullgraph=True, dynamic=True) fixes none."""
-    function = _compiled(trial, dynamic=True)
-    first = next(iter(trial.arguments()))
-    for seed in (0, 1):
-        arguments = trial.arguments(seed)
+    """One graph serves every number of rows, if torch.compile is told that it varies."""
+    _require_one_graph(trial, trial.subject.op)
 
-        def call(leaves: Arguments) -> Any:
-            if leaves[first].shape[0] > 1:
-                torch._dynamo.mark_dynamic(leaves[first], 0)  # raises if the size is fixed
-            return function(leaves)
 
-        trial.assert_right(arguments, trial.run(arguments, call))
+@over(references=False)
+def traced(trial: Trial) -> None:
+    """A kernel that compilers may look into is compiled whole, for every number of rows at once."""
+    kernel = trial.subject.kernel
+    if kernel is None or not kernel.traceable:
+        pytest.skip("compilers don't look into it")
+    op, forward = trial.subject.op, kernel.load()
+    saves = kernel.backward is not None and callable(op.saves)
+
+    def function(**arguments: Any) -> Any:
+        # `bind`, which reads the op's signature, is not what is to be traced.
+        call = op.Call(*[arguments.get(name, op.defaults.get(name)) for name in op.parameters], (), None)
+        return forward(call)[0] if saves else forward(call)
+
+    # Autograd goes through what was compiled only where the kernel says so.
+    _require_one_graph(
+        trial if kernel.differentiable else replace(trial, table=replace(trial.table, gradients=())), function
+    )
+
+
+def _require_one_graph(trial: Trial, function: Callable[..., Any]) -> None:
+    """Raise `AssertionError` unless one graph of a call serves two numbers of rows, and both rightly."""
+    larger = _larger(trial)
+    if larger is None:
+        pytest.skip("no size of the case says how many rows there are, or there is one at most")
+    call, counter = _compiled(function)
+    cases = [case.arguments() for case in (trial, larger)]
+    shapes = [{name: tensor.shape for name, tensor in tensors_of(arguments).items()} for arguments in cases]
+    varying = [(n, d) for n, shape in shapes[0].items() for d, size in enumerate(shape) if shapes[1][n][d] != size]
+
+    def call_varying(leaves: Arguments) -> Any:
+        for name, dimension in varying:
+            torch._dynamo.mark_dynamic(tensors_of(leaves)[name], dimension)  # raises if the size is fixed
+        return call(leaves)
+
+    for arguments in cases:
+        trial.assert_right(arguments, trial.run(arguments, call_varying))
+    assert counter.frame_count == 1, f"{counter.frame_count} graphs for two numbers of rows"
+
+
+def _larger(trial: Trial) -> Trial | None:
+    """The trial of a case with more rows in the op's first argument, everything else being the same; or None."""
+
+    def rows(some: Trial) -> int:
+        made = trial.table.arguments(some.case, dtype=trial.dtype)
+        return next(iter(tensors_of(made).values())).shape[0]
+
+    for name, parameter in inspect.signature(trial.table.build).parameters.items():
+        size = trial.case.sizes.get(name, parameter.default)
+        if type(size) is int and size > 1:
+            larger = replace(trial, case=replace(trial.case, sizes={**trial.case.sizes, name: 2 * size + 2}))
+            if rows(larger) > rows(trial) > 1:
+                return larger
+    return None
 
 
 class _Module(nn.Module):
@@ -108,7 +147,7 @@ class _Module(nn.Module):
         self.trial = trial
         self.others = others
 
-    def forward(self, **tensors: Tensor) -> Any:
+    def forward(self, **tensors: Any) -> Any:
         return self.trial.subject.call({**self.others, **tensors})
 
 
@@ -116,57 +155,53 @@ class _Module(nn.Module):
 def exported(trial: Trial) -> None:
     """torch.export keeps it, and what was exported computes the same."""
     arguments = trial.arguments()
-    tensors = tensors_of(arguments)
-    others = {name: value for name, value in arguments.items() if name not in tensors}
+    tensors, others = parted(arguments)
     with torch.no_grad(), trial.subject.chosen():
         program = torch.export.export(_Module(trial, others), (), kwargs=tensors, strict=False)
-        got = outputs_of(program.module()(**tensors))
-        want = outputs_of(trial.subject.call(arguments))
+        got = trial.outputs(trial.leaves(tensors), lambda leaves: program.module()(**leaves))
+        want = trial.outputs(trial.leaves(arguments))
     for name, out in want.items():
         torch.testing.assert_close(got[name], out, equal_nan=True)
 
 
 @over()
 def vmapped(trial: Trial) -> None:
-    """Under torch.func.vmap it gives each sample's result, or raises: never something else."""
+    """Under torch.func.vmap it gives each sample's result."""
+    if trial.subject.op.mutates:
+        pytest.skip("an op that mutates what is not mapped has no result for each sample")
     first, second = trial.arguments(), trial.arguments(seed=1)
-    mapped = [n for n, v in first.items() if trial.wants_gradient(n, v)]
-    name = mapped[0] if mapped else next(iter(tensors_of(first)))
-    pair = torch.stack((first[name], second[name]))
+    tensors = tensors_of(first)
+    name = next((n for n, tensor in tensors.items() if trial.wants_gradient(n, tensor)), next(iter(tensors)))
+
+    def sample(value: Tensor) -> Arguments:
+        return with_tensors(first, lambda each, tensor: value if each == name else tensor)
+
+    pair = torch.stack((tensors[name], tensors_of(second)[name]))
     with torch.no_grad(), trial.subject.chosen():
-        try:
-            got = torch.func.vmap(lambda value: trial.subject.call({**first, name: value}))(pair)
-        except (RuntimeError, NotImplementedError, KptError) as error:
-            text = str(error)
-            known = ("vmap", "functorch", "torch.func", "batch", "transform")
-            assert any(word in text for word in known), f"vmap ends in an error that does not name it: {text}"
-            return
-        for index, sample in enumerate((first, second)):
-            arguments = {**first, name: sample[name]}
-            outputs = {key: out[index] for key, out in outputs_of(got).items()}
-            baseline, oracle = trial.forward_truth(arguments)
-            assert_right(trial.outcome(outputs, {}), baseline, oracle)
+        got = torch.func.vmap(lambda value: trial.subject.call(sample(value)), randomness="same")(pair)
+    for index, value in enumerate(pair):
+        outputs = {key: out[index] for key, out in outputs_of(got).items()}
+        assert_right(trial.outcome(outputs, {}), *trial.forward_truth(sample(value)), f"sample {index}")
 
 
 @over()
 def autocast(trial: Trial) -> None:
     """Under torch.autocast it gives what it gives for arguments in that dtype, where the op names any to convert."""
     op, device = trial.subject.op, trial.subject.device
-    if not op.autocast or trial.subject.direct or not torch.amp.is_autocast_available(device.type):
+    if not op.autocast or not torch.amp.is_autocast_available(device.type):
         pytest.skip("autocast converts none of its arguments here")
     if trial.dtype is not torch.float32:
         pytest.skip("autocast converts float32")
     arguments = trial.arguments()
-    low = {
-        n: v.bfloat16() if n in op.autocast and isinstance(v, Tensor) and v.dtype is trial.dtype else v
-        for n, v in arguments.items()
-    }
+    low = with_tensors(
+        arguments, lambda n, t: t.bfloat16() if n.partition("[")[0] in op.autocast and t.dtype is trial.dtype else t
+    )
     if trial.subject.refusal(low) is not None:
         pytest.skip("refused in bfloat16")
     with torch.no_grad(), trial.subject.chosen():
-        want = outputs_of(trial.subject.call(low))
+        want = trial.outputs(trial.leaves(low))
         with torch.autocast(device.type, torch.bfloat16):
-            got = outputs_of(trial.subject.call(arguments))
+            got = trial.outputs(trial.leaves(arguments))
     for name, out in want.items():
         assert got[name].dtype is out.dtype, f"{name} is {got[name].dtype} under autocast; expected {out.dtype}"
     converted = any(low[n] is not v for n, v in arguments.items())

@@ -1,14 +1,12 @@
 """What is registered: every kernel of every backend, and the reference of every op."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import kpt_core
-from kpt_core import Kernel
+from kpt_core import Backend, Kernel
+from kpt_core.contract import REFERENCE, TORCH
 
 from .sources import Sources, sources_of
-
-REFERENCE = "reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +15,9 @@ class Claim:
 
     Attributes:
         op: name of the op.
-        kernel: the kernel's full name, or `reference`.
+        kernel: the kernel's forward function, or `reference`.
         backend: the kernel's backend, or `reference`.
-        modules: that the kernel lies in.
+        modules: that the kernel's functions lie in.
         needs: what it asks of a device and a call, in words.
         promises: what it says of itself, in words.
     """
@@ -42,10 +40,11 @@ class Claim:
 
 
 def registered() -> list[Claim]:
-    """Every kernel that an installed backend offers and every reference, in a stable order, references last."""
+    """Every kernel that an installed backend offers and every reference, in the order of choice, references last."""
     ops = kpt_core.ops()
-    offers = sorted(_offers(), key=lambda offer: (offer[1].op, -offer[1].priority, offer[0], offer[1].target))
-    claims = [_claim(backend, device_type, kernel) for backend, kernel, device_type in offers]
+    offers = [(backend, kernel) for backend in kpt_core.backends().values() for kernel in backend.kernels()]
+    offers.sort(key=lambda o: (o[1].op, o[0].name == TORCH, -o[1].priority, o[0].name, o[1].forward))
+    claims = [_claim(backend, kernel) for backend, kernel in offers]
     for name in sorted(ops):
         module = ops[name].reference.__module__
         claims.append(Claim(op=name, kernel=REFERENCE, backend=REFERENCE, modules=(module,), needs="any device"))
@@ -66,23 +65,18 @@ def claim_of(op: str, kernel: str, backend: str) -> Claim:
     raise kpt_core.UnknownNameError(f"kernel of {op}", kernel, known, f"(of backend {backend!r})")
 
 
-def _offers() -> Iterator[tuple[str, Kernel, str]]:
-    for name, backend in kpt_core.backends().items():
-        for kernel in backend.kernels():
-            yield name, kernel, backend.device_type
-
-
-def _claim(backend: str, device_type: str, kernel: Kernel) -> Claim:
-    references = (kernel.target, kernel.unsupported) if kernel.unsupported else (kernel.target,)
-    needs = [device_type, *sorted(kernel.requires)]
+def _claim(backend: Backend, kernel: Kernel) -> Claim:
+    functions = filter(None, (kernel.forward, kernel.backward, kernel.unsupported))
+    needs = [" or ".join(backend.device_types) or "any device", *sorted(kernel.requires)]
     if kernel.dtypes is not None:
         needs.append(" or ".join(sorted(kernel.dtypes)))
-    promises = ["forward only"] * kernel.forward_only + ["deterministic"] * kernel.deterministic
+    forward_only = kernel.backward is None and not kernel.differentiable
+    promises = ["forward only"] * forward_only + ["deterministic"] * kernel.deterministic
     return Claim(
         op=kernel.op,
-        kernel=kernel.target,
-        backend=backend,
-        modules=tuple(dict.fromkeys(reference.partition(":")[0] for reference in references)),
+        kernel=kernel.forward,
+        backend=backend.name,
+        modules=tuple(dict.fromkeys(function.partition(":")[0] for function in functions)),
         needs=", ".join(needs),
         promises=", ".join(promises),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kpt_core import device_name
+from kpt_core.tuning import device_name
 
 #: Features of a CPU that change which kernels run, as they begin or end in torch's names for instruction sets.
 _CPU_FEATURES = ("amx", "bf16", "fp16")

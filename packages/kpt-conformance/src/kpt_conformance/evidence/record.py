@@ -38,7 +38,7 @@ class Record:
 
     Attributes:
         op: name of the op.
-        kernel: the kernel's full name, or `reference`.
+        kernel: the kernel's forward function, or `reference`.
         backend: the kernel's backend, or `reference`.
         chip: the device's own name where it ran (`NVIDIA H200`), the target where it was compiled (`sm90`).
         level: how it was proven. `claimed` needs no record and has none.

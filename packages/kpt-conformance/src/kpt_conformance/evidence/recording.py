@@ -39,7 +39,7 @@ def record_success(
     Args:
         folder: of the records; made if it is not there.
         op: name of the op.
-        kernel: the kernel's full name, or `reference`.
+        kernel: the kernel's forward function, or `reference`.
         backend: the kernel's backend, or `reference`.
         device: where the checks ran.
         checks: how many passed.

@@ -58,7 +58,7 @@ def sources_of(modules: Iterable[str]) -> Sources:
     """What the kernel in these modules is made of.
 
     Args:
-        modules: of the kernel's target and of its `unsupported`.
+        modules: of the kernel's functions.
 
     Raises:
         EvidenceError: a module's source is not there, or is no Python, or names a file that is not there.

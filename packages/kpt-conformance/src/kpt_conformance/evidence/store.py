@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kpt_core import write_whole
+from kpt_core.files import write_whole
 
 from .record import EvidenceError, Record, loads
 

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from itertools import groupby
 
-from .claims import REFERENCE, Claim
+from kpt_core.contract import REFERENCE
+
+from .claims import Claim
 from .record import Level, Record
 
 _HEAD = """\

@@ -7,13 +7,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import kpt_core
+from kpt_cli.plain_pytorch import plain_pytorch
 
 from .ceilings import Work
 
-#: `kpt` is what is measured; peers are what a user would have without it; `reference` is KPT without kernels, `own` KPT
-#: in another dtype, and `dense` a product of as many operations without routing.
-Role = Literal["kpt", "reference", "peer", "own", "dense"]
+#: `kpt` is what is measured; peers are what a user would have without it; `plain` is KPT without a vendor's kernels, in
+#: plain PyTorch, `own` KPT in another dtype, and `dense` a product of as many operations without routing.
+Role = Literal["kpt", "plain", "peer", "own", "dense"]
 Call = Callable[[], Any]
 #: So many calls of a decode or a product are timed in a row, on other weights or experts each: in a model the next
 #: layer's call follows, not another contestant's, whose weights have driven code and data of the next one out of all
@@ -121,7 +121,7 @@ class Row:
         contest: what was measured, without the contestants.
         results: of each contestant, KPT first.
         absent: peers that did not run, and why.
-        kernels: what served KPT's ops, as in `moe.experts: reference`, in the order of the calls.
+        kernels: what served KPT's ops, as in `moe.top_k_gating: reference`, in the order of the calls.
         backend: of the first of them; `reference` if there was none.
         bound_by: what sets the floor.
         floor: seconds, at the rate that this probe reached in turn with KPT.
@@ -174,11 +174,11 @@ class Row:
         }
 
 
-def by_reference(call: Call) -> Call:
-    """The same call, served by KPT's references alone."""
+def in_plain_pytorch(call: Call) -> Call:
+    """The same call without the kernels of a vendor's backend."""
 
     def run() -> Any:
-        with kpt_core.use("reference"):
+        with plain_pytorch():
             return call()
 
     return run

@@ -21,7 +21,7 @@ from kpt_cli.bench.moe import (
 from kpt_moe import experts, quantise_weights
 
 from .ceilings import Work
-from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, by_reference
+from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, in_plain_pytorch
 from .float8 import SCHEMES, dequantised
 from .ipex import ipex_absence, ipex_experts
 
@@ -112,9 +112,9 @@ def decode_contests(shape: Shape, tokens: Sequence[int], dtype: torch.dtype, see
         else:
             beside.append(_contestant("ipex", "peer", dtype, inputs, [ipex], _exacts(plain, inputs)))
         yield _contest("decode", own, NAMES[dtype], plain, inputs, (dtype, torch.float32), beside, absent)
-        # Of bfloat16's contestants KPT is another of our own, its reference is left out.
+        # Of bfloat16's contestants KPT is another of our own; plain PyTorch is left out.
         others = [replace(c, name=f"{c.name} bf16", role="own" if c.role == "kpt" else c.role) for c in beside]
-        others = [contestant for contestant in others if contestant.role != "reference"]
+        others = [contestant for contestant in others if contestant.role != "plain"]
         unquantised = {
             "transformers fp8": "its 8-bit experts are Triton kernels for GPUs; on a CPU it dequantises them"
         }
@@ -161,7 +161,7 @@ def _contest(
         work=Work(shape.flops, moved, products),
         rotation=weights.nbytes,
         contestants=contestants,
-        yardstick="reference" if dtype in SCHEMES.values() else "eager",
+        yardstick="plain" if dtype in SCHEMES.values() else "eager",
         absent=absent,
         in_a_row=LAYERS if group == "decode" else 1,
     )
@@ -170,7 +170,7 @@ def _contest(
 def _contestants(
     shape: Shape, weights: _Weights, modules: Sequence[Any], inputs: _Inputs, dtype: torch.dtype
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """KPT, its reference, transformers' implementations and the dense product; and what is left out."""
+    """KPT with a vendor's kernels and without, transformers' ways, and the dense product; and what is left out."""
     exacts = _exacts(weights, inputs)
     found = _ours(weights, inputs, dtype, exacts)
     absent: dict[str, str] = {}
@@ -192,9 +192,9 @@ def _contestants(
 def _ours(weights: _Weights, inputs: _Inputs, dtype: torch.dtype, exacts: Sequence[Tensor]) -> list[Contestant]:
     runs = [partial(weights.run, number) for number in range(len(weights.copies))]
     kpt = _contestant("kpt", "kpt", dtype, inputs, runs, exacts)
-    trials = [replace(trial, call=by_reference(trial.call)) for trial in kpt.trials]
-    calls = [by_reference(call) for call in kpt.calls]
-    return [kpt, replace(kpt, name="reference", role="reference", calls=calls, trials=trials)]
+    trials = [replace(trial, call=in_plain_pytorch(trial.call)) for trial in kpt.trials]
+    calls = [in_plain_pytorch(call) for call in kpt.calls]
+    return [kpt, replace(kpt, name="plain", role="plain", calls=calls, trials=trials)]
 
 
 def _contestant(

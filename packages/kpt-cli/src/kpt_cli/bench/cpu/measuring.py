@@ -11,13 +11,13 @@ from torch import Tensor
 
 import kpt_core
 from kpt_cli.bench.moe import GateError
-from kpt_core import gain_of, interleaved_times
+from kpt_core.optimization import gain_of, interleaved_times
 
 from .ceilings import Ceilings
 from .contest import Call, Contest, Contestant, Result, Row
 
-#: How far a result may be from float64, over the greatest number there: four eps (see `kpt_core.rounding`), and in
-#: float32 more, for sums of thousands of products.
+#: How far a result may be from float64, over the greatest number there: four eps (`kpt_core.optimization.rounding` says
+#: why), and in float32 more, for sums of thousands of products.
 TOLERANCES = {
     torch.float32: 1e-5,
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
@@ -41,7 +41,7 @@ class _Checked:
 def measure(contest: Contest, ceilings: Ceilings, seconds: float) -> Row:
     """Check every contestant, then time them in turn, and KPT in turn with what sets its floor.
 
-    A peer that raises is absent, with what it said; so is the reference where KPT has no kernel and runs it anyway.
+    A peer that raises is absent, with what it said; so is plain PyTorch where KPT runs in it anyway.
 
     Args:
         contest: what is measured.
@@ -53,7 +53,7 @@ def measure(contest: Contest, ceilings: Ceilings, seconds: float) -> Row:
     """
     with torch.inference_mode(not contest.training):
         kernels = _kernels(contest.contestants[0])
-        checked, absent = _check(contest, alone=all(kernel == "reference" for _, _, kernel in kernels))
+        checked, absent = _check(contest, alone=all(backend in ("torch", "reference") for _, backend, _ in kernels))
         repeats = contest.in_a_row
         fastest = min(check.seconds for check in checked)
         once = [c for c in checked[1:] if c.seconds > max(_LONG / repeats, _SEVERAL * fastest)]
@@ -99,8 +99,8 @@ def _check(contest: Contest, *, alone: bool) -> tuple[list[_Checked], dict[str, 
     checked: dict[str, _Checked] = {}
     absent = dict(contest.absent)
     for contestant in contest.contestants:
-        if contestant.role == "reference" and alone:
-            absent[contestant.name] = "KPT has no kernel for this here and runs the reference itself"
+        if contestant.role == "plain" and alone:
+            absent[contestant.name] = "no vendor's kernel serves this here: KPT runs in plain PyTorch itself"
             continue
         try:
             checked[contestant.name] = _try(contest, contestant)

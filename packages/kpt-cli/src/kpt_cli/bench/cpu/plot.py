@@ -23,7 +23,7 @@ def speed_figure(rows: Sequence[Row], title: str, palette: Palette = PAPER) -> "
         best = row.best_peer
         gain = 1.0 if best is None else best.gain
         for result in row.results:
-            colour = {"kpt": palette.after, "reference": palette.held_out}.get(result.role, palette.before)
+            colour = {"kpt": palette.after, "plain": palette.held_out}.get(result.role, palette.before)
             style = {"s": 34 if result.role == "kpt" else 16, "color": colour, "zorder": 3}
             axes.scatter(gain / result.gain, place, marker="D" if result.role == "dense" else "o", **style)
         axes.plot([1, gain], [place, place], color=palette.after, linewidth=1.4)
@@ -41,7 +41,7 @@ def speed_figure(rows: Sequence[Row], title: str, palette: Palette = PAPER) -> "
     axes.tick_params(colors=palette.muted, length=0)
     axes.set_xlabel("speed, best peer = 1", color=palette.muted, fontsize=9)
     axes.set_title(title, loc="left", fontsize=9.5, color=palette.ink)
-    marks = (("o", palette.after, "KPT"), ("o", palette.held_out, "KPT's reference"), ("o", palette.before, "peers"))
+    marks = (("o", palette.after, "KPT"), ("o", palette.held_out, "KPT, plain"), ("o", palette.before, "peers"))
     for marker, colour, name in (*marks, ("D", palette.before, "dense")):
         axes.scatter([], [], marker=marker, s=16, color=colour, label=name)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.9 / len(rows) - 0.03), ncols=4, frameon=False, fontsize=8)

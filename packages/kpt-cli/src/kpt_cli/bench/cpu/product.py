@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from kpt_moe import quantise_weights, scaled_grouped_mm
 
 from .ceilings import Work, last_cache
-from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, by_reference
+from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, in_plain_pytorch
 from .float8 import SCHEMES, dequantised
 
 
@@ -39,7 +39,7 @@ def product_contest(size: int, rows: int, scheme: str, seed: int) -> Contest:
     ours: list[Call] = [partial(scaled_grouped_mm, x16, matrix.mT, own, offsets) for matrix in matrices]
     contestants = [
         _contestant("kpt", "kpt", torch.bfloat16, ours, exact),
-        _contestant("reference", "reference", torch.bfloat16, [by_reference(call) for call in ours], exact),
+        _contestant("plain", "plain", torch.bfloat16, [in_plain_pytorch(call) for call in ours], exact),
         *(
             _contestant(
                 f"linear {name}",
@@ -62,7 +62,7 @@ def product_contest(size: int, rows: int, scheme: str, seed: int) -> Contest:
         ),
         rotation=codes.nbytes * len(matrices),
         contestants=contestants,
-        yardstick="reference",
+        yardstick="plain",
         in_a_row=LAYERS,
     )
 

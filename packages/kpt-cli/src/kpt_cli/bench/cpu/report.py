@@ -10,10 +10,10 @@ from kpt_cli.console import table
 from .contest import Result, Row
 
 LEGEND = """
-How many times faster KPT is than the best peer and than everybody else; ~ means within two standard errors of 1, a
-trailing * one timing of one call. Decodes and products are timed four calls in a row, on other weights or experts each,
-as a model's layers are called. Floor: the time that the call's bytes or products take at the rate that this machine
-reached in turn with KPT, over KPT's time."""
+How many times faster KPT is than the best peer and than everybody else; plain is KPT in plain PyTorch, without a
+vendor's kernels; ~ means within two standard errors of 1, a trailing * one timing of one call. Decodes and products are
+timed four calls in a row, on other weights or experts each, as a model's layers are called. Floor: the time that the
+call's bytes or products take at the rate that this machine reached in turn with KPT, over KPT's time."""
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -45,9 +45,9 @@ def native_kernels() -> str:
     """Whether there are native kernels for the CPU here, as a sentence."""
     backend = kpt_core.backends().get("cpu")
     if backend is None:
-        return "kpt-backend-cpu is not installed: KPT runs its references"
+        return "kpt-backend-cpu is not installed: KPT runs in plain PyTorch"
     reason = backend.unavailable()
-    return "kpt-backend-cpu serves" if reason is None else f"KPT runs its references: {reason}"
+    return "kpt-backend-cpu serves" if reason is None else f"KPT runs in plain PyTorch: {reason}"
 
 
 def _times(result: Result) -> str:

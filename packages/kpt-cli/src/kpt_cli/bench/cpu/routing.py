@@ -11,7 +11,7 @@ import kpt_core
 from kpt_moe import sort_by_expert
 
 from .ceilings import Work, last_cache
-from .contest import Call, Contest, Contestant, Role, Trial, by_reference
+from .contest import Call, Contest, Contestant, Role, Trial, in_plain_pytorch
 
 _MOST_COPIES = 256
 
@@ -86,11 +86,11 @@ def _three(
     shown: Callable[[Any], Sequence[Tensor]],
     exact: Sequence[Tensor],
 ) -> list[Contestant]:
-    """KPT, its reference and PyTorch's calls."""
+    """KPT with a vendor's kernels and without, and PyTorch's calls."""
     calls: list[Call] = [partial(kpt, each) for each in copies]
     everybody: list[tuple[str, Role, list[Call]]] = [
         ("kpt", "kpt", calls),
-        ("reference", "reference", [by_reference(call) for call in calls]),
+        ("plain", "plain", [in_plain_pytorch(call) for call in calls]),
         ("torch", "peer", [partial(peer, each) for each in copies]),
     ]
     return [

@@ -9,7 +9,7 @@ from kpt_cli.bench.moe import Shape, transformers_experts
 from kpt_cli.bench.training import gradients, make_inputs
 
 from .ceilings import Work
-from .contest import Contest, Contestant, Trial, by_reference
+from .contest import Contest, Contestant, Trial, in_plain_pytorch
 from .experts import NAMES
 
 #: Tokens on which gradients are compared with float64.
@@ -38,12 +38,12 @@ def step_contest(shape: Shape, dtype: torch.dtype, seed: int) -> Contest:
         )
         for name in ("kpt", "eager", "grouped_mm")
     )
-    reference = replace(
+    plain = replace(
         kpt,
-        name="reference",
-        role="reference",
-        calls=[by_reference(call) for call in kpt.calls],
-        trials=[Trial(by_reference(trial.call), exact) for trial in kpt.trials],
+        name="plain",
+        role="plain",
+        calls=[in_plain_pytorch(call) for call in kpt.calls],
+        trials=[Trial(in_plain_pytorch(trial.call), exact) for trial in kpt.trials],
     )
     weights = sum(parameter.nbytes for parameter in module.parameters())
     names = ("tokens", "hidden_size", "intermediate_size", "num_experts", "top_k")
@@ -55,7 +55,7 @@ def step_contest(shape: Shape, dtype: torch.dtype, seed: int) -> Contest:
         # Weights are read twice and their gradients written; tokens, output and the gradients of both move once.
         work=Work(3 * shape.flops, 3 * weights + 4 * inputs.x.nbytes, (dtype, torch.float32)),
         rotation=weights,
-        contestants=[kpt, reference, eager, grouped_mm],
+        contestants=[kpt, plain, eager, grouped_mm],
         yardstick="eager",
         absent={"batched_mm": "it would copy the weights for every pair of token and expert"},
         margins=(1.5, 3.0),

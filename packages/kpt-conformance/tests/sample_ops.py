@@ -1,0 +1,101 @@
+"""Ops of every kind that the contract allows, their kernels and tables: what they mutate, lists, results, seeds."""
+
+import torch
+from torch import Tensor
+
+from kpt_core import Call, op
+from kpt_core.cases import Arguments, Case, CaseTable
+
+CASES = (Case(name="small"), Case(name="one row", sizes={"rows": 1}), Case(name="63 rows", sizes={"rows": 63}))
+
+
+@op("sample.write_rows", mutates=("cache",))
+def write_rows(cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """Write `rows` into `cache` at `places`, none of them twice; gives what was there."""
+    before = cache.index_select(0, places)
+    cache.index_copy_(0, places, rows)
+    return before
+
+
+def write_rows_forward(call: Call) -> Tensor:
+    before = torch.stack([call.cache[place] for place in call.places.tolist()])
+    for row, place in enumerate(call.places.tolist()):
+        call.cache[place] = call.rows[row]
+    return before
+
+
+def _build_write_rows(generator: torch.Generator, rows: int = 5) -> Arguments:
+    return {
+        "cache": torch.randn(2 * rows, 3, generator=generator, dtype=torch.float64),
+        "rows": torch.randn(rows, 3, generator=generator, dtype=torch.float64),
+        "places": torch.randperm(2 * rows, generator=generator)[:rows],
+    }
+
+
+def _largest(call: Call) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(call.parts[0]), torch.empty_like(call.parts[0], dtype=torch.int64)
+
+
+@op("sample.largest", fake=_largest, saves="results")
+def largest(parts: list[Tensor], *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The largest of several tensors of one shape in each place, times `scale`, and which one it is."""
+    values, index = torch.stack([*parts]).max(0)
+    return values * scale, index
+
+
+def largest_forward(call: Call) -> tuple[Tensor, Tensor]:
+    values, index = call.parts[0].clone(), torch.zeros_like(call.parts[0], dtype=torch.int64)
+    for place, part in enumerate(call.parts[1:], 1):
+        larger = (part > values) | (part.isnan() & ~values.isnan())
+        values, index = torch.where(larger, part, values), torch.where(larger, place, index)
+    return values * call.scale, index
+
+
+def largest_backward(call: Call, saved: tuple[Tensor, Tensor], grad: Tensor, _: None) -> dict[str, list[Tensor]]:
+    return {"parts": [torch.where(saved[1] == place, grad * call.scale, 0) for place in range(len(call.parts))]}
+
+
+def _build_largest(generator: torch.Generator, rows: int = 5) -> Arguments:
+    # A few eighths apart, so that no two are alike in any dtype.
+    order = torch.stack([torch.randperm(3, generator=generator) for _ in range(rows * 4)], 1).view(3, rows, 4)
+    return {"parts": [part.double() / 8 - 1 for part in order], "scale": 0.5}
+
+
+def _kept(x: Tensor, rate: float, seed: int, offset: int) -> Tensor:
+    place = torch.arange(x.numel(), device=x.device).view(x.shape)
+    return (place * 7919 + seed * 104729 + offset) % 1000 >= rate * 1000
+
+
+@op("sample.dropout", random=True)
+def dropout(x: Tensor, *, rate: float = 0.25, seed: int = 0, offset: int = 0) -> Tensor:
+    """Zero some elements of `x`, those that seed and offset say."""
+    return torch.where(_kept(x, rate, seed, offset), x, 0)
+
+
+def dropout_forward(call: Call) -> Tensor:
+    return call.x.masked_fill(~_kept(call.x, call.rate, call.seed, call.offset), 0)
+
+
+def dropout_backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+    return {"x": grad.masked_fill(~_kept(call.x, call.rate, call.seed, call.offset), 0)}
+
+
+def _build_dropout(generator: torch.Generator, rows: int = 5) -> Arguments:
+    return {"x": torch.randn(rows, 6, generator=generator, dtype=torch.float64), "seed": 3, "offset": 11}
+
+
+#: Forward and backward, and the table, by the op's name.
+SAMPLES = {
+    table.op: (functions, table)
+    for functions, table in (
+        ((write_rows_forward,), CaseTable(op="sample.write_rows", build=_build_write_rows, cases=CASES)),
+        (
+            (largest_forward, largest_backward),
+            CaseTable(op="sample.largest", build=_build_largest, cases=CASES, gradients=("parts",)),
+        ),
+        (
+            (dropout_forward, dropout_backward),
+            CaseTable(op="sample.dropout", build=_build_dropout, cases=CASES, gradients=("x",)),
+        ),
+    )
+}
