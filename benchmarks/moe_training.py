@@ -41,7 +41,7 @@ from kpt_cli.console import out, say, table
 from kpt_cli.demo.corpus import Source, read_corpus
 from kpt_cli.devices import present
 from kpt_cli.output_file import check_output_file
-from kpt_core import write_whole
+from kpt_core.files import write_whole
 from kpt_moe import BiasBalancer, MoEConfig, MoELayer, RouterStatistics
 from kpt_moe.parallel import average_gradients, clip_grad_norm, parallelize_experts
 

@@ -8,7 +8,6 @@ in Triton's interpreter, which shows that its numbers are right and nothing of i
 
 import os
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 
 import kpt_core
+from kpt_core.registry import add_backend
 from kpt_moe import MoEConfig, MoELayer, grouped_mm_wgrad
 from kpt_triton.numeric import dot, narrow  # what compiler and interpreter must do alike
 
@@ -47,8 +47,8 @@ def product_kernel(x, weight, out, offsets, K, N, x_row, x_inner, w_expert, w_in
     tl.store(out + rows[:, None] * N + columns[None, :], narrow(total, out.dtype.element_ty), taken & inside)
 
 
-# 2. An operator of torch, with what it gives without computing and its gradients: torch.compile and export need that.
-@torch.library.custom_op("example::grouped_mm", mutates_args=())
+# 2. The kernel as KPT calls it: a function of the call's record, and one for its gradients. KPT ties them to autograd,
+# and keeps them whole under torch.compile and export.
 def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Launch the kernel; rows of no expert stay zero."""
     experts, inner, columns = weight.shape
@@ -60,39 +60,26 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@product.register_fake
-def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, offsets = ctx.saved_tensors
-    grad_x = product(grad, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-    grad_weight = grouped_mm_wgrad(x, grad, offsets) if ctx.needs_input_grad[1] else None
-    return grad_x, grad_weight, None
-
-
-product.register_autograd(_gradients, setup_context=_keep)
-
-
-# 3. The kernel as KPT calls it, with the signature of the op, and a backend that offers it.
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def forward(call: kpt_core.Call) -> Tensor:
     """`moe.grouped_mm` by the kernel above."""
-    return product(x, weight, offsets)
+    return product(call.x, call.weight, call.offsets)
 
 
-class Mine:
+def backward(call: kpt_core.Call, saved: tuple[()], grad: Tensor) -> dict[str, Tensor]:
+    """The gradients that are wanted; this op saves nothing beside its arguments."""
+    gradients = {}
+    if "x" in call.needs:
+        gradients["x"] = product(grad, call.weight.mT, call.offsets)
+    if "weight" in call.needs:
+        gradients["weight"] = grouped_mm_wgrad(call.x, grad, call.offsets)
+    return gradients
+
+
+# 3. A backend that offers it.
+class Mine(kpt_core.Backend):
     """A backend; that of a package is found through the entry-point group `kpt.backends`."""
 
-    name, device_type = "mine", "cuda" if GPU else "cpu"
-
-    def unavailable(self) -> str | None:
-        """None: it can run here."""
-        return None
+    name, device_types = "mine", ("cuda" if GPU else "cpu",)
 
     def capabilities(self, device: torch.device) -> frozenset[str]:
         """What kernels may require."""
@@ -100,9 +87,17 @@ class Mine:
 
     def kernels(self) -> tuple[kpt_core.Kernel, ...]:
         """One, before kpt-backend-nvidia's with its priority of 20."""
-        dtypes = {"float32", "bfloat16", "float16"}
-        target = f"{__name__}:grouped_mm"
-        return (kpt_core.Kernel("moe.grouped_mm", target, requires={"triton"}, priority=30, dtypes=dtypes),)
+        return (
+            kpt_core.Kernel(
+                "moe.grouped_mm",
+                forward=f"{__name__}:forward",
+                backward=f"{__name__}:backward",
+                composed_of=("moe.grouped_mm_wgrad",),
+                requires={"triton"},
+                dtypes={"float32", "bfloat16", "float16"},
+                priority=30,
+            ),
+        )
 
 
 def main() -> None:
@@ -111,10 +106,10 @@ def main() -> None:
     op = kpt_core.get_op("moe.grouped_mm")
     x, weight = torch.randn(100, 48), torch.randn(4, 48, 40)
     offsets = torch.tensor([30, 30, 75, 90], dtype=torch.int32)  # the second expert has no rows, and ten have no expert
-    tensors = [tensor.to(Mine.device_type) for tensor in (x, weight, offsets)]
+    tensors = [tensor.to(Mine.device_types[0]) for tensor in (x, weight, offsets)]
     with kpt_core.use("reference"):
         expected = op(*tensors)
-    kpt_core.add_backend(Mine())
+    add_backend(Mine())
     print(f"added: {kpt_core.explain(op, *tensors)}")
     print(f"largest difference from the reference: {(op(*tensors) - expected).abs().max():.1e}\n")
 
@@ -131,11 +126,13 @@ def main() -> None:
             print(f"use({name!r}): {kpt_core.explain(op, *tensors).kernel}")
     print(f"in float64: {kpt_core.explain(op, *(t.double() if t.is_floating_point() else t for t in tensors))}")
 
-    layer = MoELayer(MoEConfig(hidden_size=48, num_experts=4, top_k=2, intermediate_size=64)).to(Mine.device_type)
-    # The op of a whole layer is composed of this one; a kernel of its own, where there is one, would come first.
-    with kpt_core.use("reference", op="moe.experts"), kpt_core.record() as selections:
+    layer = MoELayer(MoEConfig(hidden_size=48, num_experts=4, top_k=2, intermediate_size=64)).to(tensors[0].device)
+    # A kernel of a whole layer's op that is composed of this one; others come before it.
+    grouped = "kpt_moe.torch_kernels.experts_grouped:forward"
+    with kpt_core.use(grouped, op="moe.experts"), kpt_core.record() as selections:
         layer(tensors[0]).sum().backward()
-    served = sorted({(str(s.op), s.kernel) for s in selections if s.op.startswith("moe.grouped")})
+    parts = [part for selection in selections for part in (selection, *selection.children)]
+    served = sorted({(part.op, part.kernel) for part in parts if part.op.startswith("moe.grouped")})
     print("a step of a layer:", ", ".join(f"{name} by {kernel}" for name, kernel in served))
 
 

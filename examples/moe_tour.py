@@ -20,7 +20,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from kpt_core import gain_of, interleaved_times
+from kpt_core.optimization import gain_of, interleaved_times
 from kpt_moe import BiasBalancer, MoELayer, RouterStatistics, RouterSummary, Routing, SharedExperts, create_moe_layer
 from kpt_moe.expert_networks import EXPERTS, FeedForwardExpert, QuantisedFeedForwardExpert
 from kpt_moe.layers import LAYERS

@@ -26,6 +26,8 @@ from kpt_backend_nvidia import (
 )
 from kpt_backend_nvidia.chips import compute_capability
 from kpt_backend_nvidia.memory import format_bytes
+from kpt_core.optimization import gain_of, interleaved_times
+from kpt_core.registry import case_tables
 from kpt_moe import MoEConfig, MoELayer
 
 
@@ -84,8 +86,8 @@ def show_shapes(device: torch.device) -> None:
         expected = model(x)
         padding = pad_model(model, torch.bfloat16)
         difference = (model(x) - expected).abs().max() / expected.abs().max()
-        before, after = kpt_core.interleaved_times([lambda: plain(x), lambda: model(x)], device, 0.4)
-    gain, noise = kpt_core.gain_of(before, after)
+        before, after = interleaved_times([lambda: plain(x), lambda: model(x)], device, 0.4)
+    gain, noise = gain_of(before, after)
     assert list(model.state_dict()) == names
     assert model.state_dict()["0.weight"].shape == (1001, 250)
     print(f"  padded: {len(padding.padded)} layers, {padding.extra_bytes:,} bytes more, the same state dict")
@@ -109,7 +111,7 @@ def show_settings() -> None:
 
 def show_kernels(device: torch.device) -> None:
     """Which kernel serves each op here, why others don't, and on which chips the backend's would be tried."""
-    for name, table in sorted(kpt_core.case_tables().items()):
+    for name, table in sorted(case_tables().items()):
         example = table.arguments(table.cases[0], device=device)
         print(f"  {str(kpt_core.explain(name, **example)).replace(chr(10), chr(10) + '  ')}")
     for kernel in NVIDIABackend().kernels():

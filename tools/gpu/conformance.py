@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kpt_core
 from kpt_backend_nvidia import BACKEND
+from kpt_core.registry import case_tables
 
 from .machine import Machine
 from .plan import say
@@ -38,13 +38,13 @@ def run(machine: Machine) -> None:
 
 def _jobs(machine: Machine) -> list[Job]:
     """The kernels, that with the most cases first, and the tests of the library."""
-    tables = kpt_core.case_tables()
+    tables = case_tables()
     kernels = sorted(
         (kernel for kernel in BACKEND.kernels() if kernel.op in tables),
         key=lambda kernel: -len(tables[kernel.op].cases),
     )
     chosen = kernels[-2:] if machine.plan.tiny else kernels
-    jobs: list[Job] = [(kernel.target, partial(_suite, machine, kernel.target)) for kernel in chosen]
+    jobs: list[Job] = [(kernel.forward, partial(_suite, machine, kernel.forward)) for kernel in chosen]
     return [*jobs, ("tests of kpt-triton", partial(_library, machine))]
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import kpt_core
 import kpt_moe
 from kpt_cli.bench.moe import transformers_experts
+from kpt_cli.plain_pytorch import plain_pytorch
 
 from .loads import Load, Problem
 from .machine import Machine
@@ -46,13 +46,13 @@ class Contestant:
     pull: Tensor | None = None
 
 
-KPT, REFERENCE, DENSE = "kpt", "kpt reference", "dense cuBLAS"
+KPT, PLAIN, DENSE = "kpt", "kpt in plain PyTorch", "dense cuBLAS"
 Maker = Callable[[Problem, Machine], Contestant]
 
 
 def makers(machine: Machine) -> dict[str, Maker]:
     """Who may take part, KPT first; a maker raises `LeftOutError` where a contestant can't."""
-    found: dict[str, Maker] = {KPT: _kpt, REFERENCE: _reference}
+    found: dict[str, Maker] = {KPT: partial(_kpt, KPT), PLAIN: partial(_kpt, PLAIN)}
     for name in ("eager", "grouped_mm", "batched_mm"):
         found[f"transformers {name}"] = partial(_transformers, name)
     return found | {
@@ -63,25 +63,19 @@ def makers(machine: Machine) -> dict[str, Maker]:
     }
 
 
-def _kpt(problem: Problem, machine: Machine) -> Contestant:
+def _kpt(name: str, problem: Problem, machine: Machine) -> Contestant:
     arguments = problem.arguments()
-    return Contestant(KPT, lambda: kpt_moe.experts(**arguments))
-
-
-def _reference(problem: Problem, machine: Machine) -> Contestant:
-    arguments = problem.arguments()
-    # On a CPU it is a loop, which reads how many rows each expert has.
-    return Contestant(REFERENCE, lambda: kpt_moe.experts(**arguments))
+    return Contestant(name, lambda: kpt_moe.experts(**arguments))
 
 
 @contextmanager
 def in_force(name: str) -> Iterator[None]:
     """The choice of kernels under which a contestant runs, in its backward too."""
-    if name != REFERENCE:
+    if name != PLAIN:
         yield
         return
     # Autograd's own threads for accelerators would not see the choice.
-    with torch.autograd.set_multithreading_enabled(False), kpt_core.use("reference"):
+    with torch.autograd.set_multithreading_enabled(False), plain_pytorch():
         yield
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kpt_core
+from kpt_core import Backend, Kernel
+from kpt_core.registry import add_backend, remove_backend
 
 from .plan import Plan
 
@@ -69,11 +70,11 @@ class Machine:
             yield
             return
         stand_in = _OnCPU()
-        kpt_core.add_backend(stand_in)
+        add_backend(stand_in)
         try:
             yield
         finally:
-            kpt_core.remove_backend(stand_in.name)
+            remove_backend(stand_in.name)
 
     def stages(self, stages: Sequence[Stage]) -> list[float]:
         """Seconds of calls, each of which is given what the one before gave; caches are cold when the first begins."""
@@ -160,21 +161,17 @@ def _between(first: Any, last: Any) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-class _OnCPU:
+class _OnCPU(Backend):
     """The nvidia backend's kernels, offered to the CPU, where Triton interprets them."""
 
     name = "nvidia_interpreted"
-    device_type = "cpu"
-
-    def unavailable(self) -> str | None:
-        """It is always there."""
-        return None
+    device_types = ("cpu",)
 
     def capabilities(self, device: torch.device) -> frozenset[str]:
         """Whatever a kernel asks for."""
         return frozenset().union(*(kernel.requires for kernel in self.kernels()))
 
-    def kernels(self) -> tuple[kpt_core.Kernel, ...]:
+    def kernels(self) -> tuple[Kernel, ...]:
         """The nvidia backend's."""
         from kpt_backend_nvidia import BACKEND
 

@@ -1,4 +1,4 @@
-"""The gate of the benchmark: no figure without a result that is as near to float64 as the reference's."""
+"""The gate of the benchmark: no figure without a result that is as near to float64 as plain PyTorch's."""
 
 from dataclasses import dataclass, field
 
@@ -43,20 +43,18 @@ def activate(h: Tensor, *, gated: bool, gpt_oss: bool) -> Tensor:
     return F.gelu(h)
 
 
-def faults(
-    problem: Problem, got: dict[str, Tensor], reference: dict[str, Tensor]
-) -> tuple[list[str], dict[str, float]]:
+def faults(problem: Problem, got: dict[str, Tensor], plain: dict[str, Tensor]) -> tuple[list[str], dict[str, float]]:
     """What is further from float64 than it may be.
 
     Args:
         problem: the tensors.
         got: `result`, and the gradients by the names of `Problem.leaves` for those that are to be compared.
-        reference: what the reference gave in the same dtype.
+        plain: what KPT gave in plain PyTorch in the same dtype.
 
     Returns:
         A sentence for each tensor that is wrong, and the ratio of the mean errors of each tensor.
     """
-    errors = {name: _Errors(("kpt", "reference")) for name in got}
+    errors = {name: _Errors(("kpt", "plain")) for name in got}
     with_gradients = len(got) > 1
     shape, transposed = problem.load.shape, problem.load.gpt_oss
     x, weights, pull = (tensor.detach().double() for tensor in (problem.x, problem.weights, problem.grad))
@@ -78,28 +76,28 @@ def faults(
             grad_x.index_add_(0, token, found["x"])
             grad_weights[token, choice] = found["weights"]
             for name in own:
-                errors[name].meet(found[name], got[name][expert], reference[name][expert])
+                errors[name].meet(found[name], got[name][expert], plain[name][expert])
     whole = {"result": out, "x": grad_x, "weights": grad_weights}
     for name, truth in whole.items():
         if name in got:
-            errors[name].meet(truth, got[name], reference[name])
+            errors[name].meet(truth, got[name], plain[name])
     said = [text for name, found in errors.items() if (text := _fault(name, found, got[name].dtype))]
     return said, {name: _ratio(found) for name, found in errors.items()}
 
 
 def _fault(name: str, errors: _Errors, dtype: torch.dtype) -> str | None:
-    # Where the reference happens to hit what is right, half a unit in the last place of float32 is still no fault.
+    # Where plain PyTorch happens to hit what is right, half a unit in the last place of float32 is still no fault.
     floor = torch.finfo(torch.float32).eps * errors.scale
-    mean, reference = (errors.total[who] / max(errors.count, 1) for who in errors.names)
+    mean, plain = (errors.total[who] / max(errors.count, 1) for who in errors.names)
     largest, allowed = (errors.largest[who] for who in errors.names)
-    if mean <= _MEAN * reference + floor and largest <= _LARGEST * allowed + floor:
+    if mean <= _MEAN * plain + floor and largest <= _LARGEST * allowed + floor:
         return None
     what = name if name == "result" else f"gradient of {name}"
     return (
-        f"{what} in {dtype}: error {mean:.2e} on average and {largest:.2e} at most; the reference's own is "
-        f"{reference:.2e} and {allowed:.2e}"
+        f"{what} in {dtype}: error {mean:.2e} on average and {largest:.2e} at most; plain PyTorch's own is "
+        f"{plain:.2e} and {allowed:.2e}"
     )
 
 
 def _ratio(errors: _Errors) -> float:
-    return errors.total["kpt"] / max(errors.total["reference"], 1e-300)
+    return errors.total["kpt"] / max(errors.total["plain"], 1e-300)

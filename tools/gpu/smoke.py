@@ -18,7 +18,7 @@ import kpt_moe
 from kpt_backend_nvidia import BACKEND, NVIDIABackend, NVIDIAConfig, NVIDIAOptimizer, OptimizerConfig
 from kpt_conformance.suite import subjects
 from kpt_conformance.trial import Subject, Trial
-from kpt_core import Case, CaseTable
+from kpt_core.cases import Case, CaseTable
 
 from .machine import Machine
 from .rows import Job, LeftOutError, Row, Rows
@@ -103,7 +103,7 @@ def _require(error: float, dtype: torch.dtype, what: str) -> float:
 
 def _tile(machine: Machine, tile: str) -> Row:
     """A plain product with a given tile: loads through descriptors, and warps of their own for loads."""
-    from kpt_triton.moe.grouped_mm import grouped_mm
+    from kpt_triton.moe.grouped_mm import forward
 
     if "tma" in tile and machine.device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         raise LeftOutError("descriptors need sm90 or newer")
@@ -113,7 +113,8 @@ def _tile(machine: Machine, tile: str) -> Row:
     x, weight = (torch.randn(size, generator=generator) for size in ((rows, inner), (4, columns, inner)))
     x, weight = x.to(machine.device, dtype), (weight * inner**-0.5).to(machine.device, dtype).mT
     ends = [rows // 3, rows // 3, rows - 40, rows - 7]
-    got = grouped_mm(x, weight, torch.tensor(ends, dtype=torch.int32, device=machine.device), tile=tile)
+    call = kpt_moe.grouped_mm.bind(x, weight, torch.tensor(ends, dtype=torch.int32, device=machine.device))
+    got = forward(call._replace(config={"tile": tile}))
     want = torch.zeros(rows, columns, dtype=torch.float64, device=machine.device)
     for expert, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
         want[first:last] = x[first:last].double() @ weight[expert].double()
@@ -195,8 +196,8 @@ def _graph(machine: Machine, call: Any, x: Tensor) -> Row:
     """Replays give, for other inputs with other routings, what the call gives."""
     with machine.served(), torch.no_grad(), kpt_core.record() as log:
         call()
-    chosen = sorted({s.kernel for s in log if s.op == "moe.experts"})
-    if not all(kernel.startswith("kpt_backend_nvidia") for kernel in chosen) or not chosen:
+    chosen = sorted({(s.backend, s.kernel) for s in log if s.op == "moe.experts"})
+    if not all(backend.startswith("nvidia") for backend, _ in chosen) or not chosen:
         raise AssertionError(f"moe.experts was served by {chosen}")
     if machine.device.type == "cpu":
         raise LeftOutError("needs CUDA; the layer ran uncaptured")
@@ -207,7 +208,7 @@ def _graph(machine: Machine, call: Any, x: Tensor) -> Row:
             x.normal_()
             got = replay().clone()
             errors.append(_require(_relative(got, call()), x.dtype, "a replay"))
-    return {"kernel": chosen[0], "largest_relative_error": max(errors)}
+    return {"kernel": chosen[0][1], "largest_relative_error": max(errors)}
 
 
 def _dispatched(machine: Machine) -> Row:
@@ -215,9 +216,8 @@ def _dispatched(machine: Machine) -> Row:
     layer, x = _layer(machine)
     with machine.served(), torch.no_grad(), kpt_core.record() as log:
         layer(x)
-    chosen = {s.op: s.kernel for s in log}
-    ours = [op for op, kernel in chosen.items() if kernel.startswith(("kpt_backend_nvidia", "kpt_triton"))]
-    if "moe.experts" not in ours:
+    chosen = {s.op: s.identity for s in log}
+    if not chosen["moe.experts"].startswith("nvidia"):
         raise AssertionError(f"moe.experts is not served by the backend: {chosen}")
     return {"chosen": chosen}
 

@@ -13,14 +13,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import kpt_core
-from kpt_core import Arguments, Case, CaseTable, device_name
-from kpt_core._registry import forget_selections
-from kpt_core._tuning import configured, table_name
-from kpt_core._tuning_files import merge_into
-from kpt_core._tuning_trials import TuningResult, try_case
+from kpt_core.cases import Arguments, Case, CaseTable
+from kpt_core.contract import Call, load
+from kpt_core.dispatch.autograd import wanted
+from kpt_core.dispatch.candidates import Candidate
+from kpt_core.dispatch.run import run as run_kernel
+from kpt_core.registry import case_tables
+from kpt_core.tuning import device_name
+from kpt_core.tuning.files import merge_into
+from kpt_core.tuning.tables import table_name
+from kpt_core.tuning.trials import TuningResult, try_case
 
 from . import bench
 from .loads import DECODE, HEADLINES, LOADS, TINY_LOADS, Load, problem_of
@@ -95,7 +99,6 @@ def _tune(machine: Machine, trial: Trial, table: Path) -> Row:
     if result.entry is None:
         return {"status": "failed", "error": "nothing was timed", "refused": refused}
     merge_into(table, device_name(machine.device), [result.entry])
-    forget_selections()
     kpt_core.refresh()
     return {"entry": asdict(result.entry), "refused": refused, "table": str(table)}
 
@@ -118,14 +121,9 @@ def _try_products(machine: Machine, trial: Trial) -> TuningResult:
     The kernel's own configurations change one product each, so that their winner alone would leave the others as they
     are.
     """
-    from kpt_backend_nvidia.moe import experts as kernel
+    from kpt_backend_nvidia.moe import configs
 
-    with torch.set_grad_enabled(trial.training):
-        arguments = _arguments(machine, trial)
-        if trial.training:
-            arguments["x"].requires_grad_()
-        single = kernel.configs(**arguments)
-    del arguments
+    single = configs.experts(_call(machine, trial))
     products: dict[str, list[str]] = {}
     for config in single:
         for product, tile in config.items():
@@ -136,7 +134,7 @@ def _try_products(machine: Machine, trial: Trial) -> TuningResult:
     for product, tiles in products.items():
         chosen = tiles[:2] if machine.plan.tiny else tiles
         offered = [{**best, product: tile} for tile in chosen] + ([best] if any(best.values()) else [])
-        with mock.patch.object(kernel, "configs", lambda offered=offered, **_: offered):
+        with mock.patch.object(configs, "experts", lambda call, offered=offered: offered):
             result = _try(machine, trial)
         if result.entry is not None and result.entry.config is not None:
             best = dict(result.entry.config)
@@ -146,8 +144,18 @@ def _try_products(machine: Machine, trial: Trial) -> TuningResult:
 
 def _case_table(machine: Machine, trial: Trial) -> CaseTable:
     """The op's own table, with a case that is made on the device: these are large."""
-    table = kpt_core.case_tables()[trial.op]
+    table = case_tables()[trial.op]
     return replace(table, build=lambda generator: _arguments(machine, trial), cases=(Case(name=trial.load.name),))
+
+
+def _call(machine: Machine, trial: Trial) -> Call:
+    """A trial's call, whose arguments want a gradient if it is a training step's."""
+    op = kpt_core.get_op(trial.op)
+    call = op.bind(**_arguments(machine, trial))
+    for name in case_tables()[trial.op].gradients if trial.training else ():
+        if getattr(call, name) is not None:
+            getattr(call, name).requires_grad_()
+    return call._replace(needs=wanted(op, call) if trial.training else ())
 
 
 def _arguments(machine: Machine, trial: Trial) -> Arguments:
@@ -198,33 +206,22 @@ def _compile_share(machine: Machine, share: str) -> None:
     number, of = map(int, share.split("/"))
     for trial in _trials(machine):
         with machine.served(), torch.set_grad_enabled(trial.training):
-            arguments = _arguments(machine, trial)
-            gradients = kpt_core.case_tables()[trial.op].gradients if trial.training else ()
-            leaves = [arguments[name] for name in gradients if arguments[name] is not None]
-            for leaf in leaves:
-                leaf.requires_grad_()
-            for config in _configurations(trial.op, arguments)[number::of]:
-                _run_once(trial.op, config, arguments, leaves)
-        del arguments, leaves
+            op, call = kpt_core.get_op(trial.op), _call(machine, trial)
+            taking = [c for c in op.candidates(call.x.device, call.x.dtype).accepted if c.refusal(call) is None]
+            configured = [c for c in taking if c.kernel.configs is not None]
+            options = [
+                (c, call._replace(config=each)) for c in configured for each in load(c.kernel.configs or "")(call)
+            ]
+            for candidate, own in options[number::of]:
+                _run_once(op, candidate, own)
+        del call, options
 
 
-def _configurations(op: str, arguments: Arguments) -> list[tuple[str, dict[str, Any]]]:
-    """Kernel and configuration, for all of an op's."""
-    from kpt_backend_nvidia import BACKEND
-    from kpt_core._kernel import load
-
-    kernels = [kernel for kernel in BACKEND.kernels() if kernel.op == op and kernel.configs]
-    return [(kernel.target, dict(config)) for kernel in kernels for config in load(kernel.configs or "")(**arguments)]
-
-
-def _run_once(op: str, config: tuple[str, dict[str, Any]], arguments: Arguments, leaves: list[Tensor]) -> None:
-    from kpt_core._kernel import load
-
-    target, values = config
+def _run_once(op: kpt_core.Op[..., Any], candidate: Candidate, call: Call) -> None:
     try:
-        with configured(op, target, values):
-            out = load(target)(**arguments)
-            if leaves:
-                torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+        out = run_kernel(op, candidate, call)
+        if call.needs:
+            leaves = [getattr(call, name) for name in call.needs]
+            torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
     except Exception as error:  # tuning meets it again and says so
-        say(f"{op} with {values}: {type(error).__name__}: {str(error).splitlines()[0]}")
+        say(f"{op.name} with {call.config}: {type(error).__name__}: {str(error).splitlines()[0]}")
