@@ -1,5 +1,6 @@
 """What every test of the core gets: no installed plug-ins, no settings from outside, nothing left behind."""
 
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -13,6 +14,7 @@ import tuning_kernels
 from clock import CLOCK
 from kpt_core import Backend, Kernel, discovery, registry
 from loopback import Fault
+from plugins import GOOD, entry_points_in, install
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +96,16 @@ def fresh_compiler() -> None:
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """`optimize` measures by a clock that moves when a test says so."""
     monkeypatch.setattr("kpt_core.optimization.measure.time", CLOCK)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Install a distribution into a folder that this process sees."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(discovery, "entry_points", lambda group: entry_points_in(tmp_path, group))
+    monkeypatch.setattr(registry, "_ops", dict(registry._ops))
+    yield lambda name, source=GOOD, *args, **entries: install(tmp_path, name, source, *args, **entries)
+    for module in set(sys.modules) - before:
+        if (tmp_path / f"{module}.py").exists():
+            del sys.modules[module]

@@ -1,7 +1,12 @@
 """Distributions that exist only in a folder: metadata, entry points and a module, as pip would install them."""
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
+
+import pytest
+
+from kpt_core import PluginWarning, registry
 
 #: A module with a good backend and its kernel for `plugin.double`. `{name}` is replaced.
 BACKEND = """
@@ -51,3 +56,13 @@ def entry_points_in(folder: Path, group: str) -> list[EntryPoint]:
     """What `importlib.metadata.entry_points` would find in one folder alone."""
     found = [point for distribution in distributions(path=[str(folder)]) for point in distribution.entry_points]
     return [point for point in found if point.group == group]
+
+
+def only_warning(call: Callable[[], object]) -> str:
+    """The text of the one warning that a call gives, and gives but once."""
+    with pytest.warns(PluginWarning) as warned:
+        (call(), call(), registry.problems())
+    assert [Path(w.filename).parent for w in warned] == [Path(__file__).parent]  # here, or where the call stands
+    (problem,) = registry.problems()
+    assert str(warned[0].message) == f"KPT goes on without {problem}"
+    return str(problem)
