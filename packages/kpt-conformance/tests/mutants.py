@@ -323,11 +323,6 @@ def _():
     return honest.grouped_mm_of(for_weight=lambda x, g, o: x.new_zeros(o.shape[0], x.shape[1], g.shape[1]))
 
 
-@grouped_mm("gradients have another dtype", "custom_ops")
-def _():
-    return honest.grouped_mm_of(for_x=lambda g, w, o: honest.product_for_x(g, w, o).double())
-
-
 @grouped_mm("it reads values, though compilers may look into it", "traced", differentiable=True, traceable=True)
 def _():
     return (honest.grouped_mm_of()[0],)

@@ -102,6 +102,8 @@ def test_a_wrong_fake_is_found(fake: Callable[[Call], Tensor]) -> None:
     trial = op_of(grouped_mm.reference, fake=fake)
     with pytest.raises(AssertionError, match="on fake tensors it gives something else"):
         results.fake_result(trial)
+    with pytest.raises(Exception, match="opcheck"):
+        transforms.custom_ops(trial)
 
 
 @pytest.mark.parametrize("check", [transforms.compiled, transforms.exported])

@@ -25,7 +25,7 @@ class SampleBackend(Backend):
         return "it is never there"
 
     def kernels(self) -> Iterable[Kernel]:
-        return [Kernel("sample.matmul", f"{TARGET}_{index}", aot=aot) for index, aot in enumerate(self.aot)]
+        return [Kernel("aot.matmul", f"{TARGET}_{index}", aot=aot) for index, aot in enumerate(self.aot)]
 
 
 def need(*packages: str) -> None:

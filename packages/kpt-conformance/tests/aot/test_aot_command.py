@@ -78,7 +78,7 @@ def test_table_and_json(command, capsys, tmp_path):
     assert line.split()[:5] == ["matmul_0", "one", "sm80", "64x64", "ok"]
     assert "mma.sync 16" in line
     (row,) = json.loads(file.read_text())
-    assert (row["kernel"], row["op"], row["backend"]) == ("aot_backend:matmul_0", "sample.matmul", "sample")
+    assert (row["kernel"], row["op"], row["backend"]) == ("aot_backend:matmul_0", "aot.matmul", "sample")
     assert (row["status"], row["contract"], row["spills"]) == ("ok", "mma.sync", 0)
     assert row["versions"].keys() == {"triton"}
 

@@ -8,7 +8,7 @@ def row(program: str, chip: str, configuration: str, status: str = "ok", **numbe
     row = {"registers": 200, "shared_memory": 147457, "spills": 0, "occupancy": 8} if status == "ok" else {}
     return Row(
         backend="sample",
-        op="sample.matmul",
+        op="aot.matmul",
         kernel="sample:matmul",
         program=program,
         chip=chip,
@@ -47,5 +47,5 @@ def test_program_that_no_chip_is_offered_has_a_line():
 
 def test_kernels_are_sections_and_versions_are_told():
     written = page(ROWS)
-    assert "## `sample.matmul`\n\n`sample:matmul` of sample.\n" in written
+    assert "## `aot.matmul`\n\n`sample:matmul` of sample.\n" in written
     assert "with triton 3.9.0;" in written
