@@ -6,7 +6,7 @@ from torch import Tensor
 from kpt_core import Call, InputError
 
 from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8
-from ._scales import SCALE_DTYPES, in_blocks, one_of
+from ._scales import SCALE_DTYPES, has_one_of, in_blocks, one_of
 from .activations import activation_of
 from .scaled_grouped_mm import require_frozen
 
@@ -91,7 +91,7 @@ def _check_quantised(name: str, weight: Tensor, scale: Tensor | None, x: Tensor,
         )
     num_experts, *sizes = weight.shape
     shapes = [[num_experts, sizes[1 if transposed else 0]], [num_experts, *in_blocks(*sizes)]]
-    if scale.dtype not in SCALE_DTYPES or list(scale.shape) not in shapes:
+    if scale.dtype not in SCALE_DTYPES or not has_one_of(scale, shapes):
         raise InputError(
             f"moe.experts: {name}_scale must be float32 or float64 of shape {one_of(shapes)} for {name}_proj "
             f"{list(weight.shape)} and transposed={transposed}; got {scale.dtype} {list(scale.shape)}"

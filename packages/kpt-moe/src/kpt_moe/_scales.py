@@ -56,6 +56,14 @@ def multiplied(stored: Tensor, scale: Tensor | None, transposed: bool) -> tuple[
     return weight, scale.unsqueeze(1)
 
 
+def has_one_of(tensor: Tensor, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether a tensor has one of these shapes; size by size, since compilers make one formula of whole lists."""
+    for shape in shapes:
+        if len(shape) == tensor.dim() and all(a == b for a, b in zip(tensor.shape, shape, strict=True)):
+            return True
+    return False
+
+
 def one_of(shapes: Sequence[Sequence[int]]) -> str:
     """Shapes as a message lists them."""
     *others, last = dict.fromkeys(str(list(shape)) for shape in shapes)

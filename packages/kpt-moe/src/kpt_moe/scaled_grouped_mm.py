@@ -7,7 +7,7 @@ from kpt_core import Call, InputError, op
 from kpt_core.tuning import next_power_of_two
 
 from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8, wide_dtype
-from ._scales import SCALE_DTYPES, dequantise, in_blocks, one_of
+from ._scales import SCALE_DTYPES, dequantise, has_one_of, in_blocks, one_of
 from .grouped_mm import flops_of_products, owned_rows
 
 _NAME = "moe.scaled_grouped_mm"
@@ -53,7 +53,7 @@ def _check(call: Call) -> None:
 
 
 def _check_scale(name: str, scale: Tensor, shapes: list[list[int]]) -> None:
-    if scale.dtype not in SCALE_DTYPES or list(scale.shape) not in shapes:
+    if scale.dtype not in SCALE_DTYPES or not has_one_of(scale, shapes):
         raise InputError(
             f"{_NAME}: {name} must be float32 or float64 of shape {one_of(shapes)}; "
             f"got {scale.dtype} {list(scale.shape)}"
