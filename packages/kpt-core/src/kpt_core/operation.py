@@ -104,8 +104,9 @@ class Op(Generic[P, R]):
         entry, self.run_reference = _entries(self, parameters, keyword_only)
         # A class of its own, since a call looks for `__call__` there; binding is Python's own, and as quick.
         self.__class__ = type("Op", (type(self),), {"__call__": entry, "__module__": __name__})
-        #: dtype -> the device that was last used, and whom to ask there in turn where the environment alone applies.
-        self.quick: dict[torch.dtype, tuple[torch.device, tuple[Candidate, ...]]] = {}
+        #: dtype -> the device that was last used, whom to ask there in turn where the environment alone applies, and
+        #: whether the reference serves after them without a word.
+        self.quick: dict[torch.dtype, tuple[torch.device, tuple[Candidate, ...], bool]] = {}
         self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
         self._candidates: dict[tuple[str, Kernel], Candidate] = {}
         #: Device types whose fallback to plain PyTorch was said.

@@ -63,7 +63,7 @@ def dispatch(op: "Op[..., Any]", call: Call, plain: bool = False, needs: bool = 
     if needs or (not plain and _grad_enabled()):
         call = op.Call(*call[:-2], wanted(op, call), None)
     if scope is None:
-        device, candidates = op.quick.get(first.dtype, _NOWHERE)
+        device, candidates, reference = op.quick.get(first.dtype, _NOWHERE)
         if device == first.device:
             for candidate in candidates:
                 if candidate.free or candidate.refusal(call) is None:
@@ -75,6 +75,8 @@ def dispatch(op: "Op[..., Any]", call: Call, plain: bool = False, needs: bool = 
                     except Exception as error:
                         found = op.candidates(first.device, first.dtype)
                         return after_failure(op, call, found, effective(), run, ((candidate, error),))
+            if reference:
+                return op.run_reference(call)
     return _dispatch_fully(op, call)
 
 
@@ -101,7 +103,7 @@ def inspect_tensors(op: "Op[..., Any]", call: Call) -> bool:
 
 #: What tensors mostly are.
 PLAIN = frozenset({Tensor, Parameter})
-_NOWHERE: tuple[torch.device | None, tuple[Candidate, ...]] = (None, ())
+_NOWHERE: tuple[torch.device | None, tuple[Candidate, ...], bool] = (None, (), False)
 
 
 def _dispatch_fully(op: "Op[..., Any]", call: Call) -> Any:
@@ -111,7 +113,8 @@ def _dispatch_fully(op: "Op[..., Any]", call: Call) -> Any:
     if SCOPE.get() is None and found.tuned is None and not (found.explicit or op.mutates):
         # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
         silent = not registry.reference_is_slow(first.device)
-        quick[first.dtype] = first.device, tuple(c for c in found.accepted if silent or c.backend != TORCH)
+        asked = tuple(each for each in found.accepted if silent or each.backend != TORCH)
+        quick[first.dtype] = first.device, asked, silent and found.reference
     return result
 
 
