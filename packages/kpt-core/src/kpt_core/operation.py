@@ -8,14 +8,13 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_t
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from . import registry
 from .contract import Call, Kernel, Refusal, call_type
-from .dispatch.call import PLAIN, dispatch, dispatch_traced
 from .dispatch.candidates import Candidate, Candidates, find_candidates
 from .dispatch.opaque import define_opaque
 from .dispatch.settings import Scope, effective
+from .entry import entries
 from .errors import RegistrationError
 from .selection import Selection
 
@@ -100,13 +99,12 @@ class Op(Generic[P, R]):
         self.result_names = tuple(f"result_{place}" for place in range(self.result_count))
         self.saved_names = tuple(f"saved_{place}" for place in range(self.saved_count))
         self.Call = call_type(name, self.parameters)
-        keyword_only = {n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-        entry, self.run_reference = _entries(self, parameters, keyword_only)
+        entry, self.run_reference = entries(self, parameters)
         # A class of its own, since a call looks for `__call__` there; binding is Python's own, and as quick.
         self.__class__ = type("Op", (type(self),), {"__call__": entry, "__module__": __name__})
-        #: dtype -> the device that was last used, whom to ask there in turn where the environment alone applies, and
-        #: whether the reference serves after them without a word.
-        self.quick: dict[torch.dtype, tuple[torch.device, tuple[Candidate, ...], bool]] = {}
+        #: dtype -> the device that was last used (None for the CPU), whom to ask there in turn where the environment
+        #: alone applies, and whether the reference serves after them without a word.
+        self.quick: dict[torch.dtype, tuple[torch.device | None, tuple[Candidate, ...], bool]] = {}
         self._found: dict[tuple[torch.device, torch.dtype, Scope], Candidates] = {}
         self._candidates: dict[tuple[str, Kernel], Candidate] = {}
         #: Device types whose fallback to plain PyTorch was said.
@@ -231,51 +229,6 @@ def _restored(name: str, defined_in: str) -> Op[..., Any]:
     if name not in registry.ops():
         __import__(defined_in.partition(":")[0])
     return registry.get_op(name)
-
-
-def _entries(
-    op: Op[..., Any], parameters: Mapping[str, inspect.Parameter], keyword_only: set[str]
-) -> tuple[Callable[..., Any], Callable[[Call], Any]]:
-    """What binds a call's arguments, as quick as Python itself does; and what calls the reference for a record."""
-    declared, star = [], False
-    for name, parameter in parameters.items():
-        if name in keyword_only and not star:
-            declared.append("*")
-            star = True
-        declared.append(name if parameter.default is parameter.empty else f"{name}=_defaults[{name!r}]")
-    values = ", ".join(parameters)
-    names = list(parameters)
-    plain = [f"type({names[place]}) in _plain" for place in op.required]
-    plain += [f"({names[place]} is None or type({names[place]}) in _plain)" for place in op.optional]
-    needs = [f"{names[place]}.requires_grad" for place in op.required]
-    needs += [f"{names[place]} is not None and {names[place]}.requires_grad" for place in op.optional]
-    all_plain = "False" if op.lists else " and ".join(plain)
-    handed = ", ".join(f"{n}=call[{i}]" if n in keyword_only else f"call[{i}]" for i, n in enumerate(parameters))
-    source = (
-        f"def entry({', '.join(('_op', *declared))}):\n"
-        f"    if _compiling():\n"
-        f"        return _traced(_op, ({values},))\n"
-        f"    _is_plain = {all_plain}\n"
-        f"    _wants = _is_plain and _grad_enabled() and ({' or '.join(needs) or 'True'})\n"
-        f"    return _dispatch(_op, _new(_Call, ({values}, (), None)), _is_plain, _wants)\n"
-        f"def reference(call):\n"
-        f"    return _reference({handed})\n"
-    )
-    known: dict[str, Any] = {
-        "_compiling": is_dynamo_compiling,
-        "_traced": dispatch_traced,
-        "_dispatch": dispatch,
-        "_plain": PLAIN,
-        "_grad_enabled": torch.is_grad_enabled,
-        "_new": tuple.__new__,
-        "_Call": op.Call,
-        "_reference": op.reference,
-        "_defaults": op.defaults,
-    }
-    exec(compile(source, f"<op {op.name}>", "exec"), known)  # as dataclasses make their methods
-    entry = known["entry"]
-    entry.__name__ = entry.__qualname__ = op.name  # what a TypeError names
-    return entry, known["reference"]
 
 
 def op(

@@ -28,62 +28,57 @@ if TYPE_CHECKING:
 _TORCH_OWN = ("torch._subclasses.", "torch.distributed._functional_collectives")
 
 
-# Looked up once: a call asks them all.
-_autocast = torch._C._is_any_autocast_enabled
-_transforms = torch._C._are_functorch_transforms_active
-_modes, _traced_by_jit = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
-_profiled, _grad_enabled = torch._C._autograd._profiler_enabled, torch.is_grad_enabled
-_scope = SCOPE.get
-
-
-def dispatch(op: "Op[..., Any]", call: Call, plain: bool = False, needs: bool = False) -> Any:
-    """Serve an eager call.
-
-    Args:
-        op: the op.
-        call: the call.
-        plain: whether every tensor of it is a plain one, as far as is known.
-        needs: whether a gradient is wanted, where all are plain.
-    """
-    if _autocast():
+def dispatch(op: "Op[..., Any]", call: Call) -> Any:
+    """Serve an eager call, whoever looks on; the short way for all others is in `kpt_core.entry`."""
+    if torch._C._is_any_autocast_enabled():
         return _under_autocast(op, call)
-    seen = not plain and inspect_tensors(op, call)
+    seen = inspect_tensors(op, call)
     if op.check is not None:
         op.check(call)
-    scope = _scope()
+    scope = SCOPE.get()
     if scope is not None and scope.dry:
         from kpt_core.explaining import choose_only
 
         return choose_only(op, call, scope)
-    if _transforms() or forward_ad._current_level >= 0:
+    if _under_transform():
         return op.run_reference(call)
-    first = first_of(op, call) if op.lists else call[op.first]
-    if seen or _modes() or _traced_by_jit() or _profiled() or first.is_meta:
+    looked_on = torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._autograd._profiler_enabled()
+    if seen or looked_on:
         return call_opaque(op, call)
-    if needs or (not plain and _grad_enabled()):
-        call = op.Call(*call[:-2], wanted(op, call), None)
-    if scope is None:
-        device, candidates, reference = op.quick.get(first.dtype, _NOWHERE)
-        if device == first.device:
-            for candidate in candidates:
-                if candidate.free or candidate.refusal(call) is None:
-                    try:
-                        if call.needs:
-                            return run(op, candidate, call)
-                        result = candidate.forward(call)
-                        return result[0] if candidate.saves else result
-                    except Exception as error:
-                        found = op.candidates(first.device, first.dtype)
-                        return after_failure(op, call, found, effective(), run, ((candidate, error),))
-            if reference:
-                return op.run_reference(call)
-    return _dispatch_fully(op, call)
+    return serve(op, with_needs(op, call) if torch.is_grad_enabled() else call)
+
+
+def with_needs(op: "Op[..., Any]", call: Call) -> Call:
+    """The call, with the names of the arguments that want a gradient."""
+    return op.Call(*call[:-2], wanted(op, call), None)
+
+
+def serve(op: "Op[..., Any]", call: Call) -> Any:
+    """Choose a kernel for a call that nobody looks on, run it, and remember what the next call need not ask."""
+    first, quick = first_of(op, call), op.quick
+    if first.is_meta:
+        return call_opaque(op, call)
+    found = op.candidates(first.device, first.dtype)
+    result = choose_and_run(op, call, found, effective())
+    if SCOPE.get() is None and found.tuned is None and not (found.explicit or op.mutates):
+        # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
+        silent = not registry.reference_is_slow(first.device)
+        asked = tuple(each for each in found.accepted if silent or each.backend != TORCH)
+        quick[first.dtype] = None if first.is_cpu else first.device, asked, silent and found.reference
+    return result
+
+
+def serve_after(op: "Op[..., Any]", call: Call, candidate: Candidate, error: Exception) -> Any:
+    """Serve a call whose kernel raised on the short way."""
+    first = first_of(op, call)
+    found = op.candidates(first.device, first.dtype)
+    return after_failure(op, call, found, effective(), run, ((candidate, error),))
 
 
 def _under_autocast(op: "Op[..., Any]", call: Call) -> Any:
     call = converted(op, call)
     with without_autocast(first_of(op, call).device.type):
-        if not _autocast():
+        if not torch._C._is_any_autocast_enabled():
             return dispatch(op, call)
     # It is on for devices of another type still: only this call may not ask again.
     with torch._C._DisableAutocast():
@@ -103,19 +98,6 @@ def inspect_tensors(op: "Op[..., Any]", call: Call) -> bool:
 
 #: What tensors mostly are.
 PLAIN = frozenset({Tensor, Parameter})
-_NOWHERE: tuple[torch.device | None, tuple[Candidate, ...], bool] = (None, (), False)
-
-
-def _dispatch_fully(op: "Op[..., Any]", call: Call) -> Any:
-    first, quick = first_of(op, call), op.quick
-    found = op.candidates(first.device, first.dtype)
-    result = choose_and_run(op, call, found, effective())
-    if SCOPE.get() is None and found.tuned is None and not (found.explicit or op.mutates):
-        # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
-        silent = not registry.reference_is_slow(first.device)
-        asked = tuple(each for each in found.accepted if silent or each.backend != TORCH)
-        quick[first.dtype] = first.device, asked, silent and found.reference
-    return result
 
 
 def dispatch_traced(op: "Op[..., Any]", arguments: tuple[Any, ...]) -> Any:
@@ -142,6 +124,10 @@ def _trace(op: "Op[..., Any]", call: Call) -> Any:
     return call_opaque(op, call)
 
 
+def _under_transform() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
     """Let Dynamo call a function instead of tracing it, as `torch.compiler.assume_constant_result` does.
 
@@ -154,7 +140,7 @@ def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
 @_constant
 def _transformed() -> bool:
     """Whether a transform is traced: a graph would hold the question otherwise."""
-    return _transforms() or forward_ad._current_level >= 0
+    return _under_transform()
 
 
 @_constant

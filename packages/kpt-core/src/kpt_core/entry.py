@@ -1,0 +1,116 @@
+"""What a call of an op enters: made from its signature, so that binding is as quick as Python's own."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from .contract import Call
+from .dispatch.call import PLAIN, dispatch, dispatch_traced, serve, serve_after, with_needs
+from .dispatch.run import run
+from .dispatch.settings import SCOPE
+
+if TYPE_CHECKING:
+    from .operation import Op
+
+#: The short way: plain tensors, nobody looks on, no block has settings. All else is for `dispatch` and `serve`.
+_ENTRY = """\
+def entry({declared}):
+    if _compiling():
+        return _traced(_op, ({values},))
+    call = _new(_Call, ({values}, (), None))
+    if not ({plain}) or _autocast() or _modes() or _traced_by_jit() or _profiled():
+        return _dispatch(_op, call)
+    scope = _scope()
+    if _transforms() or _forward_ad._current_level >= 0 or (scope is not None and scope.dry):
+        return _dispatch(_op, call)
+    if _grad_enabled() and ({needs}):
+        call = _with_needs(_op, call)
+    {check}
+    if scope is None:
+        device, candidates, reference = _op.quick.get({first}.dtype, _NOWHERE)
+        if {first}.is_cpu if device is None else {first}.device == device:
+            for candidate in candidates:
+                if candidate.free or candidate.refusal(call) is None:
+                    try:
+                        if call.needs:
+                            return _run(_op, candidate, call)
+                        result = candidate.forward(call)
+                        return result[0] if candidate.saves else result
+                    except Exception as error:
+                        return _serve_after(_op, call, candidate, error)
+            if reference:
+                return reference_of(call)
+    return _serve(_op, call)
+"""
+#: Where tensors stand in lists.
+_ENTRY_OF_LISTS = """\
+def entry({declared}):
+    if _compiling():
+        return _traced(_op, ({values},))
+    return _dispatch(_op, _new(_Call, ({values}, (), None)))
+"""
+_REFERENCE = """\
+def reference_of(call):
+    return _reference({handed})
+"""
+
+_SHARED: dict[str, Any] = {
+    "_compiling": is_dynamo_compiling,
+    "_traced": dispatch_traced,
+    "_dispatch": dispatch,
+    "_serve": serve,
+    "_serve_after": serve_after,
+    "_with_needs": with_needs,
+    "_run": run,
+    "_scope": SCOPE.get,
+    "_new": tuple.__new__,
+    "_plain": PLAIN,
+    "_grad_enabled": torch.is_grad_enabled,
+    "_autocast": torch._C._is_any_autocast_enabled,
+    "_modes": torch._C._len_torch_dispatch_stack,
+    "_traced_by_jit": torch._C._is_tracing,
+    "_profiled": torch._C._autograd._profiler_enabled,
+    "_transforms": torch._C._are_functorch_transforms_active,
+    "_forward_ad": forward_ad,
+    "_NOWHERE": (torch.device("meta"), (), False),
+}
+
+
+def entries(
+    op: "Op[..., Any]", parameters: Mapping[str, inspect.Parameter]
+) -> tuple[Callable[..., Any], Callable[[Call], Any]]:
+    """What binds a call's arguments and serves it; and what calls the reference for a record."""
+    names, declared, star = list(parameters), ["_op"], False
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            declared.append("*")
+            star = True
+        declared.append(name if parameter.default is parameter.empty else f"{name}=_defaults[{name!r}]")
+    required, optional = ([names[place] for place in places] for places in (op.required, op.optional))
+    plain = [f"type({name}) in _plain" for name in required]
+    plain += [f"({name} is None or type({name}) in _plain)" for name in optional]
+    needs = [f"{name}.requires_grad" for name in required]
+    needs += [f"{name} is not None and {name}.requires_grad" for name in optional]
+    handed = [
+        f"{name}=call[{place}]" if parameter.kind is parameter.KEYWORD_ONLY else f"call[{place}]"
+        for place, (name, parameter) in enumerate(parameters.items())
+    ]
+    source = (_ENTRY_OF_LISTS if op.lists else _ENTRY).format(
+        declared=", ".join(declared),
+        values=", ".join(names),
+        plain=" and ".join(plain),
+        needs=" or ".join(needs),
+        check="pass" if op.check is None else "_op.check(call)",
+        first=names[op.first],
+    )
+    source += _REFERENCE.format(handed=", ".join(handed))
+    own = {"_op": op, "_Call": op.Call, "_reference": op.reference, "_defaults": op.defaults}
+    known = _SHARED | own
+    exec(compile(source, f"<op {op.name}>", "exec"), known)  # as dataclasses make their methods
+    entry = known["entry"]
+    entry.__name__ = entry.__qualname__ = op.name  # what a TypeError names
+    return entry, known["reference_of"]
