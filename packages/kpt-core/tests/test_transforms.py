@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import toy_ops
-from kpt_core import Backend, Call, explain
+from kpt_core import Backend, Call, NoKernelError, explain, record, use
 from loopback import Fault, Loopback, hundreds, kernel, scale
 from toy_ops import KERNELS, RAN, joined, layer
 
@@ -74,6 +74,37 @@ def test_transforms_compile(name: str, fresh_compiler: None) -> None:
     args = draw(3, 5), draw(5, 4), draw(4)
     compiled = torch.compile(lambda *args: TRANSFORMS[name](layer, *args), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*args), TRANSFORMS[name](layer.reference, *args))
+
+
+def test_choices_hold_and_are_told_under_transforms(add: Add, x: Tensor) -> None:
+    add(Loopback(kernel("first"), name="other"))
+
+    def told(sample: Tensor) -> Tensor:
+        assert explain(scale, sample, sample).kernel == "reference"
+        return scale(sample, sample).sum()
+
+    with record() as ran:
+        grad(told)(x)
+        jvp(lambda x: scale(x, x), (x,), (x,))
+    assert [each.kernel for each in ran] == ["reference"] * 2
+    assert "a transform of torch.func is at work" in str(ran[0])
+    for choice in ("other", "loopback:first"):
+        with use(choice), pytest.raises(NoKernelError, match="transform of torch"):
+            grad(told)(x)
+    with use("reference", strict=True):
+        grad(told)(x)
+
+
+def test_a_torch_kernel_that_autograd_differentiates_serves_under_transforms(
+    list_torch: Callable[..., None], x: Tensor
+) -> None:
+    list_torch(kernel("first", differentiable=True))
+    with record() as ran:
+        found = grad(lambda x: scale(x, x).square().sum())(x)
+        jvp(lambda x: scale(x, x), (x,), (x,))
+        vmap(lambda row: scale(row, row))(x)
+    assert [each.kernel for each in ran] == ["loopback:first", "loopback:first", "reference"]
+    torch.testing.assert_close(found, grad(lambda x: (scale.reference(x, x) + 100).square().sum())(x))
 
 
 def test_several_results_lists_and_randomness_under_transforms() -> None:

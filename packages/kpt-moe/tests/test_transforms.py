@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from families import FAMILIES, experts_of
+from kpt_core import record
 from kpt_moe import MoEConfig, MoELayer, experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm
 from kpt_moe.top_k_gating import top_k_gating
 from kpt_moe.transformers import NAME
@@ -226,3 +227,11 @@ def test_double_backward_through_a_model(model):
         (first,) = torch.autograd.grad(value, x, create_graph=True)
         grads.append(torch.autograd.grad(first.square().sum(), wanted))
     assert_equal(*grads)
+
+
+def test_experts_compute_their_own_rows_alone_but_under_vmap() -> None:
+    x = INPUTS.args[0]
+    with record() as ran:
+        grad(lambda x: experts(x, *INPUTS.args[1:]).sum())(x)
+        vmap(lambda x: experts(x, *INPUTS.args[1:]))(torch.stack((x, x)))
+    assert [each.kernel.rpartition(".")[2] for each in ran] == ["experts_plain:forward", "reference"]

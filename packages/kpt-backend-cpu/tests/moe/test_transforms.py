@@ -50,9 +50,9 @@ def test_a_transform_gives_what_the_reference_gives_and_no_kernel_is_given_up_fo
     torch.testing.assert_close(torch.func.vmap(operation)(batch), want)
     with forward_ad.dual_level():
         out = operation(forward_ad.make_dual(x, torch.ones_like(x)))
-        assert torch.equal(forward_ad.unpack_dual(out).tangent, want_tangent)
-    assert torch.equal(torch.func.jvp(operation, (x,), (torch.ones_like(x),))[1], want_tangent)
-    assert torch.equal(torch.func.grad(lambda v: operation(v).square().sum())(x), want_grad)
+        torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, want_tangent)
+    torch.testing.assert_close(torch.func.jvp(operation, (x,), (torch.ones_like(x),))[1], want_tangent)
+    torch.testing.assert_close(torch.func.grad(lambda v: operation(v).square().sum())(x), want_grad)
     with kpt_core.record() as log:
         operation(x)
     assert [selection.backend for selection in log] == ["cpu"]

@@ -13,6 +13,7 @@ from .dispatch.call import dispatch, inspect_tensors
 from .dispatch.choice import choose, first_of, selection_of
 from .dispatch.fallback import fall_back
 from .dispatch.settings import Scope, effective, scoped
+from .dispatch.transforms import transformed, under_transform
 from .errors import KptError
 from .selection import Selection
 
@@ -38,6 +39,8 @@ def choose_only(op: "Op[..., Any]", call: Call, scope: Scope) -> Any:
     call = call._replace(needs=wanted(op, call) if torch.is_grad_enabled() else ())
     first = first_of(op, call)
     found = op.candidates(first.device, first.dtype)
+    if under_transform():
+        found = transformed(found)
     candidate, tuned, refusals = choose(op, call, found)
     if tuned is None and (candidate is None or candidate.backend == TORCH):
         fall_back(op, found, candidate, refusals, tell=False)

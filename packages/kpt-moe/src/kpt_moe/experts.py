@@ -52,7 +52,7 @@ def _size_key(call: Call) -> tuple[int | str, ...]:
     return next_power_of_two(tokens), top_k, call.gate_up_proj.shape[0], call.x.shape[1], width, layout
 
 
-def _matrices(stored: Tensor, scale: Tensor | None, transposed: bool, dtype: torch.dtype) -> Iterable[Tensor]:
+def matrices_of(stored: Tensor, scale: Tensor | None, transposed: bool, dtype: torch.dtype) -> Iterable[Tensor]:
     """Each expert's matrix `[inputs, outputs]` of `dtype`."""
     weight, scale = multiplied(stored, scale, transposed)
     if scale is None:
@@ -134,8 +134,8 @@ def experts(
     act = Activation(activation, alpha, beta, limit, interleaved)
     wide = wide_dtype(x.dtype)
     tokens, weights = x.to(wide), top_k_weights.to(wide)
-    ups = _matrices(gate_up_proj, gate_up_scale, transposed, x.dtype)
-    downs = _matrices(down_proj, down_scale, transposed, x.dtype)
+    ups = matrices_of(gate_up_proj, gate_up_scale, transposed, x.dtype)
+    downs = matrices_of(down_proj, down_scale, transposed, x.dtype)
     out = torch.zeros_like(tokens)
     for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
         chosen = top_k_index == expert

@@ -10,7 +10,7 @@ from torch import Tensor
 from kpt_core.contract import Call
 from kpt_core.errors import InputError
 
-from .backward import gradients, mapped, reference_gradients
+from .backward import gradients, mapped, plain_gradients
 from .candidates import Candidate
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Dispatched(torch.autograd.Function):
         call, saved = ctx.kept.whole(tensors[: ctx.count]), tensors[ctx.count :]
         if torch.is_grad_enabled() or mapped(grads):
             # A graph of the gradients is wanted (create_graph=True), or a batch of them.
-            found = reference_gradients(op, call, grads)
+            found = plain_gradients(op, call, grads)
         else:
             found = gradients(op, ctx.candidate, call, saved, grads)
         return (*(None,) * _EXTRA, *flat(op, in_order(op, call, found)))

@@ -15,6 +15,7 @@ from .choice import choose, first_of
 from .containment import is_contained, warn_of_failure
 from .fallback import fall_back
 from .settings import effective
+from .transforms import plain_function
 
 if TYPE_CHECKING:
     from kpt_core.operation import Op
@@ -98,9 +99,10 @@ def mapped(grads: Iterable[Tensor | None]) -> bool:
     return torch._C._are_functorch_transforms_active() or any(grad is not None and of_autograd(grad) for grad in grads)
 
 
-def reference_gradients(op: "Op[..., Any]", call: Call, grads: Iterable[Tensor | None]) -> Gradients:
-    """The reference's gradients, which can be differentiated themselves."""
-    return function_gradients(op, op.run_reference, call, grads, create_graph=True)
+def plain_gradients(op: "Op[..., Any]", call: Call, grads: Iterable[Tensor | None]) -> Gradients:
+    """Gradients that can be differentiated themselves: the reference's, or those of a torch kernel in its place."""
+    function = op.run_reference if mapped(grads) else plain_function(op, call)
+    return function_gradients(op, function, call, grads, create_graph=True)
 
 
 def function_gradients(

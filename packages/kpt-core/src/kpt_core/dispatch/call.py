@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from kpt_core import registry
@@ -20,6 +19,7 @@ from .fallback import fall_back
 from .opaque import call_opaque
 from .run import after_failure, choose_and_run, run
 from .settings import SCOPE, effective
+from .transforms import transformed, under_transform
 
 if TYPE_CHECKING:
     from kpt_core.operation import Op
@@ -40,8 +40,8 @@ def dispatch(op: "Op[..., Any]", call: Call) -> Any:
         from kpt_core.explaining import choose_only
 
         return choose_only(op, call, scope)
-    if _under_transform():
-        return op.run_reference(call)
+    if under_transform():
+        return _serve_under_transform(op, call)
     looked_on = torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._autograd._profiler_enabled()
     if seen or looked_on:
         return call_opaque(op, call)
@@ -66,6 +66,16 @@ def serve(op: "Op[..., Any]", call: Call) -> Any:
         asked = tuple(each for each in found.accepted if silent or each.backend != TORCH)
         quick[first.dtype] = None if first.is_cpu else first.device, asked, silent and found.reference
     return result
+
+
+def _serve_under_transform(op: "Op[..., Any]", call: Call) -> Any:
+    first = first_of(op, call)
+    found = transformed(op.candidates(first.device, first.dtype))
+
+    def plainly(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
+        return op.run_reference(call) if candidate is None else candidate.forward(call)
+
+    return choose_and_run(op, call, found, effective(), plainly)
 
 
 def serve_after(op: "Op[..., Any]", call: Call, candidate: Candidate, error: Exception) -> Any:
@@ -124,10 +134,6 @@ def _trace(op: "Op[..., Any]", call: Call) -> Any:
     return call_opaque(op, call)
 
 
-def _under_transform() -> bool:
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
 def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
     """Let Dynamo call a function instead of tracing it, as `torch.compiler.assume_constant_result` does.
 
@@ -140,7 +146,7 @@ def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
 @_constant
 def _transformed() -> bool:
     """Whether a transform is traced: a graph would hold the question otherwise."""
-    return _under_transform()
+    return under_transform()
 
 
 @_constant

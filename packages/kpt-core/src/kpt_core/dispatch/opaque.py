@@ -16,7 +16,7 @@ from kpt_core.errors import RegistrationError
 from kpt_core.registry import get_op
 
 from .autograd import Kept, flat, in_order, wanted
-from .backward import gradients, mapped, reference_gradients
+from .backward import gradients, mapped, plain_gradients
 from .candidates import Candidate
 from .choice import first_of
 from .run import choose_and_run
@@ -174,7 +174,7 @@ def _backward_of_graph(op: "Op[..., Any]", ctx: Any, grads: tuple[Tensor | None,
     found: dict[str, Any] = {}
     if call.needs and any(grad is not None for grad in grads):
         if mapped(grads) or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
-            found = reference_gradients(op, call, grads)
+            found = plain_gradients(op, call, grads)
         else:
             operator = getattr(torch.ops.kpt, f"{op.name.replace('.', '_')}_backward").default
             given = iter(operator(*grads, *call[:-2], saved, ",".join(call.needs)))

@@ -1,0 +1,48 @@
+"""Who serves under torch.func and for second derivatives: plain PyTorch alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
+
+from kpt_core.contract import TORCH, Call
+from kpt_core.selection import Refused
+
+from .candidates import Candidate, Candidates
+from .choice import first_of
+
+if TYPE_CHECKING:
+    from kpt_core.operation import Op
+
+_NOT_PLAIN = "a transform of torch.func is at work, and no kernel is known to be transparent to it"
+
+
+def under_transform() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _is_mapped() -> bool:
+    return any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())
+
+
+def _is_plain(candidate: Candidate) -> bool:
+    """Whether it is plain PyTorch all through, which can be differentiated as often as one likes."""
+    return candidate.backend == TORCH and candidate.kernel.differentiable
+
+
+def transformed(found: Candidates) -> Candidates:
+    """Those of the candidates that a transform goes through: under vmap, where no value can be read, none."""
+    accepted = () if _is_mapped() else tuple(filter(_is_plain, found.accepted))
+    refused = (Refused(e.backend, e.kernel.forward, _NOT_PLAIN) for e in found.accepted if e not in accepted)
+    return replace(found, accepted=accepted, refusals=(*found.refusals, *refused), tuned=None)
+
+
+def plain_function(op: "Op[..., Any]", call: Call) -> Callable[[Call], Any]:
+    """What gradients that are differentiated themselves go through: a torch kernel, or the reference."""
+    first = first_of(op, call)
+    plain = filter(_is_plain, op.candidates(first.device, first.dtype).accepted)
+    return next((each.forward for each in plain if each.refusal(call) is None), op.run_reference)
