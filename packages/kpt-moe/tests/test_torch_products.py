@@ -128,6 +128,13 @@ def test_takes_no_rows(columns):
     assert torch.equal(wgrad, torch.zeros(4, 8, columns))
 
 
+@pytest.mark.parametrize("columns", [5, 16])
+def test_takes_no_experts(columns):
+    x, offsets = torch.randn(3, 16), torch.empty(0, dtype=torch.int32)
+    assert torch.equal(product(x, torch.empty(0, 16, columns), offsets), torch.zeros(3, columns))
+    assert product_wgrad(x, torch.randn(3, columns), offsets).shape == (0, 16, columns)
+
+
 def test_copies_no_more_matrices_than_the_workspace_holds(monkeypatch):
     x, weight, grad, offsets = operands(torch.float64, 3, 5)
     monkeypatch.setattr(tiles, "_WORKSPACE", 2 * weight[0].nbytes)

@@ -22,12 +22,57 @@ class Case:
         sizes: what `CaseTable.build` is called with.
         model: the shapes are a real model's: benchmarks and tuning use the case too.
         large: too large for a CPU in float64; run on accelerators alone.
+        drawn: nobody wrote it: the conformance suite drew it from the table's domain.
     """
 
     name: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
     model: bool = False
     large: bool = False
+    drawn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large a dimension may be.
+
+    Attributes:
+        least: that the op takes: 0 or 1.
+        most: that is tried; past every tile and threshold of a kernel.
+    """
+
+    least: int = 0
+    most: int = 513
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most:
+            raise RegistrationError(f"sizes must have 0 <= least <= most; got least={self.least} and most={self.most}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Domain:
+    """What an op documents that it takes, in terms of what its table's `build` is called with.
+
+    Attributes:
+        sizes: the dimensions, by the names of build's arguments; each is drawn independently of the others.
+        options: every documented value of each other argument of build; the first is what build does without it.
+        allowed: whether build may be called with these values together; what the op calls wrong is left out here. It is
+            asked with all options, and with all options and sizes.
+    """
+
+    sizes: Mapping[str, Sizes] = field(default_factory=dict)
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    allowed: Callable[[Mapping[str, Any]], bool] = lambda values: True
+
+    def __post_init__(self) -> None:
+        both = sorted(self.sizes.keys() & self.options.keys())
+        if both:
+            raise RegistrationError(f"domain: {both[0]!r} is among the sizes and the options; leave it in one of them")
+        for name, values in self.options.items():
+            if len(values) < 2:
+                raise RegistrationError(f"domain: option {name!r} must have two values at least; got {values}")
+        if not self.allowed({name: values[0] for name, values in self.options.items()}):
+            raise RegistrationError("domain: the first values of all options must be allowed together")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +94,25 @@ class WrongInput:
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How far one result of an op's kernels may be from the truth, relative to the reference's own error.
+
+    Attributes:
+        mean: factor on the reference's mean error, 1.1 as a rule.
+        maximum: factor on the reference's largest error, 2 as a rule.
+        reason: why not what is the rule.
+    """
+
+    mean: float
+    maximum: float
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.mean < 0 or self.maximum < 0 or not self.reason:
+            raise RegistrationError(f"an accuracy needs factors that are not negative, and a reason; got {self}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseTable:
     """What an op is tried on: every kernel of it, by the same rows.
@@ -66,6 +130,13 @@ class CaseTable:
         dtypes: in which the op is tried.
         reduction: for given arguments, the greatest number of products that are summed for one element of the result
             or of a gradient; tells how far rounding may go.
+        domain: what the op documents: the conformance suite draws cases from it and fails for what none of them has.
+        kept: names of arguments that stay as made even in float64, because the op documents them in float64 too.
+        exact: what must equal the reference in the same dtype bit for bit, as a quantiser's codes: everything, or what
+            the suite's messages call `result`, `result 1`, `gradient of x`, `cache afterwards`.
+        tolerances: of what is not held to the usual bounds, by the same names.
+        specified: whether the op says what arguments give, where the suite changes their magnitudes; of scores that tie
+            for instance it may not. None: it always does.
     """
 
     op: str
@@ -76,6 +147,11 @@ class CaseTable:
     padding: Callable[[Arguments], Mapping[str, Tensor]] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     reduction: Callable[[Arguments], int] | None = None
+    domain: Domain | None = None
+    kept: frozenset[str] = frozenset()
+    exact: frozenset[str] | bool = False
+    tolerances: Mapping[str, Accuracy] = field(default_factory=dict)
+    specified: Callable[[Arguments], bool] | None = None
 
     def __post_init__(self) -> None:
         for kind, rows in (("case", self.cases), ("wrong input", self.wrong)):
@@ -102,7 +178,10 @@ class CaseTable:
                 return dtype if value is torch.float64 else value
             return value.to(device=device, dtype=dtype if value.dtype is torch.float64 else value.dtype)
 
-        return {name: place(value) for name, value in made.items()}
+        def keep(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return {name: keep(value) if name in self.kept else place(value) for name, value in made.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

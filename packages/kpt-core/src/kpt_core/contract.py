@@ -89,7 +89,8 @@ class Kernel:
         dtypes: dtypes of the op's first tensor that are accepted, as in `"bfloat16"`; None accepts all.
         unsupported: a function of the record that gives None, or the sentence that refuses the call (`Refusal` or a
             string). What it raises propagates: a bug there must not look like a refusal.
-        differentiable: the forward is plain PyTorch that autograd differentiates.
+        differentiable: the forward is plain PyTorch that autograd differentiates. One of backend `torch` also serves
+            under torch.func, vmap excepted, and for derivatives of gradients.
         deterministic: repeated calls give the same bits, gradients included; the conformance suite holds it to that.
         composed_of: names of the ops that it calls, which are dispatched again.
         traceable: plain PyTorch that reads no value on the host: compilers may look into it (backend `torch` alone).
@@ -188,6 +189,14 @@ class Backend:
     def reference_is_slow(self, device: torch.device) -> bool:
         """Whether users want to know that no kernel serves a call on a device."""
         return device.type not in ("cpu", "meta")
+
+    def library(self) -> Mapping[str, str]:
+        """What runs beside Python, for records of evidence: the instruction set, the digest of sources, the compiler.
+
+        Raises:
+            KptError: the library is not the one that was built: a record of it would prove nothing.
+        """
+        return {}
 
     def serves(self, device_type: str) -> bool:
         """Whether it is for devices of a type."""

@@ -36,7 +36,7 @@ def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         `[..., K, N]` of `dtype`.
     """
     rows, columns = codes.shape[-2:]
-    return codes.to(dtype) * spread(spread(scale, columns, -1), rows, -2)
+    return codes.to(dtype) * spread(spread(scale.to(dtype), columns, -1), rows, -2)
 
 
 def multiplied(stored: Tensor, scale: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor | None]:

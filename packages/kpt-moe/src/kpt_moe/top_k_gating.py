@@ -121,7 +121,8 @@ def top_k_gating(
     Which of equal scores is chosen, or comes first, is not specified.
 
     Args:
-        logits: `[T, E]` float64, float32, bfloat16 or float16.
+        logits: `[T, E]` float64, float32, bfloat16 or float16. An expert of -inf has a score of zero (-inf under
+            `softmax_after`); there must be enough others to choose.
         correction_bias: `[E]` float32 or float64, added to the scores where experts are chosen, not where they are
             weighed; gets no gradient (arXiv:2408.15664).
         top_k: experts per token.

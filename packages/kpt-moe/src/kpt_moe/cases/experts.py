@@ -7,14 +7,17 @@ import torch
 from torch import Tensor
 
 from kpt_core import UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
-from kpt_moe.activations import Activation
-from kpt_moe.quantised_experts import quantise_weights
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_moe.activations import GATED, PLAIN, Activation
+from kpt_moe.quantised_experts import SCHEMES, quantise_weights
 
 from .common import normal
 
+#: Which projections have a bias.
+_BOTH = ("gate_up", "down")
+
 #: What gpt-oss computes, with a limit that random numbers cross.
-_GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 0.7, "interleaved": True, "transposed": True, "bias": True}
+_GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 0.7, "interleaved": True, "transposed": True, "biases": _BOTH}
 
 
 def _routing(generator: torch.Generator, tokens: int, num_experts: int, top_k: int, load: str) -> Tensor:
@@ -36,20 +39,22 @@ def _routing(generator: torch.Generator, tokens: int, num_experts: int, top_k: i
 _KINKED = ("relu", "reglu")
 
 
-def _away_from_kinks(x: Tensor, up: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
+def _away_from_kinks(x: Tensor, up: Tensor, inputs: int, quantised: bool) -> tuple[Tensor, Tensor]:
     """Signs for `x` and odd eighths for `up`: sums of an odd number of their products are odd eighths too.
 
-    So the pre-activation is exact in every dtype, never zero and never at a limit of 0.7.
+    So the pre-activation is exact in every dtype, never zero and never at a limit of 0.7. Eighths are all alike where
+    they are quantised, and are then exact as well.
     """
+    most = float("inf") if quantised else up.abs().mean()
     x = x.sign()
     if inputs % 2 == 0:
-        x[:, 0] = 0
-    return x, up.sign() * (1 + 2 * (up.abs() > up.abs().mean())) / 8
+        x[:, :1] = 0
+    return x, up.sign() * (1 + 2 * (up.abs() > most)) / 8
 
 
-def _quantised(weight: Tensor, scheme: str, transposed: bool) -> tuple[Tensor, Tensor]:
+def _quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Stored matrices in 8-bit numbers, and their scales."""
-    codes, scale = quantise_weights(weight.mT if transposed else weight, scheme)
+    codes, scale = quantise_weights(weight.mT if transposed else weight, scheme, dtype)
     if not transposed:
         return codes, scale
     return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "block128" else scale
@@ -61,16 +66,20 @@ def _build_experts(
     hidden: int = 8,
     inner: int = 6,
     num_experts: int = 5,
-    top_k: int = 3,
+    top_k: int | str = 3,
     activation: str = "swiglu",
     transposed: bool = False,
-    bias: bool = False,
+    biases: tuple[str, ...] = (),
     load: str = "random",
     ids: torch.dtype = torch.int64,
-    scheme: str | None = None,
+    weights: torch.dtype = torch.float64,
+    up_scheme: str | None = None,
+    down_scheme: str | None = None,
+    float8: torch.dtype = torch.float8_e4m3fn,
     **parameters: Any,
 ) -> Arguments:
     width = 2 * inner if Activation(activation).gated else inner
+    chosen = num_experts if top_k == "every" else min(int(top_k), num_experts)
 
     def matrices(inputs: int, outputs: int) -> Tensor:
         shape = (inputs, outputs) if transposed else (outputs, inputs)
@@ -79,23 +88,59 @@ def _build_experts(
     x = normal(generator, tokens, hidden)
     up = matrices(hidden, width)
     if activation in _KINKED or parameters.get("limit") is not None:
-        x, up = _away_from_kinks(x, up, inputs=hidden)
+        x, up = _away_from_kinks(x, up, inputs=hidden, quantised=up_scheme is not None)
     down = matrices(inner, hidden)
-    if scheme is not None:
-        (up, up_scale), (down, down_scale) = (_quantised(weight, scheme, transposed) for weight in (up, down))
-        parameters = {**parameters, "gate_up_scale": up_scale, "down_scale": down_scale}
+    if up_scheme is not None:
+        up, parameters["gate_up_scale"] = _quantised(up, up_scheme, transposed, float8)
+    if down_scheme is not None:
+        down, parameters["down_scale"] = _quantised(down, down_scheme, transposed, float8)
     return {
         "x": x,
-        "top_k_index": _routing(generator, tokens, num_experts, top_k, load).to(ids),
-        "top_k_weights": torch.rand(tokens, top_k, generator=generator, dtype=torch.float64),
+        "top_k_index": _routing(generator, tokens, num_experts, chosen, load).to(ids),
+        "top_k_weights": torch.rand(tokens, chosen, generator=generator, dtype=torch.float64).to(weights),
         "gate_up_proj": up,
         "down_proj": down,
-        "gate_up_proj_bias": normal(generator, num_experts, width).round() / 4 if bias else None,
-        "down_proj_bias": normal(generator, num_experts, hidden, scale=0.3) if bias else None,
+        "gate_up_proj_bias": normal(generator, num_experts, width).round() / 4 if "gate_up" in biases else None,
+        "down_proj_bias": normal(generator, num_experts, hidden, scale=0.3) if "down" in biases else None,
         "activation": activation,
         "transposed": transposed,
         **parameters,
     }
+
+
+def _allowed(values: Mapping[str, Any]) -> bool:
+    activation = Activation(values["activation"])
+    parameters = (values["alpha"], values["beta"], values["limit"]) != (1.0, 0.0, None)
+    if (parameters and activation.name != "swiglu") or (values["interleaved"] and not activation.gated):
+        return False
+    quantised = values["up_scheme"] is not None or values["down_scheme"] is not None
+    pairs = values.get("tokens", 1) * (values.get("num_experts", 1) if values["top_k"] == "every" else 1)
+    return (quantised or values["float8"] is torch.float8_e4m3fn) and pairs <= _MOST_PAIRS
+
+
+#: Of a token and an expert, so that cases stay small.
+_MOST_PAIRS = 1024
+
+_DOMAIN = Domain(
+    sizes={"tokens": Sizes(), "hidden": Sizes(1), "inner": Sizes(1), "num_experts": Sizes(1, 257)},
+    options={
+        "activation": ("swiglu", *sorted((GATED | PLAIN) - {"swiglu"})),
+        "biases": ((), _BOTH, ("gate_up",), ("down",)),
+        "load": ("random", "one", "skewed", "partly away"),
+        "weights": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        "up_scheme": (None, *SCHEMES),
+        "down_scheme": (None, *SCHEMES),
+        "float8": (torch.float8_e4m3fn, torch.float8_e5m2),
+        "top_k": (3, 1, "every"),
+        "transposed": (False, True),
+        "interleaved": (False, True),
+        "alpha": (1.0, 1.702),
+        "beta": (0.0, 1.0),
+        "limit": (None, 0.7),
+        "ids": (torch.int64, torch.int32),
+    },
+    allowed=_allowed,
+)
 
 
 def _padding_of_experts(arguments: Arguments) -> Mapping[str, Tensor]:
@@ -127,16 +172,22 @@ EXPERTS = CaseTable(
         Case(name="some pairs not here", sizes={"tokens": 21, "load": "partly away"}),
         Case(name="no pair here", sizes={"load": "away"}),
         Case(name="int32 ids", sizes={"ids": torch.int32}),
-        Case(name="bias", sizes={"bias": True, "tokens": 19}),
+        Case(name="bias", sizes={"biases": _BOTH, "tokens": 19}),
         Case(name="transposed", sizes={"transposed": True, "tokens": 19}),
         *(
-            Case(name=activation, sizes={"activation": activation, "bias": activation == "relu2"})
+            Case(name=activation, sizes={"activation": activation, "biases": _BOTH if activation == "relu2" else ()})
             for activation in ("geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2")
         ),
         Case(name="gpt-oss options", sizes={"tokens": 24, "hidden": 32, "inner": 16, **_GPT_OSS}),
-        Case(name="8-bit", sizes={"tokens": 19, "scheme": "row"}),
-        Case(name="8-bit blocks", sizes={"tokens": 13, "hidden": 136, "inner": 72, "scheme": "block128"}),
-        Case(name="8-bit, transposed", sizes={"scheme": "block128", "transposed": True, "bias": True}),
+        Case(name="8-bit", sizes={"tokens": 19, "up_scheme": "row", "down_scheme": "row"}),
+        Case(
+            name="8-bit blocks",
+            sizes={"tokens": 13, "hidden": 136, "inner": 72, "up_scheme": "block128", "down_scheme": "block128"},
+        ),
+        Case(
+            name="8-bit, transposed",
+            sizes={"up_scheme": "block128", "down_scheme": "block128", "transposed": True, "biases": _BOTH},
+        ),
         Case(
             name="granite-3.1-1b-a400m",
             sizes={"tokens": 63, "hidden": 1024, "inner": 512, "num_experts": 32, "top_k": 8},
@@ -196,7 +247,7 @@ EXPERTS = CaseTable(
             name="bias of another width",
             change=lambda a: {**a, "down_proj_bias": a["down_proj_bias"][:, 1:]},
             message=r"moe\.experts: down_proj_bias must be \[5, 8\]; got \[5, 7\]",
-            sizes={"bias": True},
+            sizes={"biases": _BOTH},
         ),
         WrongInput(
             name="weights of another dtype",
@@ -218,4 +269,5 @@ EXPERTS = CaseTable(
     gradients=("x", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
     padding=_padding_of_experts,
     reduction=_reduction_of_experts,
+    domain=_DOMAIN,
 )

@@ -1,20 +1,38 @@
 """The case tables of `moe.grouped_mm` and `moe.grouped_mm_wgrad`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .common import normal
 
+#: How rows are shared out among groups, and which part of them belongs to any: see `offsets_of`. Where none does there
+#: is nothing to do, which a named case tries.
+SHARES: dict[str, tuple[Any, ...]] = {"load": ("random", "one", "skewed"), "owned": (1.0, 0.675)}
 
-def _offsets(generator: torch.Generator, rows: int, groups: int, taken: int | None) -> Tensor:
-    """`[groups]` int32 end rows, some groups empty; rows past `taken` belong to nobody."""
-    taken = rows if taken is None else taken
-    cuts = torch.randint(0, taken + 1, (max(groups - 1, 0),), generator=generator).sort().values
-    return torch.cat((cuts, torch.tensor([taken])))[:groups].int()
+
+def offsets_of(generator: torch.Generator, rows: int, groups: int, load: str, owned: float) -> Tensor:
+    """`[groups]` int32 end rows.
+
+    Args:
+        generator: what they are drawn from.
+        rows: of all groups, and of nobody.
+        groups: their number.
+        load: `random` leaves some groups empty, `one` all but one, `skewed` gives half of what is left to each in turn.
+        owned: the part of the rows that belongs to a group; the last rows belong to nobody.
+    """
+    taken = int(rows * owned)
+    if load == "one":
+        ends = torch.where(torch.arange(groups) < groups // 2, 0, taken)
+    elif load == "skewed":
+        ends = taken - (taken * 0.5 ** torch.arange(1, groups + 1)).long()
+    else:
+        ends = torch.randint(0, taken + 1, (max(groups - 1, 0),), generator=generator).sort().values
+    return torch.cat((ends[: max(groups - 1, 0)], torch.tensor([taken])))[:groups].int()
 
 
 def _build_grouped_mm(
@@ -23,12 +41,16 @@ def _build_grouped_mm(
     inner: int = 8,
     columns: int = 6,
     groups: int = 4,
-    taken: int | None = None,
+    load: str = "random",
+    owned: float = 1.0,
+    stored: str = "KN",
 ) -> Arguments:
+    x = normal(generator, rows, inner)
+    weight = normal(generator, groups, inner, columns, scale=max(inner, 1) ** -0.5)
     return {
-        "x": normal(generator, rows, inner),
-        "weight": normal(generator, groups, inner, columns, scale=max(inner, 1) ** -0.5),
-        "offsets": _offsets(generator, rows, groups, taken),
+        "x": x,
+        "weight": weight if stored == "KN" else weight.mT.contiguous().mT,
+        "offsets": offsets_of(generator, rows, groups, load, owned),
     }
 
 
@@ -38,12 +60,13 @@ def _build_wgrad(
     inner: int = 8,
     columns: int = 6,
     groups: int = 4,
-    taken: int | None = None,
+    load: str = "random",
+    owned: float = 1.0,
 ) -> Arguments:
     return {
         "x": normal(generator, rows, inner),
         "grad": normal(generator, rows, columns),
-        "offsets": _offsets(generator, rows, groups, taken),
+        "offsets": offsets_of(generator, rows, groups, load, owned),
     }
 
 
@@ -60,9 +83,10 @@ _GROUPED_CASES = (
     Case(name="one row", sizes={"rows": 1}),
     Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "groups": 5}),
     Case(name="one group", sizes={"groups": 1}),
+    Case(name="whole tiles", sizes={"rows": 128, "inner": 64, "columns": 64, "groups": 1}),
     Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
-    Case(name="rows of nobody", sizes={"rows": 40, "taken": 27}),
-    Case(name="every row of nobody", sizes={"taken": 0}),
+    Case(name="rows of nobody", sizes={"rows": 40, "owned": 0.675}),
+    Case(name="every row of nobody", sizes={"owned": 0.0}),
     Case(name="one column", sizes={"columns": 1}),
     Case(name="inner size one", sizes={"inner": 1}),
     Case(
@@ -83,6 +107,10 @@ _GROUPED_CASES = (
         large=True,
     ),
 )
+
+
+#: Of the products of groups.
+SIZES = {"rows": Sizes(), "inner": Sizes(), "columns": Sizes(), "groups": Sizes(1)}
 
 
 def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:
@@ -131,6 +159,7 @@ GROUPED_MM = CaseTable(
     gradients=("x", "weight"),
     padding=lambda arguments: _rows_of_nobody(arguments, "x"),
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
+    domain=Domain(sizes=SIZES, options={**SHARES, "stored": ("KN", "NK")}),
 )
 
 GROUPED_MM_WGRAD = CaseTable(
@@ -141,4 +170,5 @@ GROUPED_MM_WGRAD = CaseTable(
     gradients=("x", "grad"),
     padding=lambda arguments: _rows_of_nobody(arguments, "x", "grad"),
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["grad"].shape[1]),
+    domain=Domain(sizes=SIZES, options=SHARES),
 )

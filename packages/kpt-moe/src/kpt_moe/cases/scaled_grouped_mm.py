@@ -1,15 +1,16 @@
 """The case table of `moe.scaled_grouped_mm`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, WrongInput
 from kpt_moe._scales import in_blocks
 
 from .common import normal
-from .grouped_mm import _offsets, _rows_of_nobody
+from .grouped_mm import SHARES, SIZES, _rows_of_nobody, offsets_of
 
 
 def codes(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
@@ -23,25 +24,40 @@ def _build(
     inner: int = 8,
     columns: int = 6,
     groups: int = 4,
-    taken: int | None = None,
+    load: str = "random",
+    owned: float = 1.0,
     scales: str = "row",
     stored: str = "KN",
     dtype: torch.dtype = torch.float8_e4m3fn,
-    x_scales: int | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    x_scales: str | None = None,
+    x_dtype: torch.dtype = torch.float8_e4m3fn,
+    out_dtype: str = "of the run",
 ) -> Arguments:
-    shapes = {"row": (columns,), "column": (inner, 1), "block": in_blocks(inner, columns)}
+    shapes = {"row": (columns,), "row of one": (1, columns), "column": (inner, 1), "block": in_blocks(inner, columns)}
     weight = codes(generator, groups, inner, columns, dtype=dtype)
     x: Arguments = {"x": normal(generator, rows, inner)}
     if x_scales is not None:
-        # The result's dtype is that of the run, so that float64 is the truth here too.
-        x = {"x": codes(generator, rows, inner, dtype=dtype), "out_dtype": torch.float64}
-        x["x_scale"] = (torch.rand(rows, x_scales, generator=generator) + 0.5) / 32
+        blocks = 1 if x_scales == "row" else in_blocks(inner)[0]
+        x = {"x": codes(generator, rows, inner, dtype=x_dtype)}
+        x["x_scale"] = ((torch.rand(rows, blocks, generator=generator) + 0.5) / 32).to(scale_dtype)
+    scale = (torch.rand(groups, *shapes[scales], generator=generator) + 0.5) / 32 * max(inner, 1) ** -0.5
+    if x_scales is not None or out_dtype != "of the run":
+        # A result in the dtype of the run is in float64 where that is the truth.
+        x["out_dtype"] = _OUT_DTYPES[out_dtype]
     return {
         **x,
         "weight": weight if stored == "KN" else weight.mT.contiguous().mT,
-        "scale": (torch.rand(groups, *shapes[scales], generator=generator) + 0.5) / 32 * max(inner, 1) ** -0.5,
-        "offsets": _offsets(generator, rows, groups, taken),
+        "scale": scale.to(scale_dtype),
+        "offsets": offsets_of(generator, rows, groups, load, owned),
     }
+
+
+_OUT_DTYPES = {"of the run": torch.float64, "none": None, "float32": torch.float32}
+
+
+def _scaled_allowed(values: Mapping[str, Any]) -> bool:
+    return values["x_scales"] is not None or values["x_dtype"] is torch.float8_e4m3fn
 
 
 def _scaled_rows_of_nobody(arguments: Arguments) -> Mapping[str, Tensor]:
@@ -71,13 +87,13 @@ SCALED_GROUPED_MM = CaseTable(
         Case(name="matrices stored as NK", sizes={"inner": 33, "columns": 17, "stored": "NK"}),
         Case(name="scales of input channels", sizes={"inner": 33, "columns": 17, "scales": "column"}),
         Case(name="e5m2", sizes={"dtype": torch.float8_e5m2}),
-        Case(name="8-bit x", sizes={"x_scales": 1, "rows": 40, "taken": 27}),
-        Case(name="8-bit x, blocks", sizes={"x_scales": 2, "inner": 144, "columns": 136, "scales": "block"}),
-        Case(name="e5m2 x", sizes={"x_scales": 1, "dtype": torch.float8_e5m2}),
+        Case(name="8-bit x", sizes={"x_scales": "row", "rows": 40, "owned": 0.675}),
+        Case(name="8-bit x, blocks", sizes={"x_scales": "block", "inner": 144, "columns": 136, "scales": "block"}),
+        Case(name="e5m2 x", sizes={"x_scales": "row", "dtype": torch.float8_e5m2, "x_dtype": torch.float8_e5m2}),
         Case(name="one group", sizes={"groups": 1}),
         Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
-        Case(name="rows of nobody", sizes={"rows": 40, "taken": 27}),
-        Case(name="every row of nobody", sizes={"taken": 0, "scales": "block"}),
+        Case(name="rows of nobody", sizes={"rows": 40, "owned": 0.675}),
+        Case(name="every row of nobody", sizes={"owned": 0.0, "scales": "block"}),
         Case(name="one column", sizes={"columns": 1}),
         Case(name="inner size one", sizes={"inner": 1}),
         Case(
@@ -163,4 +179,19 @@ SCALED_GROUPED_MM = CaseTable(
     gradients=("x",),
     padding=_scaled_rows_of_nobody,
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
+    domain=Domain(
+        sizes=SIZES,
+        options={
+            **SHARES,
+            "scales": ("row", "row of one", "column", "block"),
+            "stored": ("KN", "NK"),
+            "dtype": (torch.float8_e4m3fn, torch.float8_e5m2),
+            "scale_dtype": (torch.float32, torch.float64),
+            "x_scales": (None, "row", "block"),
+            "x_dtype": (torch.float8_e4m3fn, torch.float8_e5m2),
+            "out_dtype": tuple(_OUT_DTYPES),
+        },
+        allowed=_scaled_allowed,
+    ),
+    kept=frozenset({"scale", "x_scale"}),
 )

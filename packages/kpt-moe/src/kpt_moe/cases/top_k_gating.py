@@ -1,51 +1,141 @@
 """The case table of `moe.top_k_gating`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kpt_core import UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable, WrongInput
+from kpt_core import InputError, UnknownNameError
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_core.tuning import next_power_of_two
-from kpt_moe.top_k_gating import score_experts
+from kpt_moe.top_k_gating import SCORES, score_experts
 
+#: More of them bfloat16 can't tell apart, see `_distinct`.
+_MOST_EXPERTS = 512
+#: Choices of an expert for a token among all experts, so that cases stay small in an interpreter too.
+_MOST_WORK = 200_000
 _PREFIX = r"moe\.top_k_gating"
 
 
-def _distinct(generator: torch.Generator, tokens: int, experts: int) -> Tensor:
-    """Logits of which no two of a token are alike, in any dtype: multiples of a power of two between -2 and 2.
+def _distinct(generator: torch.Generator, tokens: int, experts: int, spread: str, score: str) -> Tensor:
+    """Logits of which no two of a token are alike, in any dtype: multiples of a power of two.
 
-    Which of equal scores a kernel chooses is not specified. Further out, what is left to a sigmoid would lose digits.
+    Which of equal scores a kernel chooses is not specified.
+
+    Args:
+        generator: what they are drawn from.
+        tokens: rows.
+        experts: columns, `_MOST_EXPERTS` at most: beyond that bfloat16 can't tell the multiples apart.
+        spread: `near`, between -2 and 2; `far`, down to -32; `masked`, like near, but a third is -inf; or
+            `high`, around 100, which bfloat16 tells apart for 8 experts at most.
+        score: with `far`, sigmoids go up to 8, above which too few digits are left in float32. The others have several
+            experts near the best: a softmax of one alone would have gradients of nothing but rounding.
     """
-    steps = torch.arange(experts, dtype=torch.float64) - experts // 2
-    order = torch.rand(tokens, experts, generator=generator).argsort(-1)
-    return steps[order] * (4 / next_power_of_two(experts))
+    values = (torch.arange(experts, dtype=torch.float64) - experts // 2) * (4 / next_power_of_two(experts))
+    if spread == "far" and experts > 3:
+        values = torch.where(values < 0, values * 16, values * 4 if score == "sigmoid" else values)
+        values[0].clamp_(max=-31)
+    if spread == "high":
+        values = values + 100
+    logits = values[torch.rand(tokens, experts, generator=generator).argsort(-1)]
+    if spread == "masked":
+        away = torch.rand(tokens, experts, generator=generator) < 1 / 3
+        logits = logits.masked_fill(away, float("-inf"))
+    return logits
 
 
-def _groups_differ(judged: Tensor, num_groups: int) -> Tensor:
-    """`[tokens]` bool: whether no two groups' sums of their best two scores are nearly alike."""
-    best = judged.unflatten(-1, (num_groups, -1)).sort(-1, descending=True).values[..., :2].sum(-1)
-    gaps: Tensor = best.sort(-1).values.diff(dim=-1)
-    return (gaps > 1e-5).all(-1)
+def _bias(generator: torch.Generator, experts: int, kind: str | None) -> Tensor | None:
+    """A correction bias: of zeros and ones, of distinct fractions up to 1, or far larger than any score."""
+    if kind is None:
+        return None
+    if kind == "ones":
+        # Scores lie between 0 and 1: what one more makes of them is distinct still.
+        return torch.randint(0, 2, (experts,), generator=generator).float()
+    places = torch.randperm(experts, generator=generator).float()
+    return (
+        (places + 1) / (experts + 1) if kind == "fractions" else torch.rand(experts, generator=generator) * 2000 - 1000
+    )
+
+
+def _clear(judged: Tensor, top_k: int, num_groups: int, top_groups: int, biased: bool) -> Tensor:
+    """`[tokens]` bool: whether no rounding changes which groups and which experts are chosen, and in which order."""
+    grouped = judged.unflatten(-1, (num_groups, -1))
+    limited = num_groups > top_groups
+    best = grouped.sort(-1, descending=True).values[..., : 2 if biased else 1].sum(-1).sort(-1, descending=True)
+    inside = best.indices[:, :top_groups]
+    kept = torch.zeros_like(best.values, dtype=torch.bool).scatter_(1, inside, True)
+    chosen = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1).sort(-1, descending=True).values
+    # A difference of two infinities is NaN, which is no gap either.
+    gaps = torch.cat((-best.values.diff(dim=-1)[:, : top_groups * limited], -chosen.diff(dim=-1)[:, :top_k]), dim=-1)
+    finite = chosen[:, :top_k].isfinite().all(-1)
+    clear: Tensor = finite & (gaps > 3e-6 * judged.clamp(min=0).amax().clamp(min=1)).all(-1)
+    return clear
+
+
+def _counts(experts: int, num_groups: int, top_groups: int | str, top_k: int | str) -> tuple[int, int, int]:
+    """Experts, a multiple of their groups; groups and experts that are chosen, as many as there are at most."""
+    experts += -experts % num_groups
+    best = int({"half": -(-num_groups // 2), "every": num_groups}.get(str(top_groups), top_groups))
+    available = experts // num_groups * best
+    return experts, best, available if top_k == "every" else min(int(top_k), available)
 
 
 def _build(
     generator: torch.Generator,
     tokens: int = 24,
     experts: int = 8,
-    top_k: int = 2,
-    biased: bool = False,
+    num_groups: int = 1,
+    top_groups: int | str = 1,
+    top_k: int | str = 2,
+    spread: str = "near",
+    bias: str | None = None,
     **settings: Any,
 ) -> Arguments:
-    if not biased:
-        return {"logits": _distinct(generator, tokens, experts), "top_k": top_k, **settings}
-    # Scores lie between 0 and 1: what one more makes of them is distinct still.
-    bias = torch.randint(0, 2, (experts,), generator=generator).float()
-    logits = _distinct(generator, 2 * tokens, experts)
-    judged = score_experts(logits, settings.get("score", "softmax")) + bias
-    logits = logits[_groups_differ(judged, settings.get("num_groups", 1))][:tokens]
-    return {"logits": logits, "correction_bias": bias, "top_k": top_k, **settings}
+    experts, best, chosen = _counts(experts, num_groups, top_groups, top_k)
+    correction, score = _bias(generator, experts, bias), settings.get("score", "softmax")
+    found = torch.empty(0, experts, dtype=torch.float64)
+    for _ in range(100):
+        logits = _distinct(generator, 2 * tokens + 1, experts, spread, score)
+        # Without a bias the order is that of the logits, however small the scores are.
+        judged = logits if correction is None else score_experts(logits, score) + correction
+        clear = _clear(judged, chosen, num_groups, best, correction is not None)
+        found = torch.cat((found, logits[clear]))[:tokens]
+        if len(found) == tokens:
+            break
+    else:
+        raise InputError(
+            f"case table of moe.top_k_gating: {len(found)} of {tokens} tokens have a clear choice of {chosen} among "
+            f"{experts} experts with {spread=}, {bias=} and {settings}: leave this out of the domain"
+        )
+    biased = {} if correction is None else {"correction_bias": correction}
+    groups = {} if num_groups == 1 else {"num_groups": num_groups, "top_groups": best}
+    return {"logits": found, **biased, "top_k": chosen, **groups, **settings}
+
+
+def _allowed(values: Mapping[str, Any]) -> bool:
+    if values["spread"] == "masked" and values["top_k"] == "every":
+        return False
+    sizes = {name: values.get(name, least) for name, least in (("experts", 4), ("num_groups", 1))}
+    experts, _, chosen = _counts(**sizes, top_groups=values["top_groups"], top_k=values["top_k"])
+    # A single weight that is renormalised is one, its gradient nothing but rounding: there is nothing to compare with.
+    constant = chosen == 1 and values["renormalize"] and values["score"] != "softmax_after"
+    work = values.get("tokens", 1) * experts * chosen
+    return experts <= _MOST_EXPERTS and work <= _MOST_WORK and not constant
+
+
+def _specified(arguments: Arguments) -> bool:
+    """Whether the choice is clear in float32, where scores far apart may all be zero."""
+    if not len(arguments["logits"]):
+        return True
+    score, bias = arguments.get("score", "softmax"), arguments.get("correction_bias")
+    judged = score_experts(arguments["logits"].float(), score)
+    if bias is not None:
+        judged = judged + bias
+    elif score != "softmax_after":
+        judged = judged.log()  # small scores are as different as large ones
+    groups = arguments.get("num_groups", 1), arguments.get("top_groups", 1)
+    return bool(_clear(judged, arguments["top_k"], *groups, bias is not None).all())
 
 
 def _with(arguments: Arguments, **changes: Any) -> Arguments:
@@ -63,6 +153,8 @@ TOP_K_GATING = CaseTable(
         Case(name="one token", sizes={"tokens": 1}),
         Case(name="63 tokens, odd sizes", sizes={"tokens": 63, "experts": 7, "top_k": 3}),
         Case(name="one expert", sizes={"experts": 1, "top_k": 1}),
+        Case(name="large logits", sizes={"spread": "high"}),
+        Case(name="large logits, softmax after", sizes={"spread": "high", "score": "softmax_after"}),
         Case(name="every expert", sizes={"experts": 6, "top_k": 6}),
         Case(name="not renormalised", sizes={"renormalize": False}),
         Case(name="scaled", sizes={"scale": 2.5, "renormalize": False}),
@@ -70,10 +162,10 @@ TOP_K_GATING = CaseTable(
         Case(name="softmax after, renormalised", sizes={"score": "softmax_after", "scale": 0.5}),
         Case(name="sigmoid", sizes={"score": "sigmoid", "experts": 12, "top_k": 3}),
         Case(name="sigmoid, not renormalised", sizes={"score": "sigmoid", "renormalize": False, "top_k": 1}),
-        Case(name="correction bias", sizes={"score": "sigmoid", "biased": True, "top_k": 3}),
-        Case(name="softmax with correction bias", sizes={"biased": True, "experts": 20, "top_k": 5}),
+        Case(name="correction bias", sizes={"score": "sigmoid", "bias": "ones", "top_k": 3}),
+        Case(name="softmax with correction bias", sizes={"bias": "ones", "experts": 20, "top_k": 5}),
         Case(name="groups", sizes=GROUPS),
-        Case(name="groups with correction bias", sizes={**GROUPS, "score": "sigmoid", "biased": True, "scale": 2.5}),
+        Case(name="groups with correction bias", sizes={**GROUPS, "score": "sigmoid", "bias": "ones", "scale": 2.5}),
         Case(
             name="groups of one expert",
             sizes={"num_groups": 8, "top_groups": 3, "score": "sigmoid"},
@@ -93,7 +185,7 @@ TOP_K_GATING = CaseTable(
                 "experts": 256,
                 "top_k": 8,
                 "score": "sigmoid",
-                "biased": True,
+                "bias": "ones",
                 "scale": 2.5,
                 "num_groups": 8,
                 "top_groups": 4,
@@ -157,4 +249,18 @@ TOP_K_GATING = CaseTable(
     ),
     gradients=("logits",),
     reduction=lambda arguments: arguments["logits"].shape[1],
+    domain=Domain(
+        sizes={"tokens": Sizes(), "experts": Sizes(1, _MOST_EXPERTS), "num_groups": Sizes(1)},
+        options={
+            "score": SCORES,
+            "spread": ("near", "far", "masked"),
+            "bias": (None, "fractions", "large"),
+            "top_groups": (1, "half", "every"),
+            "top_k": (2, 1, "every"),
+            "renormalize": (True, False),
+            "scale": (1.0, 2.5),
+        },
+        allowed=_allowed,
+    ),
+    specified=_specified,
 )

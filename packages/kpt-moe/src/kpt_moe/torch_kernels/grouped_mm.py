@@ -55,7 +55,7 @@ def product(call: Call) -> Tensor:
     """`moe.grouped_mm`, by torch's grouped product where it takes the operands, else in tiles."""
     x, weight, offsets = call[:3]
     native = _native(x, weight)
-    if native is None:
+    if native is None or offsets.shape[0] == 0:
         return _tiled_mm(x, weight, offsets)
     return torch.where(inside(offsets, x.shape[0]).unsqueeze(1), native(_fit(x), _fit(weight), offs=offsets), 0)
 
@@ -64,7 +64,7 @@ def product_wgrad(call: Call) -> Tensor:
     """`moe.grouped_mm_wgrad`, likewise."""
     x, grad, offsets = call[:3]
     native = _native(x, grad)
-    if native is None:
+    if native is None or offsets.shape[0] == 0:
         return _tiled_wgrad(x, grad, offsets)
     return native(_fit(x).t(), _fit(grad), offs=offsets)
 

@@ -57,4 +57,4 @@ def _scale(call: Call) -> Tensor:
 
 
 def _widen(x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x_scale is None else x.to(dtype) * spread(x_scale, x.shape[1], -1)
+    return x.to(dtype) if x_scale is None else x.to(dtype) * spread(x_scale.to(dtype), x.shape[1], -1)

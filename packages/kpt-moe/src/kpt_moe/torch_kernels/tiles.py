@@ -33,5 +33,7 @@ def tiles(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def chunks(rows: int, offsets: Tensor, matrix: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The tiles, as many at a time as matrices of `matrix` bytes fit the workspace."""
+    if offsets.shape[0] == 0:
+        return
     size = max(1, _WORKSPACE // max(matrix, 1))
     yield from zip(*(part.split(size) for part in tiles(rows, offsets)), strict=True)
