@@ -77,7 +77,8 @@ def platform_tag() -> str:
 def build(sources: Path, libraries: Path) -> dict[str, str]:
     """Make `kpt_cpu_<instruction set>.so` of the sources, or `missing.txt` with the reason why there is none.
 
-    What was compiled before from the same sources, in the same way, stays. `sources.txt` says what the sources were.
+    What was compiled before from the same sources, in the same way, stays if nobody changed it. `sources.txt` says what
+    the sources were, `manifest.json` what compiler made which bytes of them.
 
     Returns:
         The instruction sets without a library, and why: those whose flags the compiler does not know, or all of them.
@@ -102,7 +103,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _build(sources: Path, libraries: Path) -> dict[str, str]:
-    before = _read(libraries / "built.json")
+    # What was put in a library's place since would else stay.
+    before = {name: how for name, how in _read(libraries / "built.json").items() if _is_own(libraries, name)}
     compiler, reason = find_compiler()
     left_out, built = dict.fromkeys(INSTRUCTION_SETS, reason), dict[str, str]()
     if compiler:
@@ -119,8 +121,25 @@ def _build(sources: Path, libraries: Path) -> dict[str, str]:
     else:
         missing.write_text(left_out["baseline"] + "\n")
     (libraries / "built.json").write_text(json.dumps(built, indent=2) + "\n")
+    told = _version(compiler).splitlines() if built else []
+    manifest = {
+        "compiler": told[0].strip() if told else "",
+        "libraries": {f"kpt_cpu_{name}.so": _digest_of(libraries / f"kpt_cpu_{name}.so") for name in built},
+    }
+    (libraries / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     (libraries / "sources.txt").write_text(digests_of(sources))
     return left_out
+
+
+def _is_own(libraries: Path, name: str) -> bool:
+    """Whether a library is the one that the manifest of its build tells of."""
+    library = libraries / f"kpt_cpu_{name}.so"
+    made: Any = _read(libraries / "manifest.json").get("libraries") or {}
+    return library.is_file() and made.get(library.name) == _digest_of(library)
+
+
+def _digest_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def digests_of(sources: Path) -> str:
@@ -203,9 +222,9 @@ def _version(compiler: list[str]) -> str:
     return told.stdout
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        read: dict[str, str] = json.loads(path.read_text())
+        read: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return read

@@ -7,7 +7,7 @@ import torch
 
 from kpt_core import Backend, Capability, InputError, Kernel
 
-from .native import INSTRUCTION_SETS, LibraryError, library
+from .native import INSTRUCTION_SETS, LibraryError, library, provenance
 
 
 class CPUBackend(Backend):
@@ -52,6 +52,15 @@ class CPUBackend(Backend):
         if platform.machine().lower() in ("arm64", "aarch64"):
             known.add("neon")
         return frozenset(known)
+
+    def library(self) -> dict[str, str]:
+        """Digest of the native sources, compiler and instruction set; the latter two only where there are libraries.
+
+        Raises:
+            LibraryError: a library has not the bytes that its build wrote down.
+            InputError: `KPT_CPU_ISA` names no instruction set that can be used here.
+        """
+        return provenance()
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel, also where none can run; no library is loaded."""

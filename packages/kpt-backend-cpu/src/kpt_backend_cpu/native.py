@@ -1,6 +1,8 @@
 """The native library: which one this machine runs, loading it once, and calling its kernels."""
 
 import ctypes
+import hashlib
+import json
 import os
 import threading
 from pathlib import Path
@@ -68,6 +70,31 @@ def library() -> Library:
             if _library is None:
                 _library = _load()
     return _library
+
+
+def provenance() -> dict[str, str]:
+    """What records of evidence name: the digest of the sources, and the compiler and instruction set that are used.
+
+    Raises:
+        LibraryError: a library has not the bytes that its build wrote down.
+        InputError: see `library`.
+    """
+    names = {path.name for path in LIBRARIES.glob("*.so")}
+    try:
+        manifest = json.loads((LIBRARIES / "manifest.json").read_text())
+        compiler, made = str(manifest["compiler"]), dict(manifest["libraries"])
+        sources = (LIBRARIES / "sources.txt").read_bytes().replace(b"\r\n", b"\n")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LibraryError(
+            f"{LIBRARIES} does not tell what its build made ({type(error).__name__}: {error}): "
+            "install kpt-backend-cpu again"
+        ) from None
+    for name in sorted(names | made.keys()):
+        path = LIBRARIES / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != made.get(name):
+            raise LibraryError(f"{path} has not the bytes that its build wrote down: install kpt-backend-cpu again")
+    found = {"sources": hashlib.sha256(sources).hexdigest()}
+    return found if not made else found | {"compiler": compiler, "isa": library().instruction_set}
 
 
 def run(kernel: str, *arguments: float) -> None:
