@@ -55,9 +55,10 @@ def largest_backward(call: Call, saved: tuple[Tensor, Tensor], grad: Tensor, _: 
     return {"parts": [torch.where(saved[1] == place, grad * call.scale, 0) for place in range(len(call.parts))]}
 
 
-def _build_largest(generator: torch.Generator, rows: int = 5) -> Arguments:
+def _build_largest(generator: torch.Generator, rows: int = 5, sorted: bool = False) -> Arguments:
     # A few eighths apart, so that no two are alike in any dtype.
     order = torch.stack([torch.randperm(3, generator=generator) for _ in range(rows * 4)], 1).view(3, rows, 4)
+    order = order.sort(0).values if sorted else order
     return {"parts": [part.double() / 8 - 1 for part in order], "scale": 0.5}
 
 
@@ -80,22 +81,48 @@ def dropout_backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dic
     return {"x": grad.masked_fill(~_kept(call.x, call.rate, call.seed, call.offset), 0)}
 
 
-def _build_dropout(generator: torch.Generator, rows: int = 5) -> Arguments:
-    return {"x": torch.randn(rows, 6, generator=generator, dtype=torch.float64), "seed": 3, "offset": 11}
+def _build_dropout(generator: torch.Generator, rows: int = 5, rate: float = 0.25) -> Arguments:
+    x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    return {"x": x, "rate": rate, "seed": 3, "offset": 11}
+
+
+@op("sample.divide")
+def divide(x: Tensor, *, by: float = 0.7) -> Tensor:
+    """`x / by` in the dtype of `x`, to the last bit."""
+    return x / by
+
+
+def divide_forward(call: Call) -> Tensor:
+    return torch.cat([row / call.by for row in call.x.split(1)]) if len(call.x) else call.x.clone()
+
+
+def _build_divide(generator: torch.Generator, rows: int = 5) -> Arguments:
+    return {"x": torch.randn(rows, 6, generator=generator, dtype=torch.float64), "by": 0.7}
 
 
 #: Forward and backward, and the table, by the op's name.
 SAMPLES = {
     table.op: (functions, table)
     for functions, table in (
+        ((divide_forward,), CaseTable(op="sample.divide", build=_build_divide, cases=CASES, exact=True)),
         ((write_rows_forward,), CaseTable(op="sample.write_rows", build=_build_write_rows, cases=CASES)),
         (
             (largest_forward, largest_backward),
-            CaseTable(op="sample.largest", build=_build_largest, cases=CASES, gradients=("parts",)),
+            CaseTable(
+                op="sample.largest",
+                build=_build_largest,
+                cases=(*CASES, Case(name="the last of all", sizes={"sorted": True})),
+                gradients=("parts",),
+            ),
         ),
         (
             (dropout_forward, dropout_backward),
-            CaseTable(op="sample.dropout", build=_build_dropout, cases=CASES, gradients=("x",)),
+            CaseTable(
+                op="sample.dropout",
+                build=_build_dropout,
+                cases=(*CASES, Case(name="nothing lost", sizes={"rate": 0.0})),
+                gradients=("x",),
+            ),
         ),
     )
 }

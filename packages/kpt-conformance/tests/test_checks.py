@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 import honest
 import kpt_core
-from kpt_conformance.checks import declarations, gradients, results, transforms, values
+from kpt_conformance.checks import accelerators, declarations, gradients, results, transforms, values
 from kpt_conformance.comparison import Outcome, assert_right
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, device_of, subjects, trials
 from kpt_conformance.trial import Subject, Trial
 from kpt_core import Call
-from kpt_core.cases import CaseTable
+from kpt_core.cases import Accuracy, CaseTable
 from kpt_core.contract import REFERENCE, TORCH
 from kpt_core.registry import case_tables
 from scaled_mm import SCALED_MM, scaled_mm
@@ -127,7 +128,7 @@ def test_an_op_that_fixes_sizes_is_found(loopback: Loopback) -> None:
         kernel = loopback.offer(op.name, *honest.grouped_mm_of())
         of_kernel = replace(trial, subject=Subject(op, kernel.forward, loopback.name, CPU, kernel))
         with pytest.raises(Exception, match=fault) if fault else nullcontext():
-            transforms.compiled_dynamic(of_kernel)
+            transforms.compiled_sizes(of_kernel)
 
 
 def test_a_reference_that_is_not_mapped_is_found() -> None:
@@ -159,6 +160,86 @@ def test_the_sign_of_infinity_matters() -> None:
         AssertionError, match=r"^here: result: 1 of 3 elements are NaN or infinite .* at \[2\]: -inf, expected inf"
     ):
         assert_right(outcome(-infinity), outcome(infinity), outcome(infinity), "here")
+
+
+def _of(values: Tensor, **settings: Any) -> Outcome:
+    return Outcome({"result": values}, {}, **settings)
+
+
+def test_a_table_may_narrow_and_widen_the_bounds_of_a_result() -> None:
+    want = torch.ones(100_000)
+    off = torch.full_like(want, 2.0**-20)
+    for times, bounds, right in (
+        (1.05, None, True),
+        (1.05, (0.9, 2.0), False),
+        (2.5, None, False),
+        (2.5, (3, 6), True),
+    ):
+        tolerances = {} if bounds is None else {"result": Accuracy(*bounds, reason="as its paper says")}
+        with nullcontext() if right else pytest.raises(AssertionError, match="error"):
+            assert_right(_of(want + times * off), _of(want + off), _of(want.double(), tolerances=tolerances))
+
+
+@pytest.mark.parametrize(("error", "terms", "right"), [(1e-8, 1.0, True), (1e-8, 0.0, False), (1e-4, 1.0, False)])
+def test_where_terms_cancel_rounding_is_as_large_as_they_are(error: float, terms: float, right: bool) -> None:
+    zero = torch.zeros(24)
+    oracle = _of(zero.double(), terms=lambda: {"result": torch.full((24,), terms)})
+    with nullcontext() if right else pytest.raises(AssertionError, match="exceeds"):
+        assert_right(_of(zero + error), _of(zero), oracle)
+
+
+def test_where_terms_don_t_cancel_nothing_more_is_allowed() -> None:
+    want = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    oracle = _of(want.double(), terms=lambda: {"result": torch.ones(100_000)})
+    with pytest.raises(AssertionError, match="exceeds"):
+        assert_right(_of(want * (1 + 2.0**-23)), _of(want), oracle)
+
+
+def test_the_terms_of_a_softmax_s_gradient_are_measured() -> None:
+    table = TABLES["moe.top_k_gating"]
+    trial = Trial(Subject(kpt_core.get_op(table.op), REFERENCE, REFERENCE, CPU), table, table.cases[0], torch.float32)
+    arguments = trial.arguments()
+    for cotangent, cancels in ((None, False), (torch.ones_like, True)):
+        _, oracle = trial.truth(arguments, cotangent=cotangent)
+        assert oracle.terms is not None
+        size = oracle.gradients["logits"].abs().mean()
+        assert (oracle.terms()["gradient of logits"].mean() > 1e6 * size) == cancels
+
+
+def test_a_kernel_that_is_wrong_for_some_number_of_rows_is_found_when_compiled(loopback: Loopback) -> None:
+    def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return honest.product(x, weight, offsets) * (2 if x.shape[0] == 65 else 1)
+
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of(product))
+    with pytest.raises(AssertionError, match="compiled, with 65 rows"):
+        transforms.compiled_sizes(trial_of("moe.grouped_mm"))
+
+
+def test_what_inductor_makes_of_it_is_what_is_tried(loopback: Loopback) -> None:
+    def fault(graph: torch.fx.Graph) -> None:
+        raise RuntimeError("planted in Inductor")
+
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of())
+    trial = trial_of("moe.grouped_mm")
+    transforms.inductor(trial)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=fault), pytest.raises(Exception, match="planted in"):
+        transforms.inductor(trial)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        accelerators.no_host_sync,
+        accelerators.graph_capture,
+        accelerators.other_streams,
+        accelerators.second_device,
+        accelerators.past_int32,
+    ],
+)
+def test_what_asks_for_a_gpu_is_said_to_be_absent(check: Callable[[Trial], None], loopback: Loopback) -> None:
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of())
+    with pytest.raises(pytest.skip.Exception, match=r"^absent: "):
+        check(trial_of("moe.grouped_mm"))
 
 
 def _twice(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

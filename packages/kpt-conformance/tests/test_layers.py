@@ -253,7 +253,7 @@ DTYPE, EMPTY = "follows a change of dtype", "loads into memory made from meta"
 STATE, SAVED = "round-trips its state_dict", "is saved and loaded without unpickling code"
 COPY, CONFIG = "is copied whole", "has a configuration that can be stored and compared"
 INDEX, MODES = "knows that a device without index is the first", "trains and evaluates"
-TWICE = "goes backward twice"
+TWICE, EXPORTED = "goes backward twice", "is exported"
 
 #: The layer, the rule that it breaks, and what has to be said of it.
 BROKEN = [
@@ -283,6 +283,7 @@ BROKEN = [
     (AlwaysDrops, MODES, r"in eval mode after train mode without a run: tensor 0"),
     (Deaf, MODES, r"train\(False\) does not reach inner, inner\.0, inner\.1"),
     (FirstBackwardOnly, TWICE, r"one call, two backwards"),
+    (ReadsValues, EXPORTED, r"torch\.export: "),
 ]
 
 

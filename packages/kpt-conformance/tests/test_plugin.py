@@ -73,7 +73,7 @@ def test_the_option_runs_the_suite_without_a_file(acme: pytest.Pytester) -> None
 
 def test_another_backend_is_left_out(acme: pytest.Pytester) -> None:
     result = run(acme, "--kpt-backend=reference", "test_conformance.py", "-rs")
-    result.assert_outcomes(skipped=5)
+    result.assert_outcomes(skipped=6)
     result.stdout.fnmatch_lines(["*--kpt-backend=reference*"])
 
 
@@ -91,7 +91,7 @@ def test_an_unknown_backend_is_refused(acme: pytest.Pytester) -> None:
 def test_a_backend_that_cannot_run_is_said(acme: pytest.Pytester) -> None:
     acme.makeconftest(CONFTEST + "\nbackend.broken = 'no such chip is in this machine'\n")
     skipped = run(acme, "-rs")
-    skipped.assert_outcomes(skipped=5)
+    skipped.assert_outcomes(skipped=6)
     skipped.stdout.fnmatch_lines(["*no such chip is in this machine*"])
     asked = run(acme, "--kpt-backend=acme")
     assert asked.ret != 0
@@ -133,25 +133,32 @@ def test_evidence_is_of_whole_runs_alone(acme: pytest.Pytester) -> None:
     assert not list(acme.path.glob("records/**/*.json"))
 
 
-def test_evidence_of_a_reference(pytester: pytest.Pytester) -> None:
-    # One op with a table of one case, so that the whole suite is quick.
-    pytester.makeconftest(
-        """
-        from dataclasses import replace
-        from kpt_conformance import generation, suite
+#: One op with a table of one case, so that the whole suite is quick; files of this checkout need not be committed.
+ONE_CASE = """
+from dataclasses import replace
+from kpt_conformance import generation, suite
+from kpt_conformance.evidence import recording
 
-        tables = suite.case_tables()
-        table = replace(tables["moe.grouped_mm_wgrad"], cases=tables["moe.grouped_mm_wgrad"].cases[:1])
-        suite.case_tables = lambda: {table.op: table}
-        generation.layer_cases = lambda: {}
-        """
-    )
+tables = suite.case_tables()
+table = replace(tables["{op}"], cases=tables["{op}"].cases[:1], domain=None)
+suite.case_tables = lambda: {{table.op: table}}
+generation.layer_cases = lambda: {{}}
+recording.history_of_sources = lambda sources: None
+"""
+
+
+def test_evidence_of_a_reference(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(ONE_CASE.format(op="moe.grouped_mm_wgrad"))
     result = run(pytester, "--kpt-backend=reference", "--kpt-evidence=records", "-W", "ignore")
     assert result.ret == 0, result.stdout.str()
     (path,) = pytester.path.glob("records/**/*.json")
     record = json.loads(path.read_text())
     assert (record["op"], record["kernel"], record["level"]) == ("moe.grouped_mm_wgrad", "reference", "ran")
-    assert record["checks"] > 20
+    assert record["passed"] > 20
+    assert (record["commit"], record["expected_failures"]) == (None, 0)
+    result.stdout.fnmatch_lines([f"*{record['passed']} passed, *"])
+    assert record["absent"]
+    assert all(each["reason"] for each in record["absent"])
 
 
 def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
@@ -167,3 +174,48 @@ def test_a_device_must_exist_and_the_backend_run_on_its_own(acme: pytest.Pyteste
     broken = run(acme, "--kpt-backend=acme", "--kpt-device=cpu")
     assert broken.ret != 0
     broken.stdout.fnmatch_lines(["*backend acme can't run here: no such chip is in this machine*"])
+
+
+def collected(acme: pytest.Pytester, *arguments: str) -> dict[str, int]:
+    """How many trials of each check are collected for the kernel of `moe.grouped_mm`."""
+    lines = run(acme, "--collect-only", "-q", "-k", "grouped_mm and not wgrad", *arguments).outlines
+    checks = [line.partition("test_kernel[")[2].partition("-")[0] for line in lines if "test_kernel[" in line]
+    return {check: checks.count(check) for check in checks}
+
+
+def test_a_quick_run_has_every_check_on_few_trials(acme: pytest.Pytester) -> None:
+    quick, whole = collected(acme, "--kpt-quick"), collected(acme)
+    assert quick.keys() == whole.keys()
+    assert quick["values"] < whole["values"]
+    assert max(count for check, count in quick.items() if check != "values") <= 6 * 2  # of two kernels
+    assert quick == collected(acme, "--kpt-quick"), "every run must have the same trials"
+
+
+def test_a_quick_run_finds_a_wrong_kernel_and_proves_nothing(acme: pytest.Pytester) -> None:
+    write_kernel(acme, "wrong")
+    result = run(acme, "--kpt-quick", "-k", "values and grouped_mm and not wgrad and not experts")
+    assert result.parseoutcomes()["failed"] > 0
+    result.stdout.fnmatch_lines(["*--kpt-quick: at most 6 trials of each check and kernel*"])
+    refused = run(acme, "--kpt-quick", "--kpt-evidence=records")
+    refused.stderr.fnmatch_lines(["*--kpt-evidence needs the whole suite*"])
+
+
+def test_right_kernels_are_measured_and_wrong_ones_are_not(
+    acme: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pytest_benchmark")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # beside others, nothing would be measured
+    chosen = ("-k", "small and grouped_mm and not wgrad and not experts", "--benchmark-max-time=0.01")
+    write_kernel(acme, "wrong")
+    result = run(acme, "--kpt-backend=acme", "--kpt-bench", "--benchmark-json=speed.json", *chosen)
+    assert result.parseoutcomes() == {"passed": 2, "failed": 4, "deselected": result.parseoutcomes()["deselected"]}
+    result.stdout.fnmatch_lines(["*no figure, because `values` is red on this case: *"])
+    entries = json.loads((acme.path / "speed.json").read_text())["benchmarks"]
+    assert {entry["group"] for entry in entries} == {"moe.grouped_mm small"}
+    assert [entry["params"]["direction"] for entry in entries] == ["forward", "forward+backward"]
+    assert {entry["params"]["dtype"] for entry in entries} == {"float32"}
+    assert all(entry["extra_info"]["forward_flops"] > 0 for entry in entries)
+
+
+def test_what_is_measured_must_be_named(acme: pytest.Pytester) -> None:
+    run(acme, "--kpt-bench").stderr.fnmatch_lines(["*--kpt-bench needs --kpt-backend=NAME*"])

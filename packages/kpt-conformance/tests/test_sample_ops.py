@@ -1,6 +1,7 @@
 """The suite tries ops of every kind: that mutate, that take lists, give several results, or draw random numbers."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from kpt_conformance.checks import declarations
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, trials
-from kpt_conformance.trial import Subject
+from kpt_conformance.trial import Subject, Trial
 from kpt_core.contract import REFERENCE
 from sample_ops import SAMPLES
 
@@ -81,3 +82,39 @@ def test_another_seed_is_found() -> None:
         return SAMPLES["sample.dropout"][0][0](call._replace(offset=0))
 
     broken("sample.dropout", forgets_the_offset, "values")
+
+
+def test_a_draw_of_another_distribution_is_found() -> None:
+    def loses_more(call):
+        return SAMPLES["sample.dropout"][0][0](call._replace(rate=0.75))
+
+    broken("sample.dropout", loses_more, "statistics")
+
+
+def test_numbers_that_do_not_depend_on_the_seed_are_found() -> None:
+    def forgets_the_seed(call):
+        return SAMPLES["sample.dropout"][0][0](call._replace(seed=0))
+
+    broken("sample.dropout", forgets_the_seed, "replayed")
+
+
+def test_numbers_of_the_global_generator_are_found() -> None:
+    def draws(call):
+        return torch.where(torch.rand(call.x.shape) >= call.rate, call.x, 0)
+
+    broken("sample.dropout", draws, "replayed")
+
+
+def test_a_last_bit_is_found_where_results_are_exact() -> None:
+    def multiplies(call):
+        return call.x * (1 / call.by)
+
+    broken("sample.divide", multiplies, "values")
+    _, table = SAMPLES["sample.divide"]
+    for exact, right in ((False, True), (frozenset({"result"}), False), (frozenset({"result 1"}), True)):
+        with Loopback() as loopback:
+            kernel = loopback.offer("sample.divide", multiplies)
+            subject = Subject(kpt_core.get_op("sample.divide"), kernel.forward, loopback.name, CPU, kernel)
+            trial = Trial(subject, replace(table, exact=exact), table.cases[0], torch.float32)
+            with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="have other bits"):
+                CHECK["values"](trial)

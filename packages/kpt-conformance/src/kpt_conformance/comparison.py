@@ -1,13 +1,15 @@
 """Comparing what a kernel gave with what is right."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .tolerances import RATIO, Tolerance, reference_bound, rounding
+from kpt_core.cases import Accuracy
+
+from .tolerances import CANCELLED, PERTURBATION, RATIO, Tolerance, reference_bound, rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +19,22 @@ class Outcome:
     Attributes:
         outputs: the tensors of the result, by place.
         gradients: of each differentiable argument, by name; None where autograd gave none.
-        reduction: the longest sum that was taken, as far as it is known.
+        reduction: of an oracle: the longest sum that was taken, as far as it is known.
+        terms: of an oracle: makes, by name, how large the terms are that meet in each element; None if nobody knows.
+        exact: of an oracle: what must have the reference's bits.
+        tolerances: of an oracle: of what is not held to the usual bounds, by name.
     """
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor | None]
     reduction: int = 1
+    terms: Callable[[], Mapping[str, Tensor]] | None = None
+    exact: frozenset[str] | bool = False
+    tolerances: Mapping[str, Accuracy] = field(default_factory=dict)
+
+    def is_exact(self, name: str) -> bool:
+        """Whether a result or gradient must have the reference's bits."""
+        return self.exact if isinstance(self.exact, bool) else name in self.exact
 
     def named(self) -> dict[str, Tensor]:
         """Every tensor, by what a message calls it."""
@@ -37,7 +49,7 @@ def outputs_of(result: object) -> dict[str, Tensor]:
 
 
 def assert_right(
-    got: Outcome, baseline: Outcome, oracle: Outcome, what: str = "", tolerance: Tolerance = RATIO
+    got: Outcome, baseline: Outcome, oracle: Outcome, what: str = "", floor: Mapping[str, Tensor] | None = None
 ) -> None:
     """Raise `AssertionError` unless `got` is about as near to `oracle` as `baseline` is.
 
@@ -46,36 +58,120 @@ def assert_right(
         baseline: of the reference in the kernel's dtype.
         oracle: of the reference in float64.
         what: what was special about the call, for the message.
-        tolerance: the row of the table that applies.
+        floor: by name, errors that are allowed in any case.
     """
     try:
-        _assert_right(got, baseline, oracle, tolerance)
+        _assert_right(got, baseline, oracle, floor or {})
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}" if what else str(error)) from None
 
 
-def _assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, tolerance: Tolerance) -> None:
+def _assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, floor: Mapping[str, Tensor]) -> None:
     wrong = [name for name, grad in oracle.gradients.items() if (got.gradients.get(name) is None) != (grad is None)]
     assert not wrong, (
         f"gradients of {', '.join(wrong)} are {'missing' if got.gradients.get(wrong[0]) is None else 'not expected'}"
     )
     have, base, want = got.named(), baseline.named(), oracle.named()
     assert have.keys() == want.keys(), f"gives {', '.join(have)}; expected {', '.join(want)}"
-    faults = {name: _fault(have[name], base[name], want[name], oracle.reduction, tolerance) for name in want}
-    text = "\n".join(f"{name}: {fault}" for name, fault in faults.items() if fault)
-    if text:
-        raise AssertionError(text)  # no `assert`: pytest would repeat it all
+
+    units = {name: rounding(_coarsest(name, got), oracle.reduction) for name in have}
+
+    def faults(explained: Mapping[str, Tensor]) -> dict[str, str]:
+        found = {
+            name: _inexact(have[name], base[name])
+            if oracle.is_exact(name)
+            else _fault(have[name], base[name], want[name], units[name], _tolerance(oracle, name), explained.get(name))
+            for name in want
+        }
+        return {name: fault for name, fault in found.items() if fault}
+
+    found = faults(floor)
+    if found and oracle.terms is not None:
+        # Asked for only here, since it costs a few runs of the oracle.
+        found = faults({**_cancelled(oracle, units), **floor})
+    if found:
+        raise AssertionError("\n".join(f"{name}: {fault}" for name, fault in found.items()))  # pytest repeats `assert`
 
 
-def _fault(got: Tensor, baseline: Tensor, oracle: Tensor, reduction: int, tolerance: Tolerance) -> str | None:
+def _coarsest(name: str, got: Outcome) -> torch.dtype:
+    """The dtype that a result is rounded to; of a gradient, if it is coarser, that in which its cotangents come."""
+    dtypes = [got.named()[name].dtype]
+    if name not in got.outputs:
+        dtypes += [out.dtype for out in got.outputs.values()]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _tolerance(oracle: Outcome, name: str) -> Tolerance:
+    own = oracle.tolerances.get(name)
+    return RATIO if own is None else Tolerance(own.mean, own.maximum, RATIO.sampling, own.reason)
+
+
+def _cancelled(oracle: Outcome, units: Mapping[str, float]) -> dict[str, Tensor]:
+    """By name, the errors that rounding explains where terms cancel; zero where they don't."""
+    assert oracle.terms is not None
+    explained = {}
+    for name, terms in oracle.terms().items():
+        if name not in units:
+            continue  # a gradient that was not asked for
+        usual = oracle.named()[name].detach().to("cpu", torch.float64).square().mean().sqrt()
+        explained[name] = units[name] * (terms.to("cpu", torch.float64) - CANCELLED * usual).clamp(min=0)
+    return explained
+
+
+def terms_of(oracle: Outcome, nearby: Sequence[Outcome]) -> dict[str, Tensor]:
+    """How large the terms are that meet in each element, by name: from what small changes of the arguments change.
+
+    Args:
+        oracle: the outcome.
+        nearby: those of arguments that were changed by random `PERTURBATION`s of themselves.
+    """
+    named, others = oracle.named(), [outcome.named() for outcome in nearby]
+    chosen = [name for name, tensor in named.items() if not tensor.is_floating_point()]
+    if any(not torch.equal(other[name], named[name]) for other in others for name in chosen):
+        return {}  # another choice is no rounding
+    changes = {name: torch.stack([other[name] - named[name] for other in others]) for name in named.keys() - {*chosen}}
+    return {
+        name: (each.detach().square().mean(0).sqrt() / PERTURBATION).nan_to_num(0, 0, 0)
+        for name, each in changes.items()
+    }
+
+
+def _inexact(got: Tensor, baseline: Tensor) -> str | None:
+    """How bits differ, or None."""
+    if (got.shape, got.dtype) != (baseline.shape, baseline.dtype):
+        return f"{got.dtype} {list(got.shape)}; expected {baseline.dtype} {list(baseline.shape)}"
+    if got.numel() == 0:
+        return None
+    flat = [t.detach().to("cpu").flatten() for t in (got, baseline)]
+    have, want = (t.view(torch.uint8).view(t.numel(), -1) for t in flat)
+    different = (have != want).any(1)
+    if got.is_floating_point():  # a NaN is a NaN
+        different &= ~(flat[0].float().isnan() & flat[1].float().isnan())
+    if not different.any():
+        return None
+    place = int(different.nonzero()[0])
+    return (
+        f"{int(different.sum())} of {got.numel()} elements have other bits than the reference's; the first at "
+        f"{[int(i) for i in torch.unravel_index(torch.tensor(place), got.shape)]}: "
+        f"{got.flatten()[place].item()}, expected {baseline.flatten()[place].item()}"
+    )
+
+
+def _fault(
+    got: Tensor, baseline: Tensor, oracle: Tensor, unit: float, tolerance: Tolerance, explained: Tensor | None
+) -> str | None:
     if got.shape != oracle.shape:
         return f"shape {list(got.shape)}; expected {list(oracle.shape)}"
+    if got.dtype is not baseline.dtype:
+        return f"{got.dtype}; expected {baseline.dtype}"
     if not oracle.is_floating_point():
         different = (got.to(oracle.device) != oracle).sum().item()
         return f"{different} of {oracle.numel()} elements differ" if different else None
     if oracle.numel() == 0:
         return None
     have, base, want = (t.detach().to("cpu", torch.float64) for t in (got, baseline, oracle))
+    floor = torch.zeros(()) if explained is None else explained.to("cpu", torch.float64)
     if all(bool(t.sum().isfinite()) for t in (have, base, want)):
         error, allowed = (have - want).abs_(), (base - want).abs_()
     else:
@@ -93,24 +189,26 @@ def _fault(got: Tensor, baseline: Tensor, oracle: Tensor, reduction: int, tolera
         if not finite.any():
             return None
         error, allowed, want = (have - want)[finite].abs(), (base - want)[finite].abs(), want[finite]
+        floor = floor if floor.dim() == 0 else floor[finite]
     slack = tolerance.slack(_draws(want))
-    explained = rounding(got.dtype, reduction)
     bounds = {
         "mean": (
             error.mean().item(),
             allowed.mean().item(),
             tolerance.mean,
-            explained * torch.linalg.vector_norm(want).item() * want.numel() ** -0.5,
+            unit * torch.linalg.vector_norm(want).item() * want.numel() ** -0.5,
+            torch.linalg.vector_norm(floor).item() * floor.numel() ** -0.5,
         ),
         "largest": (
             error.max().item(),
             allowed.max().item(),
             tolerance.maximum,
-            explained * torch.linalg.vector_norm(want, float("inf")).item(),
+            unit * torch.linalg.vector_norm(want, float("inf")).item(),
+            floor.max().item(),
         ),
     }
-    for kind, (is_, reference, factor, rounded) in bounds.items():
-        bound = factor * reference + slack * (reference + rounded)
+    for kind, (is_, reference, factor, rounded, least) in bounds.items():
+        bound = factor * (reference + least) + slack * (reference + least + rounded)
         if is_ > bound:
             worst = (got.to(oracle) - oracle).abs().nan_to_num(0, 0, 0).argmax()
             place = [int(index) for index in torch.unravel_index(worst, oracle.shape)]
@@ -129,14 +227,17 @@ def _draws(want: Tensor) -> int:
 
 def assert_reference_sound(baseline: Outcome, oracle: Outcome, dtype: torch.dtype, reduction: int) -> None:
     """Raise `AssertionError` if the reference, the measure of kernels, is itself further off than rounding explains."""
-    bound = reference_bound(dtype, reduction)
     base = baseline.named()
     for name, tensor in oracle.named().items():
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
+        # A result or gradient may be rounded to less than the dtype of the run.
+        bound = max(reference_bound(each, reduction) for each in (dtype, base[name].dtype))
         have, want = base[name].detach().to("cpu", torch.float64), tensor.detach().to("cpu", torch.float64)
         error = (have - want).abs_().nan_to_num_(0, 0, 0).max().item()
         scale = want.nan_to_num(0, 0, 0).abs_().max().item()
+        if error > bound * scale and oracle.terms is not None and name in (terms := oracle.terms()):
+            scale = max(scale, terms[name].abs().max().item())  # where even the largest is a sum that cancels
         assert error <= bound * scale, (
             f"{name}: the reference's own error in {dtype} is {error:.3g}, {error / max(scale, 1e-300):.3g} of the "
             f"largest element; rounding explains {bound:.3g}"

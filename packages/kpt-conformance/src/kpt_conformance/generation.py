@@ -115,11 +115,19 @@ def _layers(backend: str, device: str | None) -> Made:
                 yield f"{name}-{layer.name}", (check, layer)
 
 
+def _tables(backend: str, device: str | None) -> Made:
+    if backend == REFERENCE:
+        for subject, table in subjects(backend, device):
+            if table.domain is not None:
+                yield f"coverage-{subject.op.name}", (table,)
+
+
 #: The tests of the suite: their parameters, and what makes those.
 MAKERS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], Made]]] = {
     "test_kernel": (("check", "trial"), _trials),
     "test_declaration": (("declared", "subject", "table"), _declarations),
     "test_wrong_input": (("subject", "table", "wrong"), _wrong),
     "test_device": (("device_check", "trial"), _devices),
+    "test_coverage": (("table",), _tables),
     "test_layer": (("layer_check", "layer"), _layers),
 }

@@ -78,6 +78,24 @@ def run(
     return outputs
 
 
+def run_exported(case: LayerCase, layer: nn.Module) -> list[Tensor]:
+    """What the program of `torch.export` gives for the layer and its inputs, without gradients."""
+    with told(case, "torch.export"), torch.no_grad():
+        inputs = _inputs(case, CPU)
+        return _tensors(torch.export.export(_Model(layer), inputs).module()(*inputs))
+
+
+class _Model(nn.Module):
+    """A model of one layer: torch 2.13 miscounts the buffers of the outermost module if one is None."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.layer(*inputs)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 

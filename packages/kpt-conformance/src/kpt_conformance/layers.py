@@ -27,6 +27,7 @@ from .layer_runs import (
     require_equal,
     require_same_form,
     run,
+    run_exported,
     told,
 )
 
@@ -217,6 +218,14 @@ def device_without_index(case: LayerCase) -> None:
         require_all_on(case, layer, device, done)
         for output in run(case, layer, device, f"{done}, called on {device}"):
             assert output.device == device, f"{case.name}: {done}: the output is on {output.device}; expected {device}"
+
+
+@_rule("is exported")
+def exported(case: LayerCase) -> None:
+    """`torch.export` takes the layer whole, and the program computes what the layer does."""
+    layer = made(case)
+    want = run(case, layer, CPU, "made on the CPU")
+    require_close(case, run_exported(case, layer), want, CPU, "exported")
 
 
 @_rule("trains and evaluates")

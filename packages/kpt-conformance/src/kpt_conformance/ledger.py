@@ -1,70 +1,135 @@
 """What a run of the suite proved, kernel by kernel, for the records of evidence."""
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .evidence import record_success
+from kpt_core import KptError
+
+from .coverage import absent
+from .evidence import Outcomes, record_success
+from .evidence.recording import IN_PACKAGES
+from .evidence.tiles import observe
 from .generation import GENERATED
-from .trial import Subject
+from .trial import Subject, Trial
+
+#: How the reason of a skip begins where the kernel refuses; where there was nothing to try it is any other sentence.
+REFUSED = "refused: "
+_PARTS = ("check", "device_check", "declared")
+
+
+@dataclass(slots=True)
+class _Test:
+    """How a test ended: of which check and dtype, and why it was skipped."""
+
+    place: tuple[str, str]
+    outcome: str = "not run"
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The tests of one subject."""
+
+    tests: list[_Test] = field(default_factory=list)
+
+    def count(self, outcome: str) -> int:
+        return sum(test.outcome == outcome for test in self.tests)
+
+    def by_place(self) -> dict[tuple[str, str], Counter[str]]:
+        counts: dict[tuple[str, str], Counter[str]] = {}
+        for test in self.tests:
+            if test.place[1]:  # declarations and wrong input have no dtype, and are no trials
+                counts.setdefault(test.place, Counter())[test.outcome] += 1
+        return counts
 
 
 class Ledger:
-    """A plugin that records each kernel all of whose tests were run and none failed.
+    """A plugin that records each kernel all of whose tests were run and none failed or was absent without leave.
 
     Args:
-        folder: of the records.
+        folder: of the records; `package` for the packages that offer the kernels.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.outcomes: dict[tuple[type, str], str] = {}
+        self.folder = None if str(folder) == IN_PACKAGES else folder
+        self.outcomes: dict[tuple[type, str], _Test] = {}
         self.written: list[Path] = []
         self.left_out: dict[str, str] = {}
+        self._tiles: dict[Subject, set[str]] = {}
+        self._running: Subject | None = None
+        observe(self._note)
+
+    def _note(self, tile: str) -> None:
+        if self._running is not None:
+            self._tiles.setdefault(self._running, set()).add(tile)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Note whose tiles run."""
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        trial = parameters.get("trial")
+        self._running = trial.subject if isinstance(trial, Trial) else None
+        try:
+            return (yield)
+        finally:
+            self._running = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Note how a test ended."""
         report = yield
         if isinstance(item, pytest.Function) and item.cls is not None and hasattr(item, "callspec"):
-            key = item.cls, str(item.callspec.id)
+            test = self.outcomes.setdefault((item.cls, str(item.callspec.id)), _Test(_place_of(item.callspec.params)))
             outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
-            if report.when == "call" or outcome != "passed":
-                self.outcomes[key] = "failed" if self.outcomes.get(key) == "failed" else outcome
+            reason = ""
+            if outcome == "skipped":
+                told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+                reason = told.removeprefix("Skipped: ")
+                outcome = "refused" if reason.startswith(REFUSED) else outcome
+            if (report.when == "call" or outcome != "passed") and test.outcome != "failed":
+                test.outcome, test.reason = outcome, reason
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the records."""
         for cls, tests in session.config.stash.get(GENERATED, {}).items():
-            by_subject: dict[Subject, Counter[str]] = {}
+            by_subject: dict[Subject, _Tally] = {}
             for name, subject in ((n, s) for made in tests.values() for n, s in made.items()):
                 if subject is not None:
-                    outcome = self.outcomes.get((cls, name), "not run")
-                    by_subject.setdefault(subject, Counter())[outcome] += 1
-            for subject, counts in by_subject.items():
-                self._enter(subject, counts)
+                    test = self.outcomes.get((cls, name), _Test(("", "")))
+                    by_subject.setdefault(subject, _Tally()).tests.append(test)
+            for subject, tally in by_subject.items():
+                self._enter(subject, tally)
 
-    def _enter(self, subject: Subject, counts: Counter[str]) -> None:
+    def _enter(self, subject: Subject, tally: _Tally) -> None:
         if subject.composite:
             return  # no kernel of the backend's own
-        missing = [f"{counts[kind]} {kind}" for kind in ("failed", "not run") if counts[kind]]
-        if missing or not counts["passed"]:
-            self.left_out[str(subject)] = ", ".join(missing) or "none passed"
+        missing = [f"{tally.count(kind)} {kind}" for kind in ("failed", "not run") if tally.count(kind)]
+        if not missing and not tally.count("passed"):
+            missing = ["none passed"]
+        if not missing and subject.kernel is not None:
+            missing = _not_let_pass(tally)
+        if missing:
+            self.left_out[str(subject)] = ", ".join(missing)
             return
-        self.written.append(
-            record_success(
-                self.folder,
-                op=subject.op.name,
-                kernel=subject.target,
-                backend=subject.backend,
-                device=subject.device,
-                checks=counts["passed"],
-                expected_failures=counts["xfailed"],
-            )
+        outcomes = Outcomes(
+            passed=tally.count("passed"),
+            refused=tally.count("refused"),
+            skipped=tally.count("skipped"),
+            expected_failures=tally.count("xfailed"),
+            absent=tuple(absences(tally.tests)),
+            tiles=frozenset(self._tiles.get(subject, ())),
         )
+        where = {"op": subject.op.name, "kernel": subject.target, "backend": subject.backend}
+        try:
+            self.written.append(record_success(self.folder, device=subject.device, outcomes=outcomes, **where))
+        except KptError as error:
+            self.left_out[str(subject)] = str(error)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say what was recorded, and what was not."""
@@ -73,3 +138,41 @@ class Ledger:
             terminalreporter.write_line(f"recorded {path}")
         for subject, reason in self.left_out.items():
             terminalreporter.write_line(f"not recorded: {subject} ({reason})")
+
+
+def absences(tests: Iterable[_Test]) -> list[dict[str, Any]]:
+    """What no test passed for, an entry for each check: dtypes, how many were refused and skipped, a reason."""
+    by_check: dict[str, dict[str, list[_Test]]] = {}
+    for test in tests:
+        check, dtype = test.place
+        by_check.setdefault(check, {}).setdefault(dtype, []).append(test)
+    found = []
+    for check, dtypes in sorted(by_check.items()):
+        left = {
+            d: of_dtype for d, of_dtype in dtypes.items() if {t.outcome for t in of_dtype} <= {"refused", "skipped"}
+        }
+        without = [test for of_dtype in left.values() for test in of_dtype]
+        if without:
+            found.append(
+                {
+                    "check": check,
+                    "dtypes": sorted(filter(None, left)),
+                    "refused": sum(test.outcome == "refused" for test in without),
+                    "skipped": sum(test.outcome == "skipped" for test in without),
+                    "reason": max(without, key=lambda test: test.outcome == "refused").reason.splitlines()[0][:200],
+                }
+            )
+    return found
+
+
+def _not_let_pass(tally: _Tally) -> list[str]:
+    return [f"it refused every trial of {check} in {dtype}" for check, dtype in absent(tally.by_place())]
+
+
+def _place_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """Check and dtype of a test."""
+    # pytest has something else than a check where there is nothing to try.
+    named = (getattr(parameters.get(name), "__name__", None) for name in _PARTS)
+    check = next(filter(None, named), "wrong_input")
+    trial = parameters.get("trial")
+    return check, str(trial.dtype).removeprefix("torch.") if isinstance(trial, Trial) else ""

@@ -7,6 +7,7 @@ import pytest
 from .interpreter import prepare_once
 
 STANDALONE = Path(__file__).with_name("standalone.py")
+BENCHMARKS = Path(__file__).with_name("standalone_bench.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +33,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kpt-evidence",
         metavar="FOLDER",
         type=Path,
-        help="write a record of every kernel that passes the whole suite",
+        help="write a record of every kernel that passes the whole suite: to FOLDER/PACKAGE, or, if FOLDER is "
+        "`package`, into the package that offers the kernel",
+    )
+    group.addoption(
+        "--kpt-sample",
+        metavar="SHARE[:SEED]",
+        help="of kernels that fresh records prove, run a random share of the checks (0.1), of all others everything",
+    )
+    group.addoption(
+        "--kpt-coverage",
+        metavar="FILE",
+        type=Path,
+        help="write what the run exercised of each kernel's op, and how often, as JSON",
+    )
+    group.addoption(
+        "--kpt-quick",
+        action="store_true",
+        help="few trials of each check and kernel, in under two minutes: for while you write a kernel",
+    )
+    group.addoption(
+        "--kpt-bench",
+        action="store_true",
+        help="measure the kernels of --kpt-backend with pytest-benchmark, on real models' shapes; nothing else is run",
     )
 
 
@@ -44,12 +67,41 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen_paths = config.args_source is pytest.Config.ArgsSource.ARGS
     if config.getoption("--kpt-backend") and not chosen_paths:
         config.args = [str(STANDALONE)]
+    if config.getoption("--kpt-bench"):
+        _measure(config)
+    if config.getoption("--kpt-coverage") and config.getoption("numprocesses", default=None):
+        raise pytest.UsageError("--kpt-coverage needs every test in one process: leave out -n")
     if config.getoption("--kpt-evidence"):
         if config.getoption("numprocesses", default=None):
             raise pytest.UsageError("--kpt-evidence needs every test in one process: leave out -n")
+        if config.getoption("--kpt-sample"):
+            raise pytest.UsageError("--kpt-evidence needs the whole suite: leave out --kpt-sample")
         from .ledger import Ledger
 
         config.pluginmanager.register(Ledger(config.getoption("--kpt-evidence")), "kpt-evidence")
+    if config.getoption("--kpt-sample"):
+        from .sampling import WORKERS_SHARE, Sampling, parse_share
+
+        asked = getattr(config, "workerinput", {}).get(WORKERS_SHARE) or config.getoption("--kpt-sample")
+        try:
+            config.pluginmanager.register(Sampling(parse_share(asked)), "kpt-sample")
+        except ValueError as error:
+            raise pytest.UsageError(f"--kpt-sample: {error}") from None
+    if config.getoption("--kpt-quick"):
+        if config.getoption("--kpt-evidence"):
+            raise pytest.UsageError("--kpt-evidence needs the whole suite: leave out --kpt-quick")
+        from .quick import Quick
+
+        config.pluginmanager.register(Quick(), "kpt-quick")
+
+
+def _measure(config: pytest.Config) -> None:
+    """Have the benchmarks run, and nothing else."""
+    if not config.getoption("--kpt-backend"):
+        raise pytest.UsageError("--kpt-bench needs --kpt-backend=NAME, whose kernels it measures")
+    if not config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError('--kpt-bench needs pytest-benchmark: pip install "kpt-conformance[bench]"')
+    config.args = [str(BENCHMARKS)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -59,11 +111,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from .generation import parametrize
 
         parametrize(metafunc)
+    elif getattr(metafunc.cls, "is_kpt_benchmark", False):
+        from . import benchmarks
+
+        benchmarks.parametrize(metafunc)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is expected to fail; refuse entries that no test bears."""
+    """Mark what is expected to fail; refuse entries that no test bears; watch what is refused."""
     if any(getattr(getattr(item, "cls", None), "is_kpt_suite", False) for item in items):
+        from .exercised import Exercised
         from .xfails import expect_failures
 
         expect_failures(config, items)
+        config.pluginmanager.register(Exercised(config.getoption("--kpt-coverage")), "kpt-exercised")

@@ -12,7 +12,21 @@ from kpt_core.cases import CaseTable, LayerCase, WrongInput
 from kpt_core.contract import REFERENCE, TORCH
 from kpt_core.registry import case_tables
 
-from .checks import declarations, devices, gradients, purity, results, transforms, values
+from .checks import (
+    accelerators,
+    citizen,
+    declarations,
+    devices,
+    gradients,
+    histories,
+    purity,
+    randomness,
+    results,
+    transforms,
+    values,
+)
+from .coverage import planned
+from .drawing import drawn_cases
 from .extent import Extent
 from .trial import Subject, Trial
 
@@ -28,6 +42,7 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     values.far_strides,
     values.padding,
     values.nans,
+    values.magnitudes,
     values.without_gradients,
     values.single_gradients,
     purity.inputs_unchanged,
@@ -36,17 +51,28 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     purity.repeatable,
     purity.double_use,
     purity.threads,
-    purity.settings,
+    histories.changed_in_place,
+    histories.after_other_shapes,
+    citizen.process_state,
+    citizen.keeps_nothing_alive,
+    randomness.replayed,
+    randomness.statistics,
     results.result_type,
     results.fake_result,
     results.meta_result,
     transforms.custom_ops,
     transforms.compiled,
-    transforms.compiled_dynamic,
+    transforms.compiled_sizes,
+    transforms.inductor,
     transforms.traced,
     transforms.exported,
     transforms.vmapped,
     transforms.autocast,
+    accelerators.no_host_sync,
+    accelerators.graph_capture,
+    accelerators.other_streams,
+    accelerators.second_device,
+    accelerators.past_int32,
 )
 
 #: Likewise, and last: the fake device stays in the process.
@@ -100,6 +126,11 @@ class Suite:
     def test_device(self, device_check: Callable[[Trial], None], trial: Trial) -> None:
         """An op's reference runs on a device that is not the CPU."""
         device_check(trial)
+
+    def test_coverage(self, table: CaseTable) -> None:
+        """What an op documents is exercised; part of `reference`."""
+        unexercised = planned(table, CHECKS).unexercised()
+        assert not unexercised, "\n".join(unexercised)
 
     def test_layer(self, layer_check: Callable[[LayerCase], None], layer: LayerCase) -> None:
         """A layer is at home on every device; part of `reference`."""
@@ -165,9 +196,7 @@ def trials(subject: Subject, table: CaseTable, extent: Extent) -> Iterator[Trial
     if not (extent.references if subject.kernel is None else extent.kernels):
         return
     dtypes = subject.dtypes(table)
-    for case in table.cases:
+    for case in table.cases[:1] if extent.first_case else (*table.cases, *drawn_cases(table)):
         if case.large and subject.device.type == "cpu":
             continue
-        every = extent.models == "all" if case.model else extent.dtypes
-        if not case.model or extent.models != "none":
-            yield from (Trial(subject, table, case, dtype) for dtype in (dtypes if every else dtypes[:1]))
+        yield from (Trial(subject, table, case, dtype) for dtype in extent.dtypes_of(case, dtypes, slow=subject.direct))

@@ -16,13 +16,14 @@ def with_tensors(arguments: Arguments, change: Callable[[str, Tensor], Any]) -> 
         arguments: of an op.
         change: is told a tensor's name (in a list also its place, as in `caches[1]`) and gives what replaces it.
     """
+    return {name: _changed(name, value, change) for name, value in arguments.items()}
 
-    def changed(name: str, value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [changed(f"{name}[{place}]", each) for place, each in enumerate(value)]
-        return change(name, value) if isinstance(value, Tensor) else value
 
-    return {name: changed(name, value) for name, value in arguments.items()}
+def _changed(name: str, value: Any, change: Callable[[str, Tensor], Any]) -> Any:
+    # No function inside the other: one that calls itself there is a cycle, which would keep the tensors for a while.
+    if isinstance(value, list | tuple):
+        return [_changed(f"{name}[{place}]", each, change) for place, each in enumerate(value)]
+    return change(name, value) if isinstance(value, Tensor) else value
 
 
 def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
@@ -49,3 +50,13 @@ def cotangent_like(out: Tensor, index: int = 0) -> Tensor:
     """A random cotangent for an output: never constant, since a sum would hide what is summed wrongly."""
     generator = torch.Generator().manual_seed(1000 + index)
     return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device, out.dtype)
+
+
+def noted_in(tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that notes each tensor which it is given, and gives it back."""
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    return note

@@ -43,6 +43,20 @@ RATIO = Tolerance(
     ),
 )
 
+#: By how much the terms of a sum must outweigh it before they are said to cancel.
+CANCELLED = 4.0
+#: ... and what is allowed then.
+CANCELLATION_REASON = (
+    "A softmax's gradient is `(g - sum(g * p)) * p`: for a constant g it is zero, and what is left are the roundings "
+    "of g * p, none of which is small beside zero. The reference may have none by luck of its formula. What cancels is "
+    "measured: the arguments and cotangents are changed by random parts of themselves, and the change of the float64 "
+    "result, divided by the part, is how large the terms are that meet in it. Of random terms it is about the result "
+    "itself. Where it is more than four times that, rounding explains an error in proportion to it. A kernel that is "
+    "right for arguments that differ by a rounding is right."
+)
+#: The part of themselves that arguments are changed by: small beside what curves, large beside float64's roundings.
+PERTURBATION = 2.0**-26
+
 #: Greatest error that the reference itself may have, in roundings of its dtype: it is the measure of every kernel.
 REFERENCE_ROUNDINGS = 10.0
 #: ... and why. What the accumulator loses over a long sum comes on top.

@@ -15,8 +15,12 @@ from kpt_core.cases import Arguments, Case, CaseTable
 from kpt_core.contract import REFERENCE, TORCH, identity, load
 from kpt_core.dispatch import force
 
-from .comparison import Outcome, assert_right, outputs_of
+from .comparison import Outcome, assert_right, outputs_of, terms_of
 from .tensors import cotangent_like, fresh, tensors_of, with_tensors
+from .tolerances import PERTURBATION
+
+#: Changes of the arguments that tell how large the terms are which meet in a result.
+_DRAWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,10 @@ class Trial:
             leaves: as `leaves` gives them.
             call: what to call instead of the subject.
         """
+        given = tensors_of(leaves)
         results = outputs_of((call or self.subject.call)(leaves))
+        moved = [name for name, tensor in tensors_of(leaves).items() if given.get(name) is not tensor]
+        assert not moved, f"the call exchanged {', '.join(moved)} in a list that it was given"
         changed = {f"{name} afterwards": t.detach() for name, t in tensors_of(leaves).items() if self.mutates(name)}
         return {**results, **changed}
 
@@ -240,14 +247,42 @@ class Trial:
             return tensor.detach().clone(memory_format=torch.contiguous_format)
 
         def wide(name: str, tensor: Tensor) -> Tensor:
-            return plain(name, tensor).double() if tensor.dtype is self.dtype else plain(name, tensor)
+            # A gradient has its argument's dtype, which may be another than that of the trial.
+            widened = tensor.dtype is self.dtype or self.wants_gradient(name, tensor)
+            return plain(name, tensor).double() if widened else plain(name, tensor)
 
-        widened = {n: torch.float64 if v is self.dtype else v for n, v in with_tensors(arguments, wide).items()}
+        def result(value: Any) -> Any:
+            rounded = isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1
+            return torch.float64 if rounded else value
+
+        widened = {name: result(value) for name, value in with_tensors(arguments, wide).items()}
         baseline, oracle = (
             reference.run(made, cotangent=cotangent, twice=twice) for made in (with_tensors(arguments, plain), widened)
         )
         reduction = self.table.reduction(arguments) if self.table.reduction else 1
-        return baseline, replace(oracle, reduction=reduction)
+
+        def terms() -> dict[str, Tensor]:
+            runs = (reference._nearby(widened, draw, cotangent, twice) for draw in range(_DRAWS))
+            return terms_of(oracle, list(runs))
+
+        return baseline, replace(
+            oracle, reduction=reduction, terms=terms, exact=self.table.exact, tolerances=self.table.tolerances
+        )
+
+    def _nearby(
+        self, arguments: Arguments, draw: int, cotangent: Callable[[Tensor], Tensor] | None, twice: bool
+    ) -> Outcome:
+        """The result where every float64 argument and cotangent is changed by a random small part of itself."""
+        generator = torch.Generator().manual_seed(draw)
+
+        def changed(tensor: Tensor) -> Tensor:
+            if tensor.dtype is not torch.float64:
+                return tensor
+            sign = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+            return tensor * (1 + PERTURBATION * sign)
+
+        near = with_tensors(arguments, lambda name, tensor: changed(tensor))
+        return self.run(near, cotangent=lambda pull: changed(cotangent(pull) if cotangent else pull), twice=twice)
 
     def forward_truth(self, arguments: Arguments, dtype: torch.dtype | None = None) -> tuple[Outcome, Outcome]:
         """`truth` without gradients, for arguments in another dtype than the trial's if `dtype` is given."""

@@ -35,6 +35,7 @@ def run(
     cache: Path | None = None,
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    choose: Callable[[list[Task | Row]], list[Task | Row]] | None = None,
 ) -> list[Row]:
     """Compile what the installed backends declare, as far as it was not read before, and check every contract.
 
@@ -44,6 +45,7 @@ def run(
         cache: folder of earlier readings; None for that of the user.
         processes: how many compile at the same time; None for one for each CPU.
         progress: called with the numbers of jobs that are done and that are to be done.
+        choose: gives the part of what is declared that is looked at; None looks at all.
 
     Returns:
         A row for each program, chip and configuration, and one for each declaration that is wrong.
@@ -59,10 +61,9 @@ def run(
     only = None if chips is None else frozenset(chip_named(name).name for name in chips)
     folder = default_folder() if cache is None else cache
 
-    entries = [
-        entry if isinstance(entry, Row) else _look_up(entry, folder)
-        for entry in declared({name: installed[name] for name in names}, only)
-    ]
+    found = list(declared({name: installed[name] for name in names}, only))
+    asked = found if choose is None else choose(found)
+    entries = [entry if isinstance(entry, Row) else _look_up(entry, folder) for entry in asked]
     pending = {entry.key: entry.task for entry in entries if isinstance(entry, _Pending)}
     results = _compile(pending, folder, processes or len(os.sched_getaffinity(0)), progress)
     return [

@@ -63,7 +63,7 @@ def compile_pallas(program: PallasProgram, chip: Chip, configuration: Mapping[st
         raise ModuleNotFoundError("libtpu is not installed", name="libtpu")
     for file in dump.iterdir():
         file.unlink()
-    devices = topologies.get_topology_desc(chip.target, "tpu").devices
+    devices = topologies.get_topology_desc(str(chip.target), "tpu").devices
     code: str = program.lower(devices, configuration).compile().as_text()
     calls = [(match[1], match[0]) for match in _CALL.finditer(code)]
     bundles = "\n".join(

@@ -27,7 +27,8 @@ def declaration(subject: Subject, table: CaseTable) -> None:
     if subject.kernel is not None and subject.kernel.backward is not None:
         _require_parameters(subject.kernel.backward, "call", "saved", *["grad"] * subject.op.result_count)
     cases = [case for case in table.cases if not (case.large and subject.device.type == "cpu")]
-    refusals = {}
+    refusals: dict[str, str | None] = {}
+    taken: dict[torch.dtype, bool] = {}
     for case, dtype in itertools.product(cases, dtypes):
         arguments = table.arguments(case, dtype=dtype, device=subject.device)
         refusal = refusals[f"{case.name}, {dtype}"] = Trial(subject, table, case, dtype).refusal(arguments)
@@ -36,6 +37,7 @@ def declaration(subject: Subject, table: CaseTable) -> None:
         assert reason is None or sentence, (
             f"unsupported must give None, a Refusal or a sentence; it gave {reason!r} for {case.name}, {dtype}"
         )
+        taken[dtype] = taken.get(dtype, False) or refusal is None
         if refusal is None and (subject.kernel is None or subject.kernel.unsupported is None):
             break
     refused = "\n".join(f"{name}: {refusal}" for name, refusal in refusals.items())
@@ -43,6 +45,10 @@ def declaration(subject: Subject, table: CaseTable) -> None:
         pytest.skip(f"the kernels of its parts refuse every case:\n{refused}")
     with_gradients = " when gradients are wanted (a kernel that gives none has no backward and is not differentiable)"
     assert None in refusals.values(), f"it refuses every case{with_gradients if table.gradients else ''}:\n{refused}"
+    never = [str(dtype) for dtype, taken_once in taken.items() if not taken_once]
+    assert subject.children or not never, (
+        f"it refuses every case of {', '.join(never)}: leave that out of its `dtypes`\n{refused}"
+    )
 
 
 def _require_parameters(target: str, *parameters: str) -> None:

@@ -1,10 +1,10 @@
-"""What a call leaves behind: nothing in its arguments, earlier results and torch's settings; the same bits again."""
+"""What a call leaves behind: nothing in its arguments and earlier results; the same bits again."""
 
+import itertools
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +13,23 @@ from torch.utils import deterministic
 
 from kpt_conformance.comparison import assert_right, assert_same_bits, outputs_of
 from kpt_conformance.extent import over
-from kpt_conformance.tensors import tensors_of
+from kpt_conformance.tensors import noted_in, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 
 _THREADS = 4
+#: More calls than a kernel has workspaces, if it hands out one after the other.
+_RING = 8
 
 
 @over(dtypes=True)
 def inputs_unchanged(trial: Trial) -> None:
-    """Neither forward nor backward changes the cotangent or an argument, but those that the op says it mutates."""
+    """Neither forward nor backward changes the cotangent or an argument, but those that the op says it mutates.
+
+    Not for a while either: autograd counts the changes, and other threads may read. No argument gets a `.grad`.
+    """
     arguments = trial.arguments()
     before = {name: tensor.clone() for name, tensor in tensors_of(arguments).items()}
+    versions = {name: tensor._version for name, tensor in tensors_of(arguments).items()}
     pulls: list[tuple[Tensor, Tensor]] = []
 
     def remember(pull: Tensor) -> Tensor:
@@ -34,18 +40,57 @@ def inputs_unchanged(trial: Trial) -> None:
     assert_same_bits(before, tensors_of(arguments), "the call changed this argument")
     for pull, copy in pulls:
         assert_same_bits({"cotangent": copy}, {"cotangent": pull}, "backward changed it")
+    written = [name for name, tensor in tensors_of(arguments).items() if tensor._version != versions[name]]
+    assert not written, f"the call wrote into {', '.join(written)}, though it put back what was there"
+    for wanted in {False, trial.differentiable}:
+        leaves = trial.leaves(arguments) if wanted else with_tensors(trial.leaves(arguments), lambda _, t: t.detach())
+        with trial.subject.chosen():
+            outputs = trial.outputs(leaves)
+            if wanted:
+                trial.gradients(leaves, outputs)
+        for name, tensor in tensors_of(leaves).items():
+            wants = wanted and trial.wants_gradient(name, tensor)
+            assert tensor.requires_grad == wants, f"{name} wants a gradient afterwards, and did not before"
+            assert not wants or tensor.grad is None, f"backward left a gradient in {name}.grad"
 
 
 @over()
 def no_aliasing(trial: Trial) -> None:
-    """The result shares no memory with an argument."""
+    """Results share no memory with arguments or each other, nor do a kernel's gradients, cotangents and saved tensors.
+
+    Autograd's own backward may hand a cotangent on as a gradient; who writes a backward makes gradients anew.
+    """
     arguments = trial.leaves(trial.arguments())
-    with torch.no_grad(), trial.subject.chosen():
-        outputs = outputs_of(trial.subject.call(arguments))
-    for name, out in outputs.items():
-        for argument, tensor in tensors_of(arguments).items():
-            shared = out.numel() and out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            assert not shared, f"{name} shares its memory with {argument}"
+    saved: list[Tensor] = []
+    pulls: list[Tensor] = []
+    kernel = trial.subject.kernel
+    own_backward = trial.differentiable and kernel is not None and kernel.backward is not None
+    with trial.subject.chosen(), torch.set_grad_enabled(own_backward):
+        with torch.autograd.graph.saved_tensors_hooks(noted_in(saved), lambda tensor: tensor):
+            outputs = outputs_of(trial.subject.call(arguments))
+        gradients = trial.gradients(arguments, outputs, noted_in(pulls)) if own_backward else {}
+    made = {n: out.detach() for n, out in outputs.items()}
+    with torch.no_grad(), trial.subject.chosen():  # perhaps by a path of its own
+        unwanted = outputs_of(trial.subject.call(arguments))
+    for results in (made, unwanted):
+        _require_apart(results, {**results, **tensors_of(arguments)})
+    _require_apart(
+        {f"the gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None},
+        {
+            **{f"the gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None},
+            **{f"the result {name}": out for name, out in made.items()},
+            **tensors_of(arguments),
+            **{f"cotangent {place}": pull for place, pull in enumerate(pulls)},
+            **{f"saved tensor {place}": tensor for place, tensor in enumerate(saved)},
+        },
+    )
+
+
+def _require_apart(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    """Raise `AssertionError` if one of the tensors shares memory with another of the others."""
+    for (name, tensor), (other_name, other) in itertools.product(tensors.items(), others.items()):
+        shared = tensor.numel() and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        assert name == other_name or not shared, f"{name} shares its memory with {other_name}"
 
 
 @contextmanager
@@ -63,7 +108,7 @@ def _poisoned() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-@over(dtypes=True)
+@over(drawn="first", dtypes=True)
 def poisoned_outputs(trial: Trial) -> None:
     """Every element of result and gradients is written: memory that was NaN before has none of it afterwards."""
     arguments = trial.arguments()
@@ -90,7 +135,7 @@ def repeatable(trial: Trial) -> None:
 
 @over(dtypes=True)
 def double_use(trial: Trial) -> None:
-    """A second call leaves the first one's result and graph alone; backward can be run twice."""
+    """A second call is right, and leaves the first one's result and graph alone; backward can be run twice."""
     arguments, others = trial.arguments(), trial.arguments(seed=1)
     baseline, oracle = trial.truth(arguments)
     with trial.subject.chosen():
@@ -98,21 +143,28 @@ def double_use(trial: Trial) -> None:
             with torch.no_grad():
                 first = trial.outputs(trial.leaves(arguments))
                 kept = {name: out.clone() for name, out in first.items()}
-                trial.outputs(trial.leaves(others))
+                for _ in range(_RING):
+                    second = trial.outputs(trial.leaves(others))
             assert_same_bits(kept, first, "a second call changed the first one's result")
+            trial.assert_right(others, trial.outcome(second, {}), "a second call of the same shapes")
             return
         leaves = trial.leaves(arguments)
         first = trial.outputs(leaves)
         kept = {name: out.detach().clone() for name, out in first.items()}
         second_leaves = trial.leaves(others)
         second = trial.outputs(second_leaves)
-        trial.gradients(second_leaves, second)
+        of_second = {n: g for n, g in trial.gradients(second_leaves, second).items() if g is not None}
+        kept_second = {name: grad.clone() for name, grad in of_second.items()}
+        for _ in range(_RING):
+            trial.outputs(second_leaves)
         assert_same_bits(
             kept, {n: o.detach() for n, o in first.items()}, "a second call changed the first one's result"
         )
         once = trial.gradients(leaves, first, retain_graph=True)
         kept_once = {name: grad.clone() for name, grad in once.items() if grad is not None}
         twice = trial.gradients(leaves, first)
+    assert_same_bits(kept_second, of_second, "another call's backward changed it")
+    trial.assert_right(others, trial.outcome(second, of_second), "a second call of the same shapes")
     got = trial.outcome(first, {**once, **kept_once})
     assert_right(got, baseline, oracle, "backward after another call")
     assert_right(trial.outcome(first, twice), baseline, oracle, "the second backward")
@@ -142,39 +194,3 @@ def threads(trial: Trial) -> None:
     for worker in workers:
         worker.join()
     assert not faults, "\n".join(faults)
-
-
-def _settings(device: torch.device) -> dict[str, Any]:
-    """What torch keeps for the whole thread or process."""
-    module: Any = getattr(torch, device.type, None)
-    generator = getattr(module, "get_rng_state", None)
-    return {
-        "the CPU's random numbers": torch.get_rng_state().tolist(),
-        "the device's random numbers": generator(device).tolist() if generator else None,
-        "the default dtype": torch.get_default_dtype(),
-        "the default device": torch.get_default_device(),
-        "the current device": module.current_device() if hasattr(module, "current_device") else None,
-        "grad mode": torch.is_grad_enabled(),
-        "autocast": torch.is_autocast_enabled(device.type),
-        "deterministic algorithms": torch.get_deterministic_debug_mode(),
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
-        "the number of threads": torch.get_num_threads(),
-    }
-
-
-@over()
-def settings(trial: Trial) -> None:
-    """Forward and backward leave torch's settings and random numbers alone, and need no default dtype of float32."""
-    arguments = trial.arguments()
-    before = _settings(trial.subject.device)
-    trial.run(arguments)
-    after = _settings(trial.subject.device)
-    changed = [name for name in before if before[name] != after[name]]
-    assert not changed, f"the call changed {' and '.join(changed)}"
-    # As in layers that are built in their model's dtype.
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        got = trial.run(arguments)
-    finally:
-        torch.set_default_dtype(before["the default dtype"])
-    trial.assert_right(arguments, got, "with bfloat16 as the default dtype")

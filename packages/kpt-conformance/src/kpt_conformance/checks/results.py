@@ -22,7 +22,7 @@ def _expected(trial: Trial, arguments: Arguments) -> dict[str, str]:
         return _described(trial.outputs(trial.leaves(arguments)))
 
 
-@over(models="first", dtypes=True)
+@over(models="first", drawn="first", dtypes=True)
 def result_type(trial: Trial) -> None:
     """The result is on the arguments' device, its dtype and shape are the reference's; gradients are like arguments."""
     arguments = trial.arguments()
@@ -43,7 +43,7 @@ def result_type(trial: Trial) -> None:
             )
 
 
-@over(dtypes=True)
+@over(drawn="first", dtypes=True)
 def fake_result(trial: Trial) -> None:
     """On fake tensors, as torch.compile and torch.export use, shape, dtype, device and strides are the real ones."""
     arguments = trial.arguments()

@@ -18,8 +18,10 @@ from kpt_conformance.tensors import parted, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 from kpt_core.cases import Arguments
 
-#: Inductor would test PyTorch's code generation more than kernels, and takes seconds a case.
+#: Inductor, which takes seconds a case, has a check of its own.
 COMPILER = "aot_eager"
+#: Numbers of rows on both sides of what kernels choose by.
+_ROWS = (5, 9, 65, 130)
 
 
 class _CustomOps(TorchDispatchMode):
@@ -54,10 +56,12 @@ def custom_ops(trial: Trial) -> None:
             )
 
 
-def _compiled(function: Callable[..., Any]) -> tuple[Callable[[Arguments], Any], CompileCounterWithBackend]:
+def _compiled(
+    function: Callable[..., Any], compiler: str = COMPILER
+) -> tuple[Callable[[Arguments], Any], CompileCounterWithBackend]:
     """A call, compiled as a function of its tensors with all else constant, as in a model; and what counts graphs."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend(COMPILER)
+    counter = CompileCounterWithBackend(compiler)
     others: Arguments = {}
 
     @torch.compile(fullgraph=True, backend=counter)
@@ -79,10 +83,25 @@ def compiled(trial: Trial) -> None:
     trial.assert_right(arguments, trial.run(arguments, _compiled(trial.subject.op)[0]))
 
 
-@over()
-def compiled_dynamic(trial: Trial) -> None:
-    """One graph serves every number of rows, if torch.compile is told that it varies."""
-    _require_one_graph(trial, trial.subject.op)
+@over(first_case=True)
+def compiled_sizes(trial: Trial) -> None:
+    """One graph serves every number of rows if torch.compile is told that it varies, and two if it is not told."""
+    for told in (True, False):
+        _require_one_graph(trial, trial.subject.op, told)
+
+
+@over(dtypes=True, first_case=True)
+def inductor(trial: Trial) -> None:
+    """Inductor, torch.compile's default, makes of it what computes the same, forward and backward."""
+    if trial.subject.device.type == "cpu":
+        from torch._inductor import cpp_builder  # takes a second, which others need not wait
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except RuntimeError as error:
+            pytest.skip(f"absent: Inductor needs a C++ compiler: {error}")
+    arguments = trial.arguments()
+    trial.assert_right(arguments, trial.run(arguments, _compiled(trial.subject.op, "inductor")[0]))
 
 
 @over(references=False)
@@ -101,17 +120,27 @@ def traced(trial: Trial) -> None:
 
     # Autograd goes through what was compiled only where the kernel says so.
     _require_one_graph(
-        trial if kernel.differentiable else replace(trial, table=replace(trial.table, gradients=())), function
+        trial if kernel.differentiable else replace(trial, table=replace(trial.table, gradients=())), function, others=1
     )
 
 
-def _require_one_graph(trial: Trial, function: Callable[..., Any]) -> None:
-    """Raise `AssertionError` unless one graph of a call serves two numbers of rows, and both rightly."""
-    larger = _larger(trial)
-    if larger is None:
+def _require_one_graph(trial: Trial, function: Callable[..., Any], told: bool = True, others: int = 4) -> None:
+    """Raise `AssertionError` unless one graph of a call serves many numbers of rows, and all rightly.
+
+    Args:
+        trial: whose case is tried with other numbers of rows.
+        function: what is compiled.
+        told: the compiler is told which sizes vary, else it finds out from the second call, which costs a graph.
+        others: how many other numbers of rows there are, the largest.
+    """
+    made = [
+        (each, trial.table.arguments(each.case, dtype=trial.dtype, device=trial.subject.device))
+        for each in _other_rows(trial)[-others:]
+    ]
+    cases = [trial.arguments(), *(arguments for other, arguments in made if other.refusal(arguments) is None)]
+    if len(cases) < 2:
         pytest.skip("no size of the case says how many rows there are, or there is one at most")
     call, counter = _compiled(function)
-    cases = [case.arguments() for case in (trial, larger)]
     shapes = [{name: tensor.shape for name, tensor in tensors_of(arguments).items()} for arguments in cases]
     varying = [(n, d) for n, shape in shapes[0].items() for d, size in enumerate(shape) if shapes[1][n][d] != size]
 
@@ -121,24 +150,31 @@ def _require_one_graph(trial: Trial, function: Callable[..., Any]) -> None:
         return call(leaves)
 
     for arguments in cases:
-        trial.assert_right(arguments, trial.run(arguments, call_varying))
-    assert counter.frame_count == 1, f"{counter.frame_count} graphs for two numbers of rows"
+        rows = next(iter(tensors_of(arguments).values())).shape[0]
+        got = trial.run(arguments, call_varying if told else call)
+        trial.assert_right(arguments, got, f"compiled, with {rows} rows")
+    allowed = 1 if told else 2
+    assert counter.frame_count <= allowed, f"{counter.frame_count} graphs for {len(cases)} numbers of rows"
 
 
-def _larger(trial: Trial) -> Trial | None:
-    """The trial of a case with more rows in the op's first argument, everything else being the same; or None."""
+def _other_rows(trial: Trial) -> list[Trial]:
+    """Trials of cases with other numbers of rows in the op's first argument, everything else being the same."""
+
+    def of(name: str, size: int) -> Trial:
+        return replace(trial, case=replace(trial.case, sizes={**trial.case.sizes, name: size}))
 
     def rows(some: Trial) -> int:
         made = trial.table.arguments(some.case, dtype=trial.dtype)
         return next(iter(tensors_of(made).values())).shape[0]
 
+    own = rows(trial)
     for name, parameter in inspect.signature(trial.table.build).parameters.items():
         size = trial.case.sizes.get(name, parameter.default)
-        if type(size) is int and size > 1:
-            larger = replace(trial, case=replace(trial.case, sizes={**trial.case.sizes, name: 2 * size + 2}))
-            if rows(larger) > rows(trial) > 1:
-                return larger
-    return None
+        if type(size) is int and size > 1 and rows(of(name, size + 1)) > own > 1:
+            # Fewer rows may be too few for what else the case says; the first case says nothing else.
+            fewer = [each for each in _ROWS if each < size and not trial.case.sizes]
+            return [of(name, each) for each in (*fewer, *(each for each in _ROWS if each > size))]
+    return []
 
 
 class _Module(nn.Module):
@@ -164,9 +200,9 @@ def exported(trial: Trial) -> None:
         torch.testing.assert_close(got[name], out, equal_nan=True)
 
 
-@over()
+@over(kernels=False)
 def vmapped(trial: Trial) -> None:
-    """Under torch.func.vmap it gives each sample's result."""
+    """Under torch.func.vmap the reference gives each sample's result; kernels refuse there."""
     if trial.subject.op.mutates:
         pytest.skip("an op that mutates what is not mapped has no result for each sample")
     first, second = trial.arguments(), trial.arguments(seed=1)

@@ -1,5 +1,7 @@
 """Values and gradients, whatever the layout of the arguments, the padding, and the NaNs among them."""
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpt_conformance.comparison import assert_reference_sound, assert_right, assert_same_bits
+from kpt_conformance.comparison import Outcome, assert_reference_sound, assert_right, assert_same_bits
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 from kpt_core.cases import Arguments
 
 
-@over(models="all", dtypes=True)
+@over(models="all", drawn="all", dtypes=True)
 def values(trial: Trial) -> None:
     """The result and every gradient are as near to float64 as the reference's."""
     arguments = trial.arguments()
@@ -67,7 +69,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@over(dtypes=True)
+@over(drawn="first", dtypes=True)
 def layouts(trial: Trial) -> None:
     """Results don't depend on strides: transposed, strided, misaligned and expanded arguments, all and every second."""
     arguments = trial.arguments()
@@ -78,7 +80,8 @@ def layouts(trial: Trial) -> None:
     truth = trial.truth(arguments)
     for what, layout, some in tried:
         changed = _laid_out(trial, arguments, layout, some)
-        if trial.refusal(changed) is None:
+        specified = layout != "expanded" or trial.table.specified is None or trial.table.specified(changed)
+        if specified and trial.refusal(changed) is None:
             assert_right(trial.run(changed), *(trial.truth(changed) if layout == "expanded" else truth), what)
 
 
@@ -103,6 +106,8 @@ def cotangents(trial: Trial) -> None:
         "transposed": _transposed,
         "expanded": lambda pull: pull.flatten()[:1].sum().expand(pull.shape),
         "shifted": _shifted,
+        # As after a long way back, or scaled down: no gradient is too small to count.
+        "small": lambda pull: pull * torch.finfo(trial.dtype).tiny ** 0.25,
     }
     for name, layout in layouts.items():
         got = trial.run(arguments, cotangent=layout)
@@ -188,7 +193,94 @@ def nans(trial: Trial) -> None:
                 assert not made, f"{key}: a NaN in element {place} of {name} spreads to {made} places too many"
 
 
+#: What numbers around one are multiplied by, for a dtype's smallest normal number; exact in every dtype.
+_FACTORS: dict[str, Callable[[float], float]] = {
+    "denormal": lambda tiny: tiny / 16,
+    "small": lambda tiny: 2.0 ** round(math.log2(tiny) / 4),
+    "64 times larger": lambda tiny: 64.0,
+}
+
+
 @over(dtypes=True)
+def magnitudes(trial: Trial) -> None:
+    """Denormal, small and large numbers, one argument at a time and all, and infinities, give what the reference does.
+
+    Who takes denormals for zero is right too, but for float16, whose denormals are not rare. Where the reference
+    overflows nothing is promised. Infinities have a result alone: a derivative there is often that of a formula, not of
+    the function.
+    """
+    arguments = trial.arguments()
+    names = [
+        n for n, t in tensors_of(arguments).items() if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel()
+    ]
+    if not names:
+        pytest.skip("no argument is scaled")
+    some = [[name] for name in names] + [names]
+    for scaled in some if len(names) > 1 else some[:1]:
+        for what, factor in _FACTORS.items():
+            _require_magnitude(trial, _scaled(arguments, scaled, factor), f"with {', '.join(scaled)} {what}")
+    forward = replace(trial, table=replace(trial.table, gradients=()))
+    for name, infinity in zip(names, itertools.cycle((-float("inf"), float("inf"))), strict=False):
+        flat = tensors_of(arguments)[name].flatten().clone()
+        flat[-1] = infinity
+        made = _with(arguments, name, flat.view(tensors_of(arguments)[name].shape))
+        _require_magnitude(forward, made, f"with {infinity} in the last element of {name}")
+
+
+def _scaled(arguments: Arguments, names: list[str], factor: Callable[[float], float]) -> Arguments:
+    """The arguments, some of them times a factor for their dtype."""
+
+    def scale(name: str, tensor: Tensor) -> Tensor:
+        return tensor * factor(torch.finfo(tensor.dtype).tiny) if name in names else tensor
+
+    return with_tensors(arguments, scale)
+
+
+def _require_magnitude(trial: Trial, arguments: Arguments, what: str) -> None:
+    """Raise `AssertionError` unless such arguments are computed as rightly as others."""
+    if (trial.table.specified and not trial.table.specified(arguments)) or trial.refusal(arguments) is not None:
+        return
+    baseline, oracle = trial.truth(arguments)
+    if any(bool((base.isinf() & want.isfinite()).any()) for base, want in _pairs(baseline, oracle)):
+        return  # other sums may overflow elsewhere
+    got = trial.run(arguments)
+    got = replace(got, outputs={name: _undefined(out, oracle.outputs[name]) for name, out in got.outputs.items()})
+    try:
+        assert_right(got, baseline, oracle, what)
+    except AssertionError:
+        info = torch.finfo(trial.dtype)
+        if trial.dtype is torch.float16:
+            # Denormals lie a fixed step apart: one between two products is off by part of it in each term of a sum.
+            step = info.tiny * info.eps * torch.tensor(oracle.reduction, dtype=torch.float64).sqrt()
+            assert_right(got, baseline, oracle, what, dict.fromkeys(oracle.named(), step))
+            return
+        flushed = with_tensors(arguments, lambda name, tensor: _flushed(tensor))
+        zeroed, named = trial.truth(flushed)[1].named(), oracle.named()
+        apart = {name: (zeroed[name] - named[name]).abs() for name, t in named.items() if t.is_floating_point()}
+        floor = {name: each.nan_to_num(0, 0, 0) + info.tiny for name, each in apart.items()}
+        assert_right(got, baseline, oracle, what, floor)
+
+
+def _pairs(baseline: Outcome, oracle: Outcome) -> list[tuple[Tensor, Tensor]]:
+    want = oracle.named()
+    return [(tensor, want[name]) for name, tensor in baseline.named().items() if tensor.is_floating_point()]
+
+
+def _undefined(out: Tensor, want: Tensor) -> Tensor:
+    """What is expected in the place of what formulas disagree about: `inf - inf`, and which infinity."""
+    if not out.is_floating_point():
+        return out
+    return torch.where(want.isnan() | (want.isinf() & ~out.isfinite()), want.to(out), out)
+
+
+def _flushed(tensor: Tensor) -> Tensor:
+    """Zero in the place of denormals."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+        return tensor
+    return tensor.where(~(tensor.abs() < torch.finfo(tensor.dtype).tiny), 0)
+
+
+@over(drawn="first", dtypes=True)
 def without_gradients(trial: Trial) -> None:
     """Where no gradient is wanted, perhaps by a path of its own, it does the same; and training goes on afterwards."""
     made = trial.arguments(), trial.arguments(seed=1)
@@ -203,6 +295,8 @@ def without_gradients(trial: Trial) -> None:
                 copies = [trial.leaves(copy) for copy in copies]
             results = [trial.outputs(copy) for copy in copies]
         what = f"under {mode.__name__}, no gradient being wanted"
+        wanting = [name for outputs in results for name, out in outputs.items() if out.requires_grad]
+        assert not wanting, f"{what}, {', '.join(wanting)} wants one"
         for arguments, copy, outputs, truth in zip(made, copies, results, truths, strict=True):
             assert_right(trial.outcome(outputs, {}), *truth, what)
             kept = {name: tensor for name, tensor in tensors_of(arguments).items() if not trial.mutates(name)}

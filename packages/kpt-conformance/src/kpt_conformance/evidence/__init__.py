@@ -1,22 +1,22 @@
 """Evidence: what is known of each kernel on each chip, in files that a table is made from and checked against."""
 
-from .claims import Claim, registered
-from .record import EvidenceError, Level, Record
-from .recording import record_compiled, record_success
-from .store import load, save
+from .claims import claim_of, registered
+from .recording import Outcomes, level_here, record_compiled, record_success, save
 from .support import table
-from .verdict import faults
+from .verdict import Place, Verdict, examine, faults, write
 
 __all__ = [
-    "Claim",
-    "EvidenceError",
-    "Level",
-    "Record",
+    "Outcomes",
+    "Place",
+    "Verdict",
+    "claim_of",
+    "examine",
     "faults",
-    "load",
+    "level_here",
     "record_compiled",
     "record_success",
     "registered",
     "save",
     "table",
+    "write",
 ]

@@ -1,4 +1,4 @@
-"""`python -m kpt_conformance.evidence check|write`: hold the support table to the records, or make it from them."""
+"""`python -m kpt_conformance.evidence check|write`: hold records, ratchet and support table to what is here."""
 
 import argparse
 import sys
@@ -6,33 +6,43 @@ from pathlib import Path
 
 from kpt_core import KptError
 
-from .verdict import EVIDENCE, SUPPORT, faults, write
+from .verdict import Place, examine, take, write
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check or write the table; 1 if something is wrong."""
+    """Check or write; 1 if something is wrong."""
+    usual = Place()
     parser = argparse.ArgumentParser(prog="python -m kpt_conformance.evidence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser(
-        "check", help="say what the table, or a record, claims without proof; 1 if anything does"
-    )
-    make = commands.add_parser("write", help="make the table from the registry and the records")
+    check = commands.add_parser("check", help="say what a record, the table or the ratchet says and is not so; then 1")
+    make = commands.add_parser("write", help="make the table from the registry and the records, and raise the ratchet")
     for command in (check, make):
-        command.add_argument("--evidence", type=Path, default=EVIDENCE, metavar="DIR", help="of the records")
-        command.add_argument("--support", type=Path, default=SUPPORT, metavar="FILE", help="the table")
-    make.add_argument("--prune", action="store_true", help="remove stale records, and those of kernels that are gone")
+        command.add_argument("--support", type=Path, default=usual.support, metavar="FILE", help="the table")
+        command.add_argument("--ratchet", type=Path, default=usual.ratchet, metavar="FILE", help="the least levels")
+    make.add_argument(
+        "--prune", action="store_true", help="remove records that prove nothing, and kernels that are gone"
+    )
+    make.add_argument("--lower", metavar="REASON", help="lower the ratchet to what is proven, for this reason")
+    make.add_argument("--take", type=Path, metavar="FOLDER", help="first take records from there, made elsewhere")
     asked = parser.parse_args(arguments)
+    if asked.command == "write" and asked.lower is not None and not asked.lower.strip():
+        parser.error("--lower needs a reason")
+    place = Place(asked.support, asked.ratchet)
     try:
         if asked.command == "check":
-            found = faults(asked.evidence, asked.support)
-            print("\n".join(found) or f"{asked.support} says what the records in {asked.evidence} prove")
-            return 1 if found else 0
-        for file in write(asked.evidence, asked.support, prune=asked.prune):
+            verdict = examine(place)
+            for note in verdict.notes:
+                print(f"note: {note}")
+            print("\n".join(verdict.faults) or f"{place.support} says what the records prove")
+            return 1 if verdict.faults else 0
+        for file in take(asked.take) if asked.take is not None else ():
+            print(f"took {file}")
+        for file in write(place, prune=asked.prune, lower=asked.lower):
             print(f"removed {file}")
     except (KptError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"wrote {asked.support}")
+    print(f"wrote {place.support} and {place.ratchet}")
     return 0
 
 

@@ -1,0 +1,258 @@
+"""What the suite exercises of what an op documents, and how often.
+
+    python -m kpt_conformance.coverage [--json FILE]
+
+prints it for all installed ops, as their tables and the suite's checks plan it, and exits with 1 if something that is
+documented is never exercised. `pytest --kpt-backend=NAME --kpt-coverage=FILE` writes what a run did exercise.
+"""
+
+import argparse
+import inspect
+import json
+import sys
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+
+import kpt_core
+from kpt_core.cases import Case, CaseTable, Domain, Sizes
+from kpt_core.registry import case_tables
+
+from .drawing import Pair, completions, covered, drawn_cases, same
+from .extent import extent_of
+from .trial import Trial
+
+Checks = Iterable[Callable[[Trial], None]]
+
+#: Ranges of a size that are told apart, and whether one of them is within what may be drawn.
+_BUCKETS: dict[str, Callable[[int], bool]] = {
+    "0": lambda size: size == 0,
+    "1": lambda size: size == 1,
+    "2 to 64": lambda size: 1 < size <= 64,
+    "past 64": lambda size: 64 < size <= 128,
+    "past 128": lambda size: 128 < size <= 256,
+    "past 256": lambda size: size > 256,
+}
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How many trials exercised each thing that an op documents; what has none is there with a zero.
+
+    Attributes:
+        table: of the op.
+        dtypes: in which it is tried.
+        options: for each option of the table's domain, its values.
+        pairs: of values of options, those that the domain allows.
+        sizes: for each dimension of the domain, ranges.
+        parameters: for each parameter of the op's own signature, what a table can't forget: both values of a bool, an
+            optional one given and not given, a number at its default and at another, all values of a string.
+        checks: of the suite, by name; among them those that change layouts and magnitudes and that have a history.
+    """
+
+    table: CaseTable
+    dtypes: Counter[str] = field(default_factory=Counter)
+    options: dict[str, Counter[str]] = field(default_factory=dict)
+    pairs: Counter[Pair] = field(default_factory=Counter)
+    sizes: dict[str, Counter[str]] = field(default_factory=dict)
+    parameters: dict[str, Counter[str]] = field(default_factory=dict)
+    checks: Counter[str] = field(default_factory=Counter)
+    _pairs: dict[str, set[Pair]] = field(default_factory=dict)
+    _labels: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def add(self, check: str, case: Case, dtype: torch.dtype) -> None:
+        """Count one trial."""
+        self.checks[check] += 1
+        self.dtypes[_short(dtype)] += 1
+        domain = _domain(self.table)
+        values = {**_defaults(self.table), **case.sizes}
+        for name, documented in domain.options.items():
+            value = values.get(name, documented[0])
+            self.options[name].update(_short(each) for each in documented if same(each, value))
+        if case.name not in self._pairs:
+            self._pairs[case.name] = covered(domain, values) & self.pairs.keys()
+        self.pairs.update(self._pairs[case.name])
+        for name in domain.sizes:
+            size = values.get(name)
+            self.sizes[name].update(bucket for bucket, holds in _BUCKETS.items() if size is not None and holds(size))
+        if not case.model:  # of a real model's shapes the arguments take seconds to make
+            if case.name not in self._labels:
+                self._labels[case.name] = _labels(self.table, self.table.arguments(case))
+            for name, label in self._labels[case.name].items():
+                self.parameters[name][label] += 1
+
+    def unexercised(self) -> list[str]:
+        """A sentence for each thing that is documented and has no trial."""
+        found = [f"dtype {dtype} is never tried" for dtype, count in self.dtypes.items() if not count]
+        found += [f"{name} is never {value}" for name, value in _zeros(self.options)]
+        for (one, here), (other, there) in (pair for pair, count in self.pairs.items() if not count):
+            first, second = (_domain(self.table).options[name][at] for name, at in ((one, here), (other, there)))
+            found.append(f"{one}={_short(first)} and {other}={_short(second)} never come together")
+        found += [f"size {name} is never {bucket}" for name, bucket in _zeros(self.sizes)]
+        for name, value in _zeros(self.parameters):
+            found.append(f"parameter {name} of the op is never {value}")
+        found += [
+            f"parameter {name} of the op is always {next(iter(values))}"
+            for name, values in self.parameters.items()
+            if len(values) == 1
+        ]
+        found += [f"check {name} is never run" for name, count in self.checks.items() if not count]
+        return [f"{self.table.op}: {sentence}" for sentence in found]
+
+    def to_json(self) -> dict[str, Any]:
+        """All counts."""
+        return {
+            "dtypes": dict(self.dtypes),
+            "options": {name: dict(values) for name, values in self.options.items()},
+            "pairs": {"exercised": sum(1 for count in self.pairs.values() if count), "allowed": len(self.pairs)},
+            "sizes": {name: dict(values) for name, values in self.sizes.items()},
+            "parameters": {name: dict(values) for name, values in self.parameters.items()},
+            "checks": dict(self.checks),
+            "unexercised": self.unexercised(),
+        }
+
+
+def nothing_of(table: CaseTable, checks: Checks, dtypes: Iterable[torch.dtype] | None = None) -> Coverage:
+    """A coverage in which everything that the op documents has no trial yet."""
+    domain = _domain(table)
+    none = Coverage(table)
+    none.dtypes.update({_short(dtype): 0 for dtype in dtypes or table.dtypes})
+    none.options = {n: Counter({_short(value): 0 for value in values}) for n, values in domain.options.items()}
+    none.pairs.update(dict.fromkeys(completions(domain), 0))
+    none.sizes = {name: Counter(dict.fromkeys(_within(sizes), 0)) for name, sizes in domain.sizes.items()}
+    none.parameters = {n: Counter(dict.fromkeys(labels, 0)) for n, labels in _documented(table).items()}
+    none.checks.update({check.__name__: 0 for check in checks})
+    return none
+
+
+def planned(table: CaseTable, checks: Checks) -> Coverage:
+    """What the suite plans for an op on a CPU, for a kernel that takes everything."""
+    checks = tuple(checks)
+    coverage = nothing_of(table, checks)
+    cases = [case for case in (*table.cases, *drawn_cases(table)) if not case.large]
+    for check in checks:
+        extent = extent_of(check)
+        for case in cases[:1] if extent.first_case else cases:
+            for dtype in extent.dtypes_of(case, table.dtypes):
+                coverage.add(check.__name__, case, dtype)
+    return coverage
+
+
+def absent(outcomes: Mapping[tuple[str, str], Counter[str]]) -> list[tuple[str, str]]:
+    """Where what was not run proves nothing: the checks of which a kernel refused every trial in a dtype.
+
+    Trials in which a check found nothing to try (a case without padding, for instance) count neither way. What failed,
+    expectedly or not, was run.
+
+    Args:
+        outcomes: for check and dtype, how many trials `passed`, were `refused`, `skipped` for any other reason,
+            `failed`, `xfailed`, or were `not run`.
+
+    Returns:
+        Checks and dtypes, in the order of `outcomes`. One with trials that were not run is never among them.
+    """
+    ran = ("passed", "failed", "xfailed", "not run")
+    return [place for place, counts in outcomes.items() if counts["refused"] and not any(counts[kind] for kind in ran)]
+
+
+def _domain(table: CaseTable) -> Domain:
+    return table.domain or Domain()
+
+
+def _defaults(table: CaseTable) -> dict[str, Any]:
+    parameters = inspect.signature(table.build).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
+def _within(sizes: Sizes) -> Iterator[str]:
+    # A size in the middle of each range says whether the range can be met at all.
+    for (bucket, _), least in zip(_BUCKETS.items(), (0, 1, 2, 65, 129, 257), strict=True):
+        if sizes.least <= least <= sizes.most:
+            yield bucket
+
+
+def _documented(table: CaseTable) -> dict[str, tuple[str, ...]]:
+    """What has to be seen of each parameter of the op's signature, from the signature itself."""
+    reference = kpt_core.get_op(table.op).reference
+    hints = typing.get_type_hints(reference)
+    found: dict[str, tuple[str, ...]] = {}
+    for name, parameter in inspect.signature(reference).parameters.items():
+        hint = hints[name]
+        if NoneType in typing.get_args(hint):
+            found[name] = ("None", "given")
+        elif hint is bool:
+            found[name] = ("False", "True")
+        elif hint is str:
+            found[name] = tuple(map(_short, _domain(table).options.get(name, ("a value of the domain",))))
+        elif hint in (int, float):
+            found[name] = () if parameter.default is parameter.empty else ("its default", "another")
+    return found
+
+
+def _labels(table: CaseTable, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Under which of `_documented` each argument of a call falls."""
+    reference = kpt_core.get_op(table.op).reference
+    parameters = inspect.signature(reference).parameters
+    found = {}
+    for name, labels in _documented(table).items():
+        default = parameters[name].default
+        value = arguments.get(name, default)
+        if labels == ("None", "given"):
+            found[name] = "None" if value is None else "given"
+        elif labels == ("its default", "another"):
+            found[name] = "its default" if value == default else "another"
+        else:
+            found[name] = _short(value)
+    return found
+
+
+def _zeros(counts: Mapping[str, Counter[str]]) -> Iterator[tuple[str, str]]:
+    return ((name, value) for name, values in counts.items() for value, count in values.items() if not count)
+
+
+def _short(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what is planned for all installed ops; 1 if something is never exercised.
+
+    An op whose table has no domain is listed, and judged by its signature alone.
+    """
+    from .suite import CHECKS
+
+    parser = argparse.ArgumentParser(prog="python -m kpt_conformance.coverage", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there")
+    asked = parser.parse_args(arguments)
+    found = {op: planned(table, CHECKS) for op, table in case_tables().items()}
+    sys.stdout.write("\n\n".join(map(text_of, found.values())) + "\n")
+    if asked.json:
+        asked.json.write_text(json.dumps({op: each.to_json() for op, each in found.items()}, indent=1) + "\n")
+    return 1 if any(each.unexercised() for each in found.values()) else 0
+
+
+def text_of(coverage: Coverage) -> str:
+    """The counts of one op as lines of text."""
+    made = coverage.to_json()
+    pairs = f"{made['pairs']['exercised']} of {made['pairs']['allowed']} that are allowed"
+    rows = [("dtypes", "", _counts(coverage.dtypes)), ("pairs of options", "", pairs)]
+    for kind in ("options", "sizes", "parameters"):
+        rows += [(kind.removesuffix("s"), name, _counts(values)) for name, values in made[kind].items()]
+    rows.append(("checks", "", _counts(coverage.checks)))
+    lines = [f"  {f'{kind} {name}'.strip():28} {counts}" for kind, name, counts in rows]
+    domain = "" if coverage.table.domain else " (its table has no domain)"
+    return "\n".join([f"{coverage.table.op}: trials of each{domain}", *lines, *coverage.unexercised()])
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

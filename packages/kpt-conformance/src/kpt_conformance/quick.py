@@ -1,0 +1,107 @@
+"""`--kpt-quick`: every check on every kernel, on few trials, within two minutes."""
+
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .extent import extent_of
+from .trial import Subject, Trial
+
+#: Trials of a check on a kernel, at most; of `values`, which finds most faults, in each dtype.
+TRIALS = 6
+#: What is not begun by then is left out. Collecting and the last test come on top, hence less than two minutes.
+SECONDS = 100.0
+
+Answers = dict[tuple[Subject, str, str], bool]
+"""Whether a subject takes a case in a dtype."""
+
+
+class Quick:
+    """A plugin that runs a part of the suite: the first trial of each check and kernel, then the second, and so on.
+
+    Which trials these are depends on their names alone, so every run has the same ones. A check meets other cases than
+    the next check does. Real models' shapes, and what a kernel refuses, are left to the whole suite.
+    """
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.left_out = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Keep few trials, the first of each check before the second of any."""
+        kept, rest = shortened(items)
+        config.hook.pytest_deselected(items=rest)
+        items[:] = kept
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Leave out what would take too long."""
+        if trial_of(item) is not None and time.monotonic() - self.start > SECONDS:
+            self.left_out += 1
+            pytest.skip(f"--kpt-quick: {SECONDS:.0f} seconds were up")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say that there is more."""
+        more = f"; {self.left_out} of them were left out after {SECONDS:.0f} s" if self.left_out else ""
+        terminalreporter.write_line(f"--kpt-quick: at most {TRIALS} trials of each check and kernel{more}")
+
+
+def trial_of(item: pytest.Item) -> Trial | None:
+    """The trial of a test of the suite, or None."""
+    if not isinstance(item, pytest.Function) or not getattr(item.cls, "is_kpt_suite", False):
+        return None
+    trial = getattr(item, "callspec", None) and item.callspec.params.get("trial")
+    return trial if isinstance(trial, Trial) else None
+
+
+def shortened(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests that a quick run has, in its order, and those that it leaves out."""
+    answers: Answers = {}
+    counts: Counter[tuple[object, ...]] = Counter()
+    rounds: dict[pytest.Item, int] = {}
+    for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())):
+        trial = trial_of(item)
+        if trial is None:
+            rounds[item] = 0
+        elif not trial.case.model:
+            group = _group(item, trial)
+            # What the suite has once for a kernel takes long: it comes after all else, as far as there is time.
+            late = extent_of(_check(item)).first_case
+            if counts[group] < (1 if late else TRIALS) and _taken(trial, answers):
+                rounds[item] = TRIALS if late else counts[group]
+                counts[group] += 1
+    kept = [item for item in items if item in rounds]
+    # What is tried on the fake device stays last: the device stays in the process.
+    kept.sort(key=lambda item: ("device_check" in _parameters(item), rounds[item]))
+    return kept, [item for item in items if item not in rounds]
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
+
+
+def _check(item: pytest.Item) -> Callable[[Trial], None]:
+    parameters = _parameters(item)
+    check: Callable[[Trial], None] = parameters.get("check") or parameters["device_check"]
+    return check
+
+
+def _group(item: pytest.Item, trial: Trial) -> tuple[object, ...]:
+    name = _check(item).__name__
+    return item.parent, name, trial.subject, trial.dtype if name == "values" else None
+
+
+def _taken(trial: Trial, answers: Answers) -> bool:
+    key = trial.subject, trial.case.name, str(trial.dtype)
+    if key not in answers:
+        try:
+            made = trial.table.arguments(trial.case, dtype=trial.dtype, device=trial.subject.device)
+            answers[key] = trial.refusal(made) is None
+        except Exception:  # whatever is wrong is told by the test
+            answers[key] = True
+    return answers[key]

@@ -1,0 +1,33 @@
+"""Faults that kernels really have, one to a kernel, and the check that must find each."""
+
+from kpt_conformance.interpreter import interpreting
+
+from . import (
+    coming_ops,
+    experts,
+    grouped_mm,
+    grouped_mm_gradients,
+    grouped_mm_wgrad,
+    scaled_grouped_mm,
+    state,
+    top_k_gating,
+    wrappers,
+)
+from .mutant import Mutant
+
+MODULES = (
+    grouped_mm,
+    grouped_mm_gradients,
+    grouped_mm_wgrad,
+    experts,
+    scaled_grouped_mm,
+    top_k_gating,
+    wrappers,
+    state,
+    coming_ops,
+)
+MUTANTS: list[Mutant] = [mutant for module in MODULES for mutant in module.MUTANTS]
+if interpreting():
+    from . import triton_kernels
+
+    MUTANTS = list(triton_kernels.MUTANTS)

@@ -1,0 +1,199 @@
+"""Coverage: what is documented and never exercised is named; a kernel that refuses all of a check fails the run."""
+
+import inspect
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kpt_core
+from kpt_conformance import coverage
+from kpt_conformance.coverage import Coverage, absent, nothing_of, planned
+from kpt_conformance.suite import CHECKS
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
+from kpt_core.registry import case_tables
+
+pytest_plugins = ["pytester"]
+
+
+@kpt_core.op("coverage.scaled")
+def scaled(
+    x: Tensor, bias: Tensor | None = None, *, kind: str = "plain", twice: bool = False, by: float = 1.0
+) -> Tensor:
+    """Multiplies."""
+    y = x * by * (2 if twice else 1)
+    return y if bias is None else y + bias
+
+
+def _build(generator: torch.Generator, rows: int = 3, biased: bool = False, **options: Any) -> Arguments:
+    x, bias = torch.ones(rows, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    return {"x": x, "bias": bias if biased else None, **options}
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "biased": (False, True),
+    "kind": ("plain", "fancy"),
+    "twice": (False, True),
+    "by": (1.0, 2.0),
+}
+
+
+def table_of(cases: tuple[Case, ...] = (Case(name="small"),), **domain: Any) -> CaseTable:
+    return CaseTable(op="coverage.scaled", build=_build, cases=cases, domain=Domain(**domain) if domain else None)
+
+
+def plan(table: CaseTable) -> Coverage:
+    return planned(table, CHECKS)
+
+
+@pytest.mark.parametrize("op", sorted(op for op, table in case_tables().items() if table.domain is not None))
+def test_nothing_documented_is_unexercised(op: str) -> None:
+    assert plan(case_tables()[op]).unexercised() == []
+
+
+def test_a_whole_domain_is_covered() -> None:
+    found = plan(table_of(options=OPTIONS, sizes={"rows": Sizes()}))
+    assert found.unexercised() == []
+    assert found.to_json()["pairs"] == {"exercised": 24, "allowed": 24}
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("biased", "parameter bias of the op is never given"),
+        ("twice", "parameter twice of the op is never True"),
+        ("by", "parameter by of the op is never another"),
+        ("kind", "parameter kind of the op is never a value of the domain"),
+    ],
+)
+def test_what_a_domain_forgets_the_signature_knows(option: str, sentence: str) -> None:
+    left = {name: values for name, values in OPTIONS.items() if name != option}
+    assert f"coverage.scaled: {sentence}" in plan(table_of(options=left)).unexercised()
+
+
+def test_what_no_trial_had_is_named() -> None:
+    table = table_of(options=OPTIONS, sizes={"rows": Sizes()})
+    found = nothing_of(table, CHECKS)
+    found.add("values", Case(name="small", sizes={"rows": 0}), torch.float32)
+    told = found.unexercised()
+    for sentence in (
+        "dtype bfloat16 is never tried",
+        "kind is never fancy",
+        "biased=False and twice=True never come together",
+        "size rows is never past 256",
+        "check layouts is never run",
+    ):
+        assert f"coverage.scaled: {sentence}" in told
+    assert not any("float32" in each or "rows is never 0" in each or "check values" in each for each in told)
+
+
+def test_a_case_without_a_drawn_size_counts_by_its_default() -> None:
+    found = nothing_of(table_of(options=OPTIONS, sizes={"rows": Sizes()}), CHECKS)
+    found.add("values", Case(name="small"), torch.float32)
+    assert found.sizes["rows"]["2 to 64"] == 1
+    assert found.options["twice"] == Counter({"False": 1, "True": 0})
+
+
+def test_the_first_value_of_an_option_is_what_build_does_without_it() -> None:
+    for op, table in case_tables().items():
+        defaults = {name: each.default for name, each in inspect.signature(table.build).parameters.items()}
+        for name, values in (table.domain.options if table.domain else {}).items():
+            assert defaults.get(name, values[0]) in (values[0], inspect.Parameter.empty), f"{op}: {name}"
+
+
+def test_the_command_prints_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coverage, "case_tables", lambda: {"coverage.scaled": table_of(options=OPTIONS)})
+    assert coverage.main(["--json", str(tmp_path / "coverage.json")]) == 0
+    assert "option kind" in capsys.readouterr().out
+    written = json.loads((tmp_path / "coverage.json").read_text())["coverage.scaled"]
+    assert written["options"]["kind"]["fancy"] > 0
+    few = {"twice": (False, True), "kind": ("plain", "fancy")}
+    monkeypatch.setattr(coverage, "case_tables", lambda: {"coverage.scaled": table_of(options=few)})
+    assert coverage.main([]) == 1
+    assert "parameter by of the op is never another" in capsys.readouterr().out
+
+
+def test_what_was_refused_alone_is_absent() -> None:
+    outcomes = {
+        ("values", "float32"): Counter(passed=1, refused=5),
+        ("values", "float16"): Counter(refused=5, skipped=1),
+        ("padding", "float16"): Counter(skipped=3),
+        ("nans", "float16"): Counter(refused=1, failed=1),
+        ("threads", "float16"): Counter(refused=1, xfailed=1),
+        ("layouts", "float16"): Counter({"refused": 1, "not run": 1}),
+    }
+    assert absent(outcomes) == [("values", "float16")]
+
+
+BACKEND = """
+from dataclasses import replace
+
+import honest
+from kpt_conformance import generation, suite
+from kpt_conformance.checks import results
+from kpt_conformance.loopback import Loopback
+from kpt_core.cases import Domain
+from kpt_core.registry import add_backend, case_tables
+
+
+def refuse(call):
+    return {refusal} if call.x.dtype.itemsize == 2 else None
+
+
+backend = Loopback("acme")
+backend.offer("moe.grouped_mm", *honest.grouped_mm_of(), unsupported=refuse)
+add_backend(backend)
+# One check on few cases, so that the run is quick.
+table = case_tables()["moe.grouped_mm"]
+domain = Domain(options={{"stored": ("KN", "NK")}})
+table = replace(table, cases=table.cases[:3], wrong=table.wrong[:1], domain=domain)
+suite.case_tables = lambda: {{table.op: table}}
+generation.CHECKS = (results.result_type,)
+generation.DECLARATIONS = ()
+"""
+
+
+def _run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, refusal: str, *more: str) -> pytest.RunResult:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{pytester.path}")
+    pytester.makeconftest(BACKEND.format(refusal=refusal))
+    return pytester.runpytest_subprocess("--kpt-backend=acme", "-p", "no:cacheprovider", *more, timeout=300)
+
+
+def test_a_kernel_that_refuses_a_dtype_that_it_claims_fails(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = _run(pytester, monkeypatch, "'no two bytes are taken here'")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "failed" not in result.parseoutcomes()
+    for dtype in ("bfloat16", "float16"):
+        result.stdout.fnmatch_lines([f"*refused every trial of result_type in {dtype}: that proves nothing*"])
+
+
+def test_a_kernel_that_refuses_some_cases_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = _run(pytester, monkeypatch, "'too many rows for this' if len(call.x) > 5 else None")
+    assert result.ret == pytest.ExitCode.OK, result.stdout.str()
+
+
+def test_a_part_of_a_run_is_not_judged(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run(pytester, monkeypatch, "'no two bytes are taken here'", "-k", "small").ret == pytest.ExitCode.OK
+
+
+def test_a_run_writes_what_passed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(pytester, monkeypatch, "'no two bytes are taken here'", "--kpt-coverage=found.json")
+    (found,) = json.loads((pytester.path / "found.json").read_text()).values()
+    assert found["dtypes"]["float32"] == 5
+    assert found["dtypes"]["float16"] == 0
+    assert "moe.grouped_mm: dtype float16 is never tried" in found["unexercised"]
+    assert found["options"]["stored"] == {"KN": 4, "NK": 1}
+
+
+def test_an_op_without_a_domain_is_judged_by_its_signature() -> None:
+    told = plan(replace(table_of(), domain=None)).unexercised()
+    assert "coverage.scaled: parameter twice of the op is never True" in told
