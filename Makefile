@@ -5,7 +5,7 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs wheels conformance aot bench check clean
+.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia aot bench check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,7 +14,7 @@ demo: $(NOX) ## run the main job on this machine and show its report
 	$(NOX) -s demo $(PASS)
 
 test: $(NOX) ## run the tests of every package
-	$(NOX) -s tests $(PASS)
+	$(NOX) $(NOXFLAGS) -s tests $(PASS)
 
 lint: $(NOX) ## check style and format
 	$(NOX) -s lint
@@ -34,11 +34,17 @@ docs: $(NOX) ## run README code and examples, check links and changelogs
 wheels: $(NOX) ## build the packages and try them where only they are installed
 	$(NOX) -s wheels
 
-conformance: $(NOX) ## hold every kernel that can run here to the suite
+conformance: $(NOX) ## hold the references and the kernels in plain PyTorch to the suite
 	$(NOX) -s conformance $(PASS)
 
-aot: $(NOX) ## compile every kernel for every chip that its backend claims
-	$(NOX) -s aot
+cpu: $(NOX) ## prove of the CPU's kernels what this machine can
+	$(NOX) -s cpu $(PASS)
+
+nvidia: $(NOX) ## prove of the NVIDIA kernels what this machine can
+	$(NOX) -s nvidia $(PASS)
+
+aot: $(NOX) ## test the kit that compiles for chips that aren't here
+	$(NOX) -s aot $(PASS)
 
 bench: $(NOX) ## measure this machine
 	$(NOX) -s bench $(PASS)
@@ -47,7 +53,7 @@ check: ## everything that must hold before a change lands
 	.ci/run
 
 clean: ## remove environments, caches and built files
-	rm -rf .venv .nox .cache dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf .venv .nox .cache dist reports .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find packages tools examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Where Python has no ensurepip (Debian without python3-venv), the pip that is there installs from outside.

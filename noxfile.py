@@ -1,18 +1,21 @@
 """The checks of the repository, one session each; `nox -l` lists them, CONTRIBUTING.md explains them.
 
-Environments stay in .nox/ and are used again. Those with torch are: one per package under test, `workspace`, where
-every package is installed and which most others share, `aot` with the compilers, and `wheels`, made anew each time.
-Everything is installed under constraints/cpu.txt, so a check gives the same answer today and in a year.
+Environments stay in .nox/ and are used again. There is one for nearly everything, `workspace`, where every package is
+installed, with the compilers and the tools; and `wheels`, made anew each time, where only what we ship is. Everything
+is installed under constraints/cpu.txt, so a check gives the same answer today and in a year.
 """
 
-import os
+import argparse
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2026.10.20"
 nox.options.sessions = ["lint", "imports", "tests"]
@@ -23,12 +26,18 @@ nox.options.stop_on_first_error = False
 PINS = "constraints/cpu.txt"
 FLOORS = "constraints/lowest.txt"
 COMPILERS = "constraints/aot.txt"
+TOOLS = ("build", "import-linter", "mypy", "nox", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
 DIST = Path("dist")
-WORKSPACE = Path(".nox/workspace/bin").absolute()
+REPORTS = Path("reports")
+BIN = Path(".nox/workspace/bin").absolute()
 OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
 NATIVE = "packages/kpt-backend-cpu/tests/native"
+#: A process for each core; each test stays small, so more threads would only wait for each other.
+SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses=8", "--dist=worksteal")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+in_workspace = nox.session(venv_backend="none", requires=["workspace"])
 
 
 def project_file(package: str) -> dict[str, Any]:
@@ -66,171 +75,283 @@ def requirements(*packages: str) -> list[str]:
     return [*editable, *sorted(name for name in wanted if "[" in name or name_of(name) not in ours)]
 
 
-def install(session: nox.Session, *packages: str, also: tuple[str, ...] = (), constraints: str = PINS) -> None:
-    """Install packages, their siblings, what their tests need and `also`, under constraints."""
-    session.log("The first time this takes a minute or two, because torch is large.")
-    session.install("-c", constraints, "--build-constraint", PINS, *requirements(*packages), *also)
-    if "kpt-triton" in set().union(*(siblings(package) for package in packages)):
-        # By itself, because a torch for CUDA asks for another Triton; without a GPU it need not be that one.
-        session.install("-c", COMPILERS, "triton")
-
-
-def run_tests(session: nox.Session, package: str, *options: str) -> None:
-    """Run the tests of one package, where nothing may be fetched from a model hub."""
-    env = {"HF_HUB_OFFLINE": "1"}
-    if package == "kpt-conformance":
-        env["OMP_NUM_THREADS"] = "1"  # its cases are so small that more threads only wait for each other
-    left_out = (f"--ignore={OUT_OF_TREE}", f"--ignore={NATIVE}")  # by `wheels` and `native`
-    session.run("pytest", f"packages/{package}/tests", *left_out, *options, *session.posargs, env=env)
-
-
-@nox.session
-@nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
-def tests(session: nox.Session, package: str) -> None:
-    """Test one package with only its siblings and its requirements installed: for kpt-core, torch alone."""
-    install(session, package)
-    run_tests(session, package)
-
-
-@nox.session
-def aot(session: nox.Session) -> None:
-    """Compile every kernel for every chip that its backend claims, without a GPU, and check what each must be."""
-    install(session, "kpt-conformance", *(package for package in PACKAGES if package.startswith("kpt-backend-")))
-    compilers = project_file("kpt-conformance")["project"]["optional-dependencies"]["aot"]
-    session.install("-c", COMPILERS, *compilers)
-    # By two runs: that of kpt-triton asks for the interpreter, where nothing is compiled.
-    session.run("pytest", "packages/kpt-conformance/tests/aot", env={"KPT_AOT": "1"})
-    session.run("pytest", "packages/kpt-triton/tests/aot", env={"KPT_AOT": "1"})
-    session.run("python", "-m", "kpt_conformance.aot", *session.posargs)
-
-
-@nox.session
-def lint(session: nox.Session) -> None:
-    """Check style and format with ruff; `nox -s lint -- --fix` mends what ruff can mend."""
-    session.install("-c", PINS, "ruff")
-    if "--fix" in session.posargs:
-        session.run("ruff", "check", "--fix", ".")
-        session.run("ruff", "format", ".")
-    else:
-        session.run("ruff", "check", ".")
-        session.run("ruff", "format", "--check", ".")
-
-
-@nox.session
-def imports(session: nox.Session) -> None:
-    """Check who may import whom, from the source alone."""
-    session.install("-c", PINS, "import-linter")
-    source = os.pathsep.join(str(Path("packages", package, "src").absolute()) for package in PACKAGES)
-    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": source})
+def extra(name: str) -> list[str]:
+    """Return what an extra of kpt-conformance asks for."""
+    wanted: list[str] = project_file("kpt-conformance")["project"]["optional-dependencies"][name]
+    return wanted
 
 
 @nox.session
 def workspace(session: nox.Session) -> None:
-    """Install every package, editable, into the environment that demo, bench, docs and types share."""
-    install(session, *PACKAGES, also=("mypy", "nox", "types-psutil"))
+    """Install every package, editable, with compilers and tools: the environment of most sessions."""
+    session.log("The first time this takes a minute or two, because torch is large.")
+    wanted = [*requirements(*PACKAGES), *extra("bench"), *TOOLS]
+    session.install("-c", PINS, "--build-constraint", PINS, *wanted)
+    # By themselves, because a torch for CUDA asks for another Triton; without a GPU it need not be that one.
+    session.install("-c", COMPILERS, *extra("aot"))
 
 
-@nox.session(venv_backend="none", requires=["workspace"])
+def run(session: nox.Session, program: str, *arguments: str | Path, **options: Any) -> None:
+    """Run a program of the workspace."""
+    session.run(BIN / program, *arguments, external=True, **options)
+
+
+def test(session: nox.Session, package: str, *arguments: str) -> None:
+    """Run tests of one package, where nothing may be fetched from a model hub; `-k` may leave none of them."""
+    # What kpt-backend-cpu computes with several threads is part of what its tests are about.
+    env = {"HF_HUB_OFFLINE": "1"} | (ONE_THREAD if package != "kpt-backend-cpu" else {})
+    left_out = (f"--ignore={OUT_OF_TREE}", f"--ignore={NATIVE}")  # by `wheels` and `cpu`
+    # The references' whole suite is for the session `conformance`.
+    quick = ["--kpt-quick"] if package == "kpt-conformance" else []
+    run(session, "pytest", *SIDE_BY_SIDE, *left_out, *quick, *arguments, env=env, success_codes=[0, 5])
+
+
+@in_workspace
+def tests(session: nox.Session) -> None:
+    """Test every package, or what is named: `nox -s tests -- packages/kpt-moe/tests -k grouped`."""
+    named = [argument for argument in session.posargs if re.match(r"(\./)?packages/[\w-]+", argument)]
+    options = [argument for argument in session.posargs if argument not in named]
+    failed = []
+    for package in PACKAGES:
+        paths = [path for path in named if Path(path).parts[1] == package] if named else [f"packages/{package}/tests"]
+        try:
+            # A process for each package: they hide and replace plug-ins, and some want Triton interpreted.
+            if paths:
+                test(session, package, *paths, *options)
+        except CommandFailed:
+            failed.append(package)
+    if failed:
+        session.error(f"tests failed in {', '.join(failed)}")
+
+
+@in_workspace
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff; `nox -s lint -- --fix` mends what ruff can mend."""
+    fix = "--fix" in session.posargs
+    run(session, "ruff", "check", *(["--fix"] if fix else []), ".")
+    run(session, "ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@in_workspace
+def imports(session: nox.Session) -> None:
+    """Check who may import whom, from the source alone."""
+    run(session, "lint-imports", "--no-cache")
+
+
+@in_workspace
 def types(session: nox.Session) -> None:
     """Check the types of all packages with mypy's strict mode."""
-    session.run(WORKSPACE / "mypy", *session.posargs, external=True)
+    run(session, "mypy", *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["workspace"])
+@in_workspace
 def docs(session: nox.Session) -> None:
-    """Check that README code and examples run, links resolve, and packages are what the house rules say."""
-    session.run(WORKSPACE / "pytest", "tools", *session.posargs, external=True)
+    """Check that README code and recipes run, links resolve, and packages are what the house rules say."""
+    run(session, "pytest", "tools", *SIDE_BY_SIDE, "-k", "not example_runs", *session.posargs, env=ONE_THREAD)
 
 
-def run_suite(session: nox.Session, *options: str) -> None:
-    """Run the conformance suite over the references and every backend in the workspace that can run here."""
-    names = "import kpt_core; print(*(n for n, b in kpt_core.backends().items() if not b.unavailable()))"
-    found = subprocess.run([WORKSPACE / "python", "-c", names], stdout=subprocess.PIPE, text=True, check=True)
-    for backend in ["reference", *found.stdout.split()]:
-        command = (f"--kpt-backend={backend}", *options, *session.posargs)
-        # 5: `-k` left nothing of this backend.
-        session.run(WORKSPACE / "pytest", *command, external=True, success_codes=[0, 5])
+@in_workspace
+def aot(session: nox.Session) -> None:
+    """Test the kit that compiles for chips that aren't here, by every vendor's compiler."""
+    # By two runs: that of kpt-triton asks for the interpreter, where nothing is compiled.
+    for package in ("kpt-conformance", "kpt-triton"):
+        run(session, "pytest", f"packages/{package}/tests/aot", *session.posargs, env={"KPT_AOT": "1"})
 
 
-@nox.session(venv_backend="none", requires=["workspace"])
-def conformance(session: nox.Session) -> None:
-    """Hold every reference, and every kernel that can run on this machine, to the conformance suite."""
-    run_suite(session)
+class Asked:
+    """What follows `--` of a hardware target's session, and where its report goes.
 
-
-def run_interpreted(session: nox.Session, *options: str) -> None:
-    """Run the suite over the Triton kernels in Triton's interpreter, on the CPU."""
-    env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = ("--kpt-backend=nvidia", "--kpt-device=cpu", "-q", *options, *session.posargs)
-    session.run(WORKSPACE / "pytest", *command, external=True, env=env)
-
-
-@nox.session(venv_backend="none", requires=["workspace"])
-def interpreter(session: nox.Session) -> None:
-    """Hold every Triton kernel to the conformance suite in Triton's interpreter: in float32, and values in bfloat16.
-
-    Real models' sizes and float16 are left to `nox -s evidence`: they take most of the time.
+    Attributes:
+        sample: the share of what is proven that is tried again, "" for all.
+        rest: what is handed on to pytest, or to `tools/gpu`.
+        report: folder.
     """
+
+    def __init__(self, session: nox.Session) -> None:
+        parser = argparse.ArgumentParser(prog=f"nox -s {session.name} --", allow_abbrev=False)
+        parser.add_argument(
+            "--sample", default="", metavar="SHARE", help="try unproven kernels, and a share of the rest"
+        )
+        parser.add_argument("--only", action="append", metavar="PART", help="may be repeated")
+        options, self.rest = parser.parse_known_args(session.posargs)
+        self.sample: str = options.sample
+        self.report = REPORTS / session.name
+        self.report.mkdir(parents=True, exist_ok=True)
+        self._only: list[str] | None = options.only
+
+    def for_part(self, part: str) -> bool:
+        """Whether a part is to be run."""
+        return self._only is None or part in self._only
+
+
+def suite(session: nox.Session, backend: str, *options: str, env: Mapping[str, str] | None = None) -> None:
+    """Run the conformance suite over a backend."""
+    # 5: `-k` or the sample left nothing of it.
+    command = (f"--kpt-backend={backend}", "-q", *options)
+    run(session, "pytest", *command, env={**ONE_THREAD, **(env or {})}, success_codes=[0, 5])
+
+
+def prove(
+    session: nox.Session, asked: Asked, name: str, *options: str, env: Mapping[str, str], some: str, sampled: str
+) -> None:
+    """Run the suite over a target's kernels.
+
+    Args:
+        session: of the target.
+        asked: what follows `--`.
+        name: of the report.
+        *options: of pytest.
+        env: variables.
+        some: what to run of it, for `-k`.
+        sampled: likewise where a sample is asked for: what is proven takes a tenth of the time then.
+    """
+    if not asked.for_part("suite"):
+        return
+    chosen = ["-k", some]
+    if asked.sample:
+        chosen = [f"--kpt-sample={asked.sample}", "-k", sampled]
+    report = f"--junit-xml={asked.report / name}.xml"
+    suite(session, session.name, *options, report, *SIDE_BY_SIDE, *(asked.rest or chosen), env=env)
+
+
+def rows(session: nox.Session, asked: Asked) -> None:
+    """Compile a target's kernels for every chip that it claims, and check what each must be."""
+    if asked.for_part("rows"):
+        sample = ["--sample", asked.sample] if asked.sample else []
+        table = asked.report / "rows.json"
+        run(session, "python", "-m", "kpt_conformance.aot", "--backend", session.name, "--json", table, *sample)
+
+
+def examples(session: nox.Session, asked: Asked, others: Iterable[str] = ()) -> None:
+    """Run the programs in examples/ that are named for a target; with `others`, those that are for none of these."""
+    if asked.for_part("examples"):
+        named = " and ".join(f"not {name}_" for name in others) or f"{session.name}_"
+        chosen = ("-k", f"example_runs and {named}")
+        run(session, "pytest", "tools/test_docs.py", "-q", *SIDE_BY_SIDE, *chosen, env=ONE_THREAD)
+
+
+def machine(session: nox.Session, asked: Asked) -> None:
+    """Add to the report what machine it was."""
+    told = run_for_output(BIN / "kpt", "doctor", "--json")
+    (asked.report / "machine.json").write_text(told)
+    session.log(f"report: {asked.report}")
+
+
+def run_for_output(*command: str | Path) -> str:
+    """Return what a command prints."""
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+@in_workspace
+def cpu(session: nox.Session) -> None:
+    """Prove of the CPU's kernels what this machine can: in C++ under sanitizers, on drawn input, by the suite.
+
+    For the machine's best instruction set the suite leaves out real models' sizes alone, which `nox -s evidence` has;
+    of the others it compares values.
+    """
+    asked = Asked(session)
+    if asked.for_part("native"):
+        run(session, "python", f"{NATIVE}/sanitize.py")
+        run(session, "pytest", NATIVE)
+    found = run_for_output(BIN / "python", "-c", "from kpt_backend_cpu.native import library; print(*library().there)")
+    for place, name in enumerate(found.split()):
+        some = f"not ({MODELS})" if place == 0 else f"values and not ({MODELS})"
+        sampled = "" if place == 0 else some
+        prove(session, asked, f"suite-{name}", env={"KPT_CPU_ISA": name}, some=some, sampled=sampled)
+    examples(session, asked, others=["nvidia"])
+    machine(session, asked)
+
+
+@in_workspace
+def nvidia(session: nox.Session) -> None:
+    """Prove of the NVIDIA kernels what this machine can: interpreted, compiled for every chip, and on a GPU.
+
+    Interpreted means in float32, and values in bfloat16, without real models' sizes, which `nox -s evidence` has.
+    """
+    asked = Asked(session)
     some = f"(float32 or (values and bfloat16) or declaration) and not ({MODELS})"
-    run_interpreted(session, *(() if session.posargs else ("-k", some)))
+    interpreted = {"TRITON_INTERPRET": "1"}
+    prove(session, asked, "interpreted", "--kpt-device=cpu", env=interpreted, some=some, sampled=some)
+    rows(session, asked)
+    examples(session, asked)
+    machine(session, asked)
+    if asked.for_part("gpu") and shutil.which("nvidia-smi") and "GPU 0" in run_for_output("nvidia-smi", "-L"):
+        on_gpu(session, asked)
 
 
-@nox.session(venv_backend="none", requires=["workspace"])
-def native(session: nox.Session) -> None:
-    """Test the native CPU kernels in C++, under sanitizers too, on what hypothesis draws, and by the conformance suite.
-
-    For this machine's best instruction set the suite leaves out real models' sizes alone, which `nox -s evidence` has;
-    of the others it compares values. What kpt-moe compiles is compiled once more with every backend's kernels.
-    """
-    session.run(WORKSPACE / "python", f"{NATIVE}/sanitize.py", *session.posargs, external=True)
-    session.run(WORKSPACE / "pytest", NATIVE, external=True)
-    names = "from kpt_backend_cpu.native import library; print(*library().there)"
-    found = subprocess.run([WORKSPACE / "python", "-c", names], stdout=subprocess.PIPE, text=True, check=True)
-    for place, name in enumerate(found.stdout.split()):
-        command = ("--kpt-backend=cpu", "-q", "-k", "values" if place > 0 else f"not ({MODELS})")
-        session.run(WORKSPACE / "pytest", *command, external=True, env={"KPT_CPU_ISA": name})
-    compiled = "compil or break or traced or graph"  # in names of tests
-    offline = {"HF_HUB_OFFLINE": "1"}
-    session.run(WORKSPACE / "pytest", "packages/kpt-moe/tests", "-q", "-k", compiled, external=True, env=offline)
+def on_gpu(session: nox.Session, asked: Asked) -> None:
+    """Build the wheels and prove with them what only a GPU can prove (docs/gpu.md)."""
+    folder = Path(".nox/nvidia").absolute()  # by itself: in the workspace is the Triton of constraints/aot.txt
+    python = folder / "bin" / "python"
+    if not python.exists():
+        session.run(sys.executable, "-m", "virtualenv", folder, external=True)
+    needed = ("torch", "transformers", "typer", "rich", "safetensors", "pytest", "hypothesis", "numpy", "nvidia-ml-py")
+    session.run(python, "-m", "pip", "install", "-c", PINS, *needed, external=True)
+    wheelhouse = folder / "wheels"
+    shutil.rmtree(wheelhouse, ignore_errors=True)
+    for package in PACKAGES:
+        build = ("-m", "build", "--wheel", "--outdir", wheelhouse, f"packages/{package}")
+        run(session, "python", *build, env=PINNED_BUILD)
+    out = asked.report / "gpu"
+    session.run(python, "tools/gpu", "--wheels", wheelhouse, "--out", out, *asked.rest, external=True)
 
 
-@nox.session(venv_backend="none", requires=["workspace", "aot"], default=False)
+@in_workspace
+def conformance(session: nox.Session) -> None:
+    """Hold the references and the kernels in plain PyTorch, which run anywhere, to the conformance suite."""
+    REPORTS.mkdir(exist_ok=True)
+    run(session, "python", "-m", "kpt_conformance.coverage", "--json", REPORTS / "coverage.json", silent=True)
+    for backend in ("reference", "torch"):
+        suite(session, backend, *SIDE_BY_SIDE, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["workspace"], default=False)
 def evidence(session: nox.Session) -> None:
-    """Record in evidence/ what suite, interpreter and compilers prove, and write docs/support.md from the records."""
-    run_suite(session, "--kpt-evidence=evidence")
-    run_interpreted(session, "--kpt-evidence=evidence")
-    session.run(Path(".nox/aot/bin/python"), "-m", "kpt_conformance.aot", "--evidence", "evidence", external=True)
-    session.run(WORKSPACE / "python", "-m", "kpt_conformance.evidence", "write", external=True)
+    """Record what suite, interpreter and compilers prove of the kernels, and write docs/support.md from the records."""
+    names = "import kpt_core; print(*(n for n, b in kpt_core.backends().items() if not b.unavailable()))"
+    for backend in ("reference", *run_for_output(BIN / "python", "-c", names).split()):
+        suite(session, backend, "--kpt-evidence=package")
+    suite(session, "nvidia", "--kpt-device=cpu", "--kpt-evidence=package", env={"TRITON_INTERPRET": "1"})
+    run(session, "python", "-m", "kpt_conformance.aot", "--evidence", "package")
+    run(session, "python", "-m", "kpt_conformance.evidence", "write")
 
 
-@nox.session(venv_backend="none", requires=["workspace"])
+@in_workspace
 def demo(session: nox.Session) -> None:
     """Run `kpt demo`; what follows `--` is handed to it."""
-    session.run(WORKSPACE / "kpt", "demo", *session.posargs, external=True)
+    run(session, "kpt", "demo", *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["workspace"])
+@in_workspace
 def bench(session: nox.Session) -> None:
-    """Run `kpt bench cpu`; what follows `--` is handed to it."""
-    session.run(WORKSPACE / "kpt", "bench", "cpu", *session.posargs, external=True)
+    """Run `kpt bench cpu`, or with `-- --against REV` compare with another revision; options follow."""
+    if any(argument.startswith("--against") for argument in session.posargs):
+        run(session, "python", "benchmarks/against.py", *session.posargs)
+    else:
+        run(session, "kpt", "bench", "cpu", *session.posargs)
+
+
+#: Builds take place in environments that pip makes, which look for their constraints here.
+PINNED_BUILD = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS}
 
 
 @nox.session(reuse_venv=False)
 def wheels(session: nox.Session) -> None:
     """Build every sdist and wheel, install the wheels in a clean environment and try them there."""
     shutil.rmtree(DIST, ignore_errors=True)
-    session.install("-c", PINS, "build")
+    session.install("-c", PINS, "build", "pytest")
     for package in PACKAGES:
-        env = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS}
-        session.run("python", "-m", "build", "--outdir", DIST, f"packages/{package}", env=env)
-    built = sorted(str(path) for path in DIST.glob("*.whl"))
-    # Wheels are named by path, so that no sibling can come from an index.
-    session.install("-c", PINS, *built, "pytest", "hypothesis", "hatchling")
+        session.run("python", "-m", "build", "--outdir", DIST, f"packages/{package}", env=PINNED_BUILD)
+    # Wheels are named by path, so that no sibling can come from an index. First what must suffice by itself.
+    for package in ("kpt-core", "kpt-moe"):
+        (built,) = map(str, DIST.glob(f"{package.replace('-', '_')}-*.whl"))
+        session.install("-c", PINS, built)
+        session.run("python", "tools/check_alone.py", package)
+    session.install("-c", PINS, *map(str, sorted(DIST.glob("*.whl"))), "hypothesis", "hatchling")
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/check_wheels.py", DIST)
     session.run("python", "tools/check_native.py")
-    if OUT_OF_TREE.exists():
-        session.run("pytest", OUT_OF_TREE, env={"KPT_WHEELS": str(DIST.absolute())})
+    session.run("pytest", OUT_OF_TREE, env={"KPT_WHEELS": str(DIST.absolute())})
     root = Path.cwd()
     session.chdir(session.create_tmp())  # away from the source
     session.run("python", "-m", "kpt_core")
@@ -239,8 +360,7 @@ def wheels(session: nox.Session) -> None:
     session.run("kpt", "new", "backend", "skeleton")
     session.chdir("kpt-backend-skeleton")
     session.run("python", "-m", "pip", "install", "--no-index", "--no-build-isolation", ".")
-    # The cases are small: more threads would wait for each other, longest where CI runs other sessions beside this one.
-    session.run("pytest", env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "--kpt-quick", env=ONE_THREAD)
     without_compiler(session, root)
 
 
@@ -251,7 +371,7 @@ def without_compiler(session: nox.Session, root: Path) -> None:
     shutil.rmtree(pure, ignore_errors=True)
     # From the source distribution: the libraries beside the source stay.
     (source,) = DIST.glob("kpt_backend_cpu-*.tar.gz")
-    env = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS, "KPT_CPU_BUILD": "0"}
+    env = PINNED_BUILD | {"KPT_CPU_BUILD": "0"}
     session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", pure, source, env=env)
     session.install("--no-deps", "--force-reinstall", *map(str, pure.glob("*.whl")))
     session.run("python", "tools/check_wheels.py", pure)
@@ -259,25 +379,13 @@ def without_compiler(session: nox.Session, root: Path) -> None:
 
 
 @nox.session(default=False)
-def gpu(session: nox.Session) -> None:
-    """Build the wheels and prove with them what only this machine's GPU can prove (docs/gpu.md)."""
-    needed = ("torch", "transformers", "typer", "rich", "safetensors", "pytest", "hypothesis", "numpy", "nvidia-ml-py")
-    session.install("-c", PINS, "build", *needed)
-    folder = Path(session.create_tmp(), "wheels").absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    for package in PACKAGES:
-        env = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS}
-        session.run("python", "-m", "build", "--wheel", "--outdir", str(folder), f"packages/{package}", env=env)
-    session.run("python", "tools/gpu", "--wheels", str(folder), *session.posargs)
-
-
-@nox.session(default=False)
 @nox.parametrize("package", [nox.param(package, id=package) for package in ("kpt-core", "kpt-moe")])
 def lowest(session: nox.Session, package: str) -> None:
     """Test with the oldest supported requirements. Not in CI: the old torch brings several GB of CUDA libraries."""
-    install(session, package, constraints=FLOORS)
+    session.install("-c", FLOORS, "--build-constraint", PINS, *requirements(package))
     # The deprecation warnings of an old torch are no business of ours.
-    run_tests(session, package, "-W", "default")
+    tests = (f"packages/{package}/tests", f"--ignore={OUT_OF_TREE}", "-W", "default")
+    session.run("pytest", *tests, *session.posargs, env={"HF_HUB_OFFLINE": "1"})
 
 
 @nox.session(default=False, reuse_venv=False)
@@ -286,8 +394,7 @@ def pins(session: nox.Session) -> None:
     lines = Path(PINS).read_text().splitlines()
     header = [line for line in lines if line.startswith("#")]
     torch = next(line for line in lines if line.startswith("torch=="))
-    tools = ["build", "editables", "hatchling", "import-linter", "mypy", "nox", "ruff", "types-psutil"]
-    session.install(torch, *requirements(*PACKAGES), *tools)
+    session.install(torch, *requirements(*PACKAGES), *extra("bench"), *TOOLS, "editables", "hatchling")
     frozen = str(session.run("python", "-m", "pip", "freeze", "--exclude-editable", silent=True))
     pinned = [re.sub(r"\+\w+$", "", line) for line in frozen.splitlines() if "==" in line]
     Path(PINS).write_text("\n".join([*header, *pinned]) + "\n")

@@ -17,7 +17,7 @@ def install_wheels(wheels: Path, target: Path) -> list[str]:
     """
     found = sorted(wheels.glob("*.whl"))
     if not found:
-        raise SystemExit(f"--wheels {wheels}: no wheel is there; `nox -s gpu` builds them")
+        raise SystemExit(f"--wheels {wheels}: no wheel is there; `nox -s wheels` builds them")
     options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", target)
     subprocess.run([sys.executable, "-m", "pip", "install", *options, *found], check=True)
     return [str(target)]

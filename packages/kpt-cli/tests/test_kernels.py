@@ -36,6 +36,7 @@ def test_every_kernel_is_listed_best_first_with_what_becomes_of_it(rows):
         "priority": 30,
         "requires": ["warp9"],
         "composed_of": [],
+        "evidence": {"level": "claimed", "chips": {}, "fault": None},
         "on": {"cpu": "needs warp9, which cpu lacks"},
     }
     assert kernels["cli_kernels:fast"]["on"]["cpu"] == "float32: dtype float32; needs bfloat16; bfloat16: accepted"

@@ -212,8 +212,8 @@ def test_a_backend_without_its_device_says_so(kpt, kpt_process, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("kpt_conformance") is None, reason="kpt-conformance is not installed")
 def test_the_suite_runs_over_its_kernels(written):
-    # All of the suite takes minutes; `nox -s wheels` runs it.
-    chosen = ("-k", "grouped_mm and (small or declaration or wrong_input)")
+    # A part of the quick selection, which `nox -s wheels` runs.
+    chosen = ("--kpt-quick", "-k", "grouped_mm and (values or layouts or declaration or wrong_input)")
     out = run(
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, cwd=written, path=installed(written)
     )

@@ -18,7 +18,7 @@ def kernels(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """List the ops, their kernels, and what becomes of each kernel on this machine's devices."""
+    """List the ops, their kernels, what is proven of each, and what becomes of it on this machine's devices."""
     import kpt_core
     from kpt_cli.devices import present
     from kpt_core.registry import problems
@@ -32,7 +32,8 @@ def kernels(
         found = problems()
     for problem in found:
         complain("warning", f"KPT goes on without {problem}")
-    for text in dict.fromkeys(text for row in rows for text in row.broken):
+    unbelieved = (kernel.evidence.fault for row in rows for kernel in row.kernels)
+    for text in dict.fromkeys([*(text for row in rows for text in row.broken), *filter(None, unbelieved)]):
         complain("warning", text)
     if as_json:
         print_json(
@@ -61,9 +62,11 @@ def _show(row: "OpRow", *, contract: bool) -> None:
             out().print(Padding(calls, (0, 0, 0, 2), expand=False))
     out().print()
     devices = list(row.reference_on)
-    made = table("priority", "kernel", "backend", "needs", *devices, wide=devices[-1], right=("priority",))
+    made = table("priority", "kernel", "backend", "needs", "evidence", *devices, wide=devices[-1], right=("priority",))
     for kernel in row.kernels:
         needs = ", ".join(kernel.requires) or "-"
-        made.add_row(str(kernel.priority), kernel.kernel, kernel.backend, needs, *kernel.on.values())
-    made.add_row("last", row.reference, "reference", "-", *row.reference_on.values())
+        proof = str(kernel.evidence)
+        made.add_row(str(kernel.priority), kernel.kernel, kernel.backend, needs, proof, *kernel.on.values())
+    proof = str(row.reference_evidence)
+    made.add_row("last", row.reference, "reference", "-", proof, *row.reference_on.values())
     out().print(made)

@@ -2,10 +2,34 @@
 
 import inspect
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kpt_cli.devices import Device
 from kpt_cli.offers import DTYPES, Serving, serving, summary
+
+if TYPE_CHECKING:
+    from kpt_core import Backend
+    from kpt_core.evidence import Claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What is known of a kernel.
+
+    Attributes:
+        level: the best that a record proves: `claimed`, `compiled`, `interpreted` or `ran`.
+        chips: chip to level, for each record that the installed files still deserve.
+        fault: why no record can be believed, None if they can.
+    """
+
+    level: str
+    chips: dict[str, str]
+    fault: str | None = None
+
+    def __str__(self) -> str:
+        best = [chip for chip, level in self.chips.items() if level == self.level]
+        where = {"ran": "on", "compiled": "for", "interpreted": "by"}.get(self.level)
+        return f"{self.level} {where} {', '.join(best)}" if where else self.level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +42,7 @@ class KernelRow:
         priority: the higher one is tried first.
         requires: capabilities that the device must have.
         composed_of: the ops that it calls.
+        evidence: what is known of it.
         on: device to the sentence that says what becomes of it there.
     """
 
@@ -26,6 +51,7 @@ class KernelRow:
     priority: int
     requires: tuple[str, ...]
     composed_of: tuple[str, ...]
+    evidence: Proof
     on: dict[str, str]
 
 
@@ -39,6 +65,7 @@ class OpRow:
         contract: its whole docstring.
         reference: where its reference is defined.
         kernels: what backends offer; those in plain PyTorch, of backend `torch`, come last.
+        reference_evidence: what is known of the reference.
         reference_on: device to whether the reference may run there.
         broken: what those raised that can't be loaded.
     """
@@ -48,6 +75,7 @@ class OpRow:
     contract: str
     reference: str
     kernels: tuple[KernelRow, ...]
+    reference_evidence: Proof
     reference_on: dict[str, str]
     broken: tuple[str, ...]
 
@@ -62,6 +90,7 @@ def op_row(name: str, devices: tuple[Device, ...]) -> OpRow:
     Raises:
         UnknownNameError: no op has that name, or `KPT_USE` names something that is not installed.
     """
+    from kpt_core.evidence import claim_of_kernel, claim_of_reference
     from kpt_core.registry import get_op, kernels
 
     op = get_op(name)
@@ -73,6 +102,7 @@ def op_row(name: str, devices: tuple[Device, ...]) -> OpRow:
             priority=kernel.priority,
             requires=tuple(sorted(kernel.requires)),
             composed_of=kernel.composed_of,
+            evidence=_proof(claim_of_kernel(backend, kernel), backend),
             on={device: _over_dtypes(backend.name, kernel.forward, found) for device, found in servings.items()},
         )
         for backend, kernel in kernels(name)
@@ -83,9 +113,23 @@ def op_row(name: str, devices: tuple[Device, ...]) -> OpRow:
         contract=inspect.getdoc(op.reference) or "",
         reference=op.defined_in,
         kernels=tuple(rows),
+        reference_evidence=_proof(claim_of_reference(op), None),
         reference_on={device: _reference(found) for device, found in servings.items()},
         broken=tuple(dict.fromkeys(text for found in servings.values() for each in found for text in each.broken)),
     )
+
+
+def _proof(claim: "Claim", backend: "Backend | None") -> Proof:
+    from kpt_core import KptError
+    from kpt_core.evidence import Level, proofs
+
+    try:
+        if backend is not None:
+            backend.library()
+        chips = {record.chip: record.level.word for record in proofs(claim)}
+    except KptError as error:
+        return Proof(level=Level.CLAIMED.word, chips={}, fault=str(error))
+    return Proof(level=next(iter(chips.values()), Level.CLAIMED.word), chips=chips)
 
 
 def _reference(servings: list[Serving]) -> str:

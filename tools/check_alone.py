@@ -1,0 +1,69 @@
+"""Check that an installed package of ours works where its requirements are all that is installed beside it.
+
+Run where only the wheels of kpt-core, then of kpt-moe, are: `python tools/check_alone.py kpt-moe`. Every module is
+imported but those whose subject is an extra, and a layer or an op runs forward and backward.
+"""
+
+import importlib
+import pkgutil
+import sys
+from importlib.metadata import distributions
+
+import torch
+
+#: What joins KPT with a library that is an extra lies in modules of its name, and users import those by name.
+EXTRAS = {"transformers"}
+
+
+def import_all(package: str) -> int:
+    """Import every module of a package, and return how many there are."""
+    found = [info.name for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")]
+    wanted = [name for name in found if not EXTRAS & {*name.split(".")} and not name.endswith(".__main__")]
+    for name in wanted:
+        importlib.import_module(name)
+    return len(wanted)
+
+
+def run_core() -> None:
+    """Run an op that is registered here, and its gradient."""
+    from kpt_core import op
+
+    @op("alone.double", fake=lambda call: torch.empty_like(call.x))
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    x = torch.ones(3, requires_grad=True)
+    double(x).sum().backward()
+    assert x.grad is not None, "the op has no gradient"
+    assert x.grad.tolist() == [2.0, 2.0, 2.0], f"expected a gradient of 2, got {x.grad.tolist()}"
+
+
+def run_moe() -> None:
+    """Run a layer forward and backward."""
+    from kpt_moe import MoEConfig, MoELayer
+
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=32, num_experts=4, top_k=2))
+    x = torch.randn(5, 16)
+    out = layer(x)
+    out.sum().backward()
+    without = [name for name, parameter in layer.named_parameters() if parameter.grad is None]
+    assert out.shape == x.shape, f"expected {list(x.shape)}, got {list(out.shape)}"
+    assert not without, f"parameters without a gradient: {', '.join(without)}"
+
+
+def main(distribution: str) -> int:
+    """Check one package and return the exit code."""
+    allowed = {"kpt-core": {"kpt-core"}, "kpt-moe": {"kpt-core", "kpt-moe"}}[distribution]
+    ours = {each.metadata["Name"] for each in distributions() if each.metadata["Name"].startswith("kpt-")}
+    if ours != allowed:
+        print(f"installed are {', '.join(sorted(ours))}; expected {', '.join(sorted(allowed))} alone", file=sys.stderr)
+        return 1
+    count = import_all(distribution.replace("-", "_"))
+    {"kpt-core": run_core, "kpt-moe": run_moe}[distribution]()
+    print(f"{distribution}: {count} modules import and it runs with {', '.join(sorted(allowed))} and torch alone")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
