@@ -26,7 +26,7 @@ nox.options.stop_on_first_error = False
 PINS = "constraints/cpu.txt"
 FLOORS = "constraints/lowest.txt"
 COMPILERS = "constraints/aot.txt"
-TOOLS = ("build", "import-linter", "mypy", "nox", "ruff", "types-psutil")
+TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
 DIST = Path("dist")
