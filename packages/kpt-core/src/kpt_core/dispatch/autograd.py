@@ -107,7 +107,7 @@ class Dispatched(torch.autograd.Function):
     """Ties results to a kernel's backward; they were computed before, so that a failure can be contained."""
 
     # No `setup_context`: torch inspects the signature of such a function in each call, and calls under transforms,
-    # which would need it, go to the reference.
+    # which would need it, go to plain PyTorch.
     @staticmethod
     def forward(  # noqa: D102
         ctx: Any, op: "Op[..., Any]", candidate: Candidate, call: Call, results: Any, saved: Any, *every: Any
