@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kpt_core
 from kpt_core import Backend, Call
-from kpt_core.dispatch import without_autocast
+from kpt_core.autocast import without_autocast
 from loopback import Loopback, hundreds, kernel, mixed, scale
 
 Add = Callable[[Backend], Backend]

@@ -12,6 +12,16 @@ def test_sizes_that_hold_nothing_are_refused() -> None:
         Sizes(3, 2)
 
 
+def test_many_are_more_than_most() -> None:
+    with pytest.raises(RegistrationError, match="got most=513 and many=100"):
+        Sizes(many=100)
+
+
+def test_a_dtype_is_usual_or_rare() -> None:
+    with pytest.raises(RegistrationError, match="float32 is among dtypes and rare"):
+        CaseTable(op="toy.any", build=lambda generator: {}, cases=(), rare=(torch.float32,))
+
+
 def test_a_name_is_a_size_or_an_option() -> None:
     with pytest.raises(RegistrationError, match="'rows' is among the sizes and the options"):
         Domain(sizes={"rows": Sizes()}, options={"rows": (1, 2)})

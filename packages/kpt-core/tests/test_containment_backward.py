@@ -87,17 +87,6 @@ def test_what_is_not_contained_is_raised_with_the_kernel_s_name(add: Add, run: C
     assert gradient(run) == 5
 
 
-def test_what_is_no_dictionary_of_gradients_is_the_kernel_s_failure(
-    add: Add, run: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("loopback.faulty_backward", lambda call, saved, grad: (grad, grad))
-    add(
-        Loopback(kernel("faulty", backward="faulty_backward", priority=5), kernel("second", backward="second_backward"))
-    )
-    with pytest.warns(KernelFailedWarning, match="the backward of kernel loopback:faulty raised"):
-        assert gradient(run) == 2
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_another_kernel_takes_what_the_first_one_saved(
     add: Add, monkeypatch: pytest.MonkeyPatch, compiled: bool, fresh_compiler: None
@@ -141,3 +130,21 @@ def test_a_wrong_gradient_gets_the_reference_s_error_caused_by_the_kernel_s(
     assert caught.value.__cause__ is Fault.in_backward
     Fault.in_backward = None
     assert gradient(run) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((1, 2), r"TypeError: it gave \(1, 2\); expected a dictionary: name of an argument to its gradient"),
+        ({"x": torch.ones(2, 2)}, r"ValueError: it gave x a gradient of shape \[2, 2\]; x has \[4\]"),
+    ],
+)
+def test_what_is_no_gradient_is_the_kernel_s_failure(
+    add: Add, run: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, given: Any, said: str
+) -> None:
+    monkeypatch.setattr("loopback.faulty_backward", lambda call, saved, grad: given)
+    add(
+        Loopback(kernel("faulty", backward="faulty_backward", priority=5), kernel("second", backward="second_backward"))
+    )
+    with pytest.warns(KernelFailedWarning, match=f"the backward of kernel loopback:faulty raised {said}"):
+        assert gradient(run) == 2

@@ -2,9 +2,11 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 
-from kpt_core.optimization import gain_of, interleaved_times
+from kpt_core.optimization import gain_of, interleaved_times, measure
+from kpt_core.optimization.measure import settled_times
 
 
 def test_all_run_once_a_round_and_each_begins_and_follows_each_of_the_others():
@@ -28,3 +30,24 @@ def test_two_functions_alternate():
 
 def test_the_gain_is_the_median_of_the_rounds_ratios():
     assert gain_of([2.0, 4.0, 30.0], [1.0, 2.0, 3.0]) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "batches"),
+    [
+        ([1.0], 1),  # as quick, and steadily so
+        ([2.0, 2.1, 1.9], 1),  # surely faster
+        ([0.5, 3.0, 1.0, 2.2, 0.7], 5),  # the machine is busy
+    ],
+)
+def test_timing_goes_on_until_the_ratio_is_known(monkeypatch, ratios, batches):
+    asked = []
+
+    def interleaved(functions, device, seconds):
+        asked.append(seconds)
+        return [ratios * 5, [1.0] * len(ratios) * 5]
+
+    monkeypatch.setattr(measure, "interleaved_times", interleaved)
+    times = settled_times((lambda: None, lambda: None), torch.device("cpu"), seconds=0.1)
+    assert asked == [0.1] * batches
+    assert [len(each) for each in times] == [len(ratios) * 5 * batches] * 2

@@ -56,6 +56,13 @@ def tried(trial: Names, objective: str = "latency", *, lossless: bool = True) ->
         (Names(seconds=(5.0,)), "latency", False, "0.80x: not faster by more than the noise (0.0%)"),
         (Names(seconds=(4.0,)), "latency", False, "1.00x: not faster by more than the noise (0.0%)"),
         (Names(seconds=(1.0, 4.0, 3.9)), "latency", False, "1.03x: not faster by more than the noise (5.5%)"),
+        (
+            Names(seconds=(1.0, 4.0, 2.0, 8.0)),
+            "latency",
+            False,
+            "1.50x: not faster by more than the noise (139.5%); "
+            "the machine is busy: measure again when it does nothing else",
+        ),
         (Names(seconds=(5.0,)), "memory", True, "2.00x smaller"),
         (Names(size=100), "memory", False, "1.00x: not smaller by more than the noise (0.0%)"),
         (Names(0.2), "latency", False, "error 2.0e-01 exceeds the budget of 1.0e-01"),

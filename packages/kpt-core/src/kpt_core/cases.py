@@ -23,6 +23,8 @@ class Case:
         model: the shapes are a real model's: benchmarks and tuning use the case too.
         large: too large for a CPU in float64; run on accelerators alone.
         drawn: nobody wrote it: the conformance suite drew it from the table's domain.
+        once: only the suite's check of values tries it, in one dtype, and no interpreter does: the dtype of this place,
+            counted round and round. None: it is tried as often as any.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Case:
     model: bool = False
     large: bool = False
     drawn: bool = False
+    once: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +42,19 @@ class Sizes:
     Attributes:
         least: that the op takes: 0 or 1.
         most: that is tried; past every tile and threshold of a kernel.
+        many: a number that one case has beside, whatever `most` is, while all else is small: past what int16 counts and
+            what a grid of programs holds. None: no case has.
     """
 
     least: int = 0
     most: int = 513
+    many: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most:
             raise RegistrationError(f"sizes must have 0 <= least <= most; got least={self.least} and most={self.most}")
+        if self.many is not None and self.many <= self.most:
+            raise RegistrationError(f"sizes must have many > most; got most={self.most} and many={self.many}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,7 +135,9 @@ class CaseTable:
         gradients: names of the arguments that the op is differentiable in.
         padding: for given arguments, the elements of some of them that no result may depend on, as boolean masks that
             broadcast to the argument's shape; None if there are none.
-        dtypes: in which the op is tried.
+        dtypes: in which the op is tried, tuned and measured.
+        rare: dtypes that the op documents and few use, float64 as a rule: tried too, on few cases, and neither tuned
+            nor measured.
         reduction: for given arguments, the greatest number of products that are summed for one element of the result
             or of a gradient; tells how far rounding may go.
         domain: what the op documents: the conformance suite draws cases from it and fails for what none of them has.
@@ -137,6 +147,9 @@ class CaseTable:
         tolerances: of what is not held to the usual bounds, by the same names.
         specified: whether the op says what arguments give, where the suite changes their magnitudes; of scores that tie
             for instance it may not. None: it always does.
+        estimated: whether, for given arguments, the gradient is an estimate by convention, as where a number that is
+            rounded to 8 bits counts as if it were not (straight-through, arXiv:1308.3432): finite differences of a
+            staircase are no measure then. None: it never is.
     """
 
     op: str
@@ -146,12 +159,14 @@ class CaseTable:
     gradients: tuple[str, ...] = ()
     padding: Callable[[Arguments], Mapping[str, Tensor]] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    rare: tuple[torch.dtype, ...] = ()
     reduction: Callable[[Arguments], int] | None = None
     domain: Domain | None = None
     kept: frozenset[str] = frozenset()
     exact: frozenset[str] | bool = False
     tolerances: Mapping[str, Accuracy] = field(default_factory=dict)
     specified: Callable[[Arguments], bool] | None = None
+    estimated: Callable[[Arguments], bool] | None = None
 
     def __post_init__(self) -> None:
         for kind, rows in (("case", self.cases), ("wrong input", self.wrong)):
@@ -159,6 +174,9 @@ class CaseTable:
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise RegistrationError(f"case table of {self.op}: {kind} {twice[0]!r} is there twice")
+        both = sorted(map(str, {*self.dtypes} & {*self.rare}))
+        if both:
+            raise RegistrationError(f"case table of {self.op}: {both[0]} is among dtypes and rare; leave it in one")
 
     def arguments(
         self,

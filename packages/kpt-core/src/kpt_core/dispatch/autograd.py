@@ -10,7 +10,7 @@ from torch import Tensor
 from kpt_core.contract import Call
 from kpt_core.errors import InputError
 
-from .backward import gradients, mapped, plain_gradients
+from .backward import as_tuple, gradients, mapped, plain_gradients
 from .candidates import Candidate
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def in_order(op: "Op[..., Any]", call: Call, found: dict[str, Any]) -> list[Any]
 def attach(op: "Op[..., Any]", candidate: Candidate, call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
     """The results with a backward: that of the kernel which gave them."""
     # In a tuple: a tensor that autograd sees come in and go out is a view to it, which may not be written to.
-    results = results if isinstance(results, tuple) else (results,)
+    results = as_tuple(results)
     if op.saves == "results":
         saved = results
     return Dispatched.apply(op, candidate, call, results, saved, *flat(op, call))  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from kpt_core.errors import RegistrationError
 
 from .candidates import Candidate
 from .choice import choose, first_of
-from .containment import is_contained, warn_of_failure
+from .containment import is_contained, raise_of_call, warn_of_failures
 from .fallback import fall_back
 from .settings import effective
 from .transforms import plain_function
@@ -53,16 +53,12 @@ def gradients(
             try:
                 result = _completed(op, call, function_gradients(op, function, call, grads))
             except Exception as error:
-                for other, _ in failed:
-                    other.failures.take_back(call)  # the call is wrong, not the kernels
-                if failed:
-                    raise error from failed[0][1]
-                raise
+                raise_of_call(error, call, failed)
             break
         try:
             if saved is None:
                 output = candidate.forward(call)
-                saved = output[1] if candidate.saves else _as_results(op, output)
+                saved = output[1] if candidate.saves else as_tuple(output) if op.saves is not None else ()
             result = _completed(op, call, candidate.backward(call, saved, *grads))
             break
         except Exception as error:
@@ -72,25 +68,30 @@ def gradients(
             candidate.keep_from(call, error)
             failed.append((candidate, error))
             candidate = None
-    for other, failure in failed:
-        ran = "the reference" if candidate is None else candidate.kernel.forward
-        warn_of_failure(op.name, other.kernel.forward, failure, ran, backward=True)
+    warn_of_failures(op.name, failed, candidate, backward=True)
     return result
 
 
 def _completed(op: "Op[..., Any]", call: Call, given: Gradients) -> Gradients:
-    """Gradients with zeros for those that were left out."""
+    """Gradients with zeros for those that were left out; raises for what are none."""
+    if not isinstance(given, dict):
+        raise TypeError(f"it gave {given!r:.80}; expected a dictionary: name of an argument to its gradient")
     unknown = given.keys() - set(op.parameters)
     if unknown:
         raise RegistrationError(f"it gave a gradient of {min(unknown)!r}; parameters of {op.name}: {op.parameters}")
+    for name in call.needs:
+        for value, gradient in zip(*(_each(of.get(name)) for of in (call._asdict(), given)), strict=False):
+            if gradient is not None and gradient.shape != value.shape:
+                raise ValueError(
+                    f"it gave {name} a gradient of shape {list(gradient.shape)}; {name} has {list(value.shape)}"
+                )
     missing = [name for name in call.needs if given.get(name) is None]
     return {**given, **{name: tree_map(torch.zeros_like, getattr(call, name)) for name in missing}}
 
 
-def _as_results(op: "Op[..., Any]", output: Any) -> tuple[Tensor, ...]:
-    if op.saves is None:
-        return ()
-    return (output,) if isinstance(output, Tensor) else tuple(output)
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """The results of an op, of which there may be none, one or several."""
+    return results if isinstance(results, tuple) else () if results is None else (results,)
 
 
 def mapped(grads: Iterable[Tensor | None]) -> bool:
@@ -125,8 +126,7 @@ def function_gradients(
 
     with torch.enable_grad():
         here = call._replace(**{name: primed(getattr(call, name)) for name in call.needs})
-        results = function(here)
-        results = (results,) if isinstance(results, Tensor) else results
+        results = as_tuple(function(here))
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
         names = [(name, each) for name in call.needs for each in _each(getattr(here, name))]
         if not pairs:
@@ -145,5 +145,5 @@ def function_gradients(
     return {name: each if name in lists else each[0] for name, each in gathered.items()}
 
 
-def _each(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

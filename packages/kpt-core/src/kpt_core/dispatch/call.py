@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kpt_core import registry
+from kpt_core.autocast import converted, without_autocast
 from kpt_core.contract import TORCH, Call
 from kpt_core.errors import InputError, NoKernelError
 
-from .autocast import converted, without_autocast
 from .autograd import wanted
 from .candidates import Candidate
 from .choice import first_of
@@ -31,7 +31,9 @@ _TORCH_OWN = ("torch._subclasses.", "torch.distributed._functional_collectives")
 def dispatch(op: "Op[..., Any]", call: Call) -> Any:
     """Serve an eager call, whoever looks on; the short way for all others is in `kpt_core.entry`."""
     if torch._C._is_any_autocast_enabled():
-        return _under_autocast(op, call)
+        call = converted(op, call)
+        with torch._C._DisableAutocast():  # for every type of device, so that this is asked once
+            return dispatch(op, call)
     seen = inspect_tensors(op, call)
     if op.check is not None:
         op.check(call)
@@ -83,16 +85,6 @@ def serve_after(op: "Op[..., Any]", call: Call, candidate: Candidate, error: Exc
     first = first_of(op, call)
     found = op.candidates(first.device, first.dtype)
     return after_failure(op, call, found, effective(), run, ((candidate, error),))
-
-
-def _under_autocast(op: "Op[..., Any]", call: Call) -> Any:
-    call = converted(op, call)
-    with without_autocast(first_of(op, call).device.type):
-        if not torch._C._is_any_autocast_enabled():
-            return dispatch(op, call)
-    # It is on for devices of another type still: only this call may not ask again.
-    with torch._C._DisableAutocast():
-        return dispatch(op, call)
 
 
 def inspect_tensors(op: "Op[..., Any]", call: Call) -> bool:

@@ -1,14 +1,19 @@
 """A kernel that raises: whose fault it is, which calls it is kept from, and who is told."""
 
 import sys
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from kpt_core.contract import Call, Refusal
 from kpt_core.errors import KernelFailedWarning, KptError, warn_caller
+
+if TYPE_CHECKING:
+    from .candidates import Candidate
+
+    Failed = Sequence[tuple[Candidate, Exception]]
 
 #: After so many failures a kernel is off for the process.
 MOST_FAILURES = 3
@@ -70,11 +75,19 @@ def _ends_recomputation(error: Exception) -> bool:
     return stop is not None and isinstance(error, stop)
 
 
-def warn_of_failure(op: str, failed: str, error: Exception, ran: str, *, backward: bool = False) -> None:
-    """Say that a kernel raised and what ran in its place."""
-    what = f"the backward of kernel {failed}" if backward else f"kernel {failed}"
-    warn_caller(
-        f"{what} raised {type(error).__name__}: {error}; it is quarantined for such calls of {op} and {ran} ran "
-        "(KPT_STRICT=1 raises instead)",
-        KernelFailedWarning,
-    )
+def raise_of_call(error: Exception, call: Call, failed: "Failed") -> NoReturn:
+    """Raise what plain PyTorch raised after kernels did: the call is wrong, not they."""
+    for candidate, _ in failed:
+        candidate.failures.take_back(call)
+    raise error from (failed[0][1] if failed else error.__cause__)
+
+
+def warn_of_failures(op: str, failed: "Failed", ran: "Candidate | None", *, backward: bool = False) -> None:
+    """Say which kernels raised and what ran in their place."""
+    instead = "the reference" if ran is None else ran.kernel.forward
+    for candidate, error in failed:
+        warn_caller(
+            f"{'the backward of ' * backward}kernel {candidate.kernel.forward} raised {type(error).__name__}: {error}; "
+            f"it is quarantined for such calls of {op} and {instead} ran (KPT_STRICT=1 raises instead)",
+            KernelFailedWarning,
+        )

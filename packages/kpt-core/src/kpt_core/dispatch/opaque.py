@@ -3,7 +3,6 @@
 It is opaque to them, so that the kernel is chosen inside, when it runs, by real sizes.
 """
 
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,11 @@ from torch.library import Library, register_autograd, register_fake
 
 from kpt_core.contract import Call
 from kpt_core.errors import RegistrationError
+from kpt_core.flops import count_flops
 from kpt_core.registry import get_op
 
 from .autograd import Kept, flat, in_order, wanted
-from .backward import gradients, mapped, plain_gradients
+from .backward import as_tuple, gradients, mapped, plain_gradients
 from .candidates import Candidate
 from .choice import first_of
 from .run import choose_and_run
@@ -57,7 +57,7 @@ def define_opaque(op: "Op[..., Any]") -> None:
             setup_context=lambda ctx, inputs, output: _setup_context(get_op(op.name), ctx, inputs, output),
             lib=_library,
         )
-    _count_flops(op)
+    count_flops(op)
 
 
 def _define(op: "Op[..., Any]", name: str, arguments: str, results: str, implementation: Any, fake: Any) -> None:
@@ -82,7 +82,7 @@ def call_opaque(op: "Op[..., Any]", call: Call) -> Any:
     training = torch.is_grad_enabled() and not elsewhere
     needs = wanted(op, call) if training else ()
     if not torch.compiler.is_compiling():
-        _count_flops(op)
+        count_flops(op)
     operator = getattr(torch.ops.kpt, op.name.replace(".", "_")).default
     results = operator(*call[:-2], ",".join(needs))
     if not op.saved_names:
@@ -97,10 +97,6 @@ def _call(op: "Op[..., Any]", values: tuple[Any, ...]) -> Call:
     return op.Call(*arguments, tuple(needs.split(",")) if needs else (), None)
 
 
-def _as_tuple(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else () if results is None else (results,)
-
-
 def _whole(op: "Op[..., Any]", call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
     """What the torch op gives: results and saved tensors, laid out as the contract says."""
     if op.saved_count and not call.needs:
@@ -108,7 +104,7 @@ def _whole(op: "Op[..., Any]", call: Call, results: Any, saved: tuple[Tensor, ..
     elif op.saved_count and not saved:
         assert callable(op.saves)
         saved = op.saves(call._replace(needs=()))
-    given = _own((each.contiguous() for each in (*_as_tuple(results), *saved)), flat(op, call))
+    given = _own((each.contiguous() for each in (*as_tuple(results), *saved)), flat(op, call))
     return tuple(given) if len(given) > 1 else given[0] if given else None
 
 
@@ -140,8 +136,8 @@ def _forward(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
 
 def _require_agreement(op: "Op[..., Any]", call: Call, results: Any) -> None:
     """Raise unless results are what compilers were told: they would read other bytes than were written."""
-    expected = () if op.fake is None else _as_tuple(op.fake(call))
-    for told, given in zip(expected, _as_tuple(results), strict=False):
+    expected = () if op.fake is None else as_tuple(op.fake(call))
+    for told, given in zip(expected, as_tuple(results), strict=False):
         if (told.dtype, told.shape) != (given.dtype, given.shape):
             raise TypeError(
                 f"a result is {given.dtype} {list(given.shape)}; the op's contract says {told.dtype} {list(told.shape)}"
@@ -155,7 +151,7 @@ def _fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
 
 
 def _setup_context(op: "Op[..., Any]", ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    call, outputs = _call(op, inputs), _as_tuple(output)
+    call, outputs = _call(op, inputs), as_tuple(output)
     ctx.kept, tensors = Kept.of(op, call)
     ctx.count = len(tensors)
     saved = outputs if op.saves == "results" else outputs[op.result_count :] if call.needs else ()
@@ -214,27 +210,3 @@ def _backward_fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> list[Tensor]:
     _, call, _ = _taken_apart(op, values)
     wanting = [getattr(call, name) for name in call.needs]
     return [torch.empty_like(each) for value in wanting for each in (value if isinstance(value, list) else (value,))]
-
-
-def _count_flops(op: "Op[..., Any]") -> None:
-    """Tell torch's FLOP counter, if it is there: importing it takes longer than everything else here."""
-    counter = sys.modules.get("torch.utils.flop_counter")
-    if op.flops is None or counter is None:
-        return
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    name, flops = op.name.replace(".", "_"), op.flops
-
-    def of_forward(*values: Any, **kwargs: Any) -> int:
-        return flops(_call(op, values))
-
-    def of_backward(*values: Any, **kwargs: Any) -> int:
-        # Products are linear in both factors: as much again for the gradient of each.
-        return 2 * flops(_taken_apart(op, values)[1])
-
-    # A counter that runs took its copy of the table when it was made.
-    running = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
-    for table in (counter.flop_registry, *(each.flop_registry for each in running if each is not None)):
-        table.setdefault(getattr(torch.ops.kpt, name), of_forward)
-        if not op.mutates:
-            table.setdefault(getattr(torch.ops.kpt, f"{name}_backward"), of_backward)

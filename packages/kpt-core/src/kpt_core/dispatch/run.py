@@ -12,7 +12,7 @@ from kpt_core.selection import Selection
 from .autograd import attach
 from .candidates import Candidate, Candidates
 from .choice import choose, selection_of
-from .containment import is_contained, warn_of_failure
+from .containment import is_contained, raise_of_call, warn_of_failures
 from .fallback import fall_back
 from .settings import Scope, scoped
 
@@ -69,14 +69,9 @@ def choose_and_run(
     except Exception as error:
         if candidate is not None:
             return after_failure(op, call, found, scope, how, (*failed, (candidate, error)))
-        for other, _ in failed:
-            other.failures.take_back(call)  # the reference fails too: the call is wrong, not the kernels
-        if failed:
-            raise error from failed[0][1]
-        raise
-    for other, failure in failed:
-        ran = "the reference" if candidate is None else candidate.kernel.forward
-        warn_of_failure(op.name, other.kernel.forward, failure, ran)
+        raise_of_call(error, call, failed)
+    if failed:
+        warn_of_failures(op.name, failed, candidate)
     return result
 
 

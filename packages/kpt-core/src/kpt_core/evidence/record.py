@@ -12,7 +12,7 @@ from typing import Any
 
 from kpt_core.errors import KptError
 
-FORMAT = "kpt-evidence-2"
+FORMAT = "kpt-evidence-3"
 #: What a record is hashed over, see `Record`.
 HASHES = ("kernel", "contract", "suite", "library")
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
@@ -44,8 +44,8 @@ PROVEN = tuple(level.word for level in Level if level is not Level.CLAIMED)
 class Record:
     """What was proven of one kernel on one chip.
 
-    `passed + refused + skipped + expected_failures` is every check that the suite has for the kernel; of a compiled
-    kernel, every configuration that it offers for the chip, where what the chip can't have counts as refused.
+    `passed + refused + skipped` is every check that the suite has for the kernel, and none failed. Of a compiled kernel
+    it is every configuration that it offers for the chip, where what the chip can't have counts as refused.
 
     Attributes:
         op: name of the op.
@@ -64,7 +64,8 @@ class Record:
         passed: how many checks passed; configurations, where it was compiled.
         refused: checks that the kernel refused.
         skipped: checks that had nothing to try.
-        expected_failures: checks that failed as the backend's `xfails.txt` says.
+        outcomes: p, r or s (passed, refused, skipped) for each check, in the order of the checks' names, so that who
+            runs some of them again can compare. A compiled kernel has none.
         absent: what no check passed for, each with `check`, `dtypes`, how many were `refused` and `skipped`, and
             the `reason` of one.
         details: what else was measured: registers, spills, shared memory.
@@ -84,7 +85,7 @@ class Record:
     passed: int
     refused: int = 0
     skipped: int = 0
-    expected_failures: int = 0
+    outcomes: str = ""
     absent: tuple[Mapping[str, Any], ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,7 +107,7 @@ class Record:
     @property
     def total(self) -> int:
         """All checks, whatever became of them."""
-        return self.passed + self.refused + self.skipped + self.expected_failures
+        return self.passed + self.refused + self.skipped
 
     @property
     def when(self) -> datetime:
@@ -182,7 +183,7 @@ _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "passed": ("a number of 1 or more", lambda value: _is_count(value) and value > 0),
     "refused": ("a number of 0 or more", _is_count),
     "skipped": ("a number of 0 or more", _is_count),
-    "expected_failures": ("a number of 0 or more", _is_count),
+    "outcomes": ("letters p, r and s", lambda value: isinstance(value, str) and set(value) <= set("prs")),
     "absent": ("a list of objects with check, dtypes, refused, skipped and reason", _are_absent),
     "details": ("an object", lambda value: isinstance(value, dict)),
 }
@@ -214,5 +215,8 @@ def loads(text: str, file: Path | str) -> Record:
             raise EvidenceError(f"{file}: {name} is {document[name]!r}; expected {expected}")
     if hash_of(document["ran_with"]) != document["hashes"]["library"]:
         raise EvidenceError(f"{file}: the hash of library is not that of ran_with; remove the record")
+    counts = [document[name] for name in ("passed", "refused", "skipped")]
+    if document["level"] != Level.COMPILED.word and counts != list(map(document["outcomes"].count, "prs")):
+        raise EvidenceError(f"{file}: outcomes has other numbers of p, r and s than {counts}; remove the record")
     del document["format"]
     return Record(**document | {"level": Level[document["level"].upper()], "absent": tuple(document["absent"])})

@@ -12,7 +12,7 @@ from kpt_core.errors import InputError
 from kpt_core.selection import Selection
 
 from .changes import Changes
-from .measure import device_of, interleaved_times, parameter_bytes, relative_error
+from .measure import device_of, parameter_bytes, relative_error, settled_times
 from .plan import PlanEntry
 from .rewrite import Rewrite, Site
 from .trial import Example, RejectedError, attempt, budget_of
@@ -66,9 +66,16 @@ def attempt_rewrite(changes: Changes, rewrite: Rewrite, site: Site, task: Task) 
     )
     if verdict.kept:
         changes.swap(rewrite.name, site.module, winner)
-    gain = 1.0 if verdict.gain is None else verdict.gain
     return PlanEntry(
-        site.module, rewrite.name, site.op, trial.kernel, gain, verdict.error or 0.0, verdict.kept, verdict.reason
+        site.module,
+        rewrite.name,
+        site.op,
+        trial.kernel,
+        gain=1.0 if verdict.gain is None else verdict.gain,
+        error=verdict.error or 0.0,
+        kept=verdict.kept,
+        reason=verdict.reason,
+        noise=verdict.noise,
     )
 
 
@@ -101,7 +108,7 @@ class _ModuleTrial:
 
     def times(self, before: nn.Module, after: nn.Module) -> Sequence[Sequence[float]]:
         """Seconds of a call of each, in turn."""
-        return interleaved_times((lambda: self._call(before), lambda: self._call(after)), device_of(before))
+        return settled_times((lambda: self._call(before), lambda: self._call(after)), device_of(before))
 
     def bytes(self, candidate: nn.Module) -> int:
         """Bytes of parameters and buffers."""

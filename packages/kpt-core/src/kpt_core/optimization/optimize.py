@@ -1,6 +1,7 @@
 """`optimize`: try each rewrite at each module, measure it, keep it only if it pays, and say so."""
 
 import copy
+import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from kpt_core.errors import InputError, UnknownNameError
 
 from .attempt import Task, attempt_rewrite, sites_of
 from .changes import Changes
-from .measure import device_of, interleaved_times, parameter_bytes, relative_error
+from .measure import device_of, gain_of, parameter_bytes, relative_error, settled_times
 from .plan import Plan, PlanEntry
 from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_objective
 from .trial import Example, repeatable, setback
@@ -122,14 +123,16 @@ def optimize(
     return Optimized(changes.model, plan, changes)
 
 
-def apply_plan(model: nn.Module, plan: Plan, *, inplace: bool = False) -> Optimized:
-    """Apply the kept entries of a plan to a model, without measuring again.
+def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, inplace: bool = False) -> Optimized:
+    """Apply the kept entries of a plan, or of a plan's file, to a model, without measuring again.
 
     Raises:
-        InputError: a module of the plan is not in the model, or its rewrite does not apply there any more.
+        InputError: a module of the plan is not in the model, its rewrite does not apply there any more, or the file is
+            no plan.
         UnknownNameError: a rewrite of the plan is not installed.
     """
     check_model(model)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     changes = Changes(model if inplace else copy.deepcopy(model))
     installed = registry.rewrites()
     try:
@@ -178,6 +181,7 @@ def _conclude(changes: Changes, entries: list[PlanEntry], task: Task, expected: 
         changes.revert()
         entries = [replace(entry, kept=False, reason=reason) if entry.kept else entry for entry in entries]
         after, bytes_after, error = before, bytes_before, 0.0
+    gain, noise = gain_of(before, after)
     return Plan(
         model=type(changes.model).__name__,
         level=task.level,
@@ -191,6 +195,8 @@ def _conclude(changes: Changes, entries: list[PlanEntry], task: Task, expected: 
         bytes_before=bytes_before,
         bytes_after=bytes_after,
         error=error,
+        gain=gain,
+        noise=noise,
     )
 
 
@@ -225,7 +231,7 @@ def _contest(changes: Changes, task: Task, device: torch.device) -> tuple[list[f
         task.example(changes.model)
 
     try:
-        original, changed = interleaved_times((before, after), device, seconds=2.0)
+        original, changed = settled_times((before, after), device, seconds=2.0)
     finally:
         changes.show_changed()
     return original, changed

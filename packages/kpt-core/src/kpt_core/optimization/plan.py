@@ -28,6 +28,7 @@ class PlanEntry:
         error: `max |after - before| / max |before|` of the module's output.
         kept: whether the rewrite was kept.
         reason: why it was kept or rolled back, as a sentence.
+        noise: standard error of `gain`.
     """
 
     module: str
@@ -38,6 +39,7 @@ class PlanEntry:
     error: float
     kept: bool
     reason: str
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Plan:
         bytes_before: parameters and buffers of the original model.
         bytes_after: the same with the kept rewrites.
         error: `max |after - before| / max |before|` of the model's first output.
+        gain: the median over rounds of seconds before / seconds after.
+        noise: standard error of `gain`.
     """
 
     model: str
@@ -71,6 +75,8 @@ class Plan:
     bytes_before: int
     bytes_after: int
     error: float
+    gain: float = 1.0
+    noise: float = 0.0
     format: int = field(default=FORMAT)
 
     @property

@@ -22,6 +22,10 @@ Compared = TypeVar("Compared", contravariant=True)
 DEFAULT_MAX_ERROR = {"conservative": 1e-4, "balanced": 2e-2, "aggressive": 1e-1}
 
 
+#: Twice the standard error, as a share of the gain, that only a machine with other work has.
+BUSY = 0.2
+
+
 class RejectedError(Exception):
     """Raised by a `Trial` for a candidate that is out of the question. The message is the reason."""
 
@@ -57,6 +61,7 @@ class Verdict:
         error: of its result; None if it was not compared.
         seconds: what building it and its first run took.
         failed: whether it raised.
+        noise: standard error of `gain`.
     """
 
     kept: bool
@@ -65,6 +70,7 @@ class Verdict:
     error: float | None
     seconds: float
     failed: bool = False
+    noise: float = 0.0
 
 
 def attempt(
@@ -86,9 +92,10 @@ def attempt(
     gain: float | None = None
     error: float | None = None
     took: float | None = None
+    noise = 0.0
 
     def verdict(reason: str, *, kept: bool = False, failed: bool = False) -> Verdict:
-        return Verdict(kept, reason, gain, error, time.perf_counter() - start if took is None else took, failed)
+        return Verdict(kept, reason, gain, error, time.perf_counter() - start if took is None else took, failed, noise)
 
     try:
         candidate = build()
@@ -98,7 +105,7 @@ def attempt(
         if not error <= budget:
             return verdict(f"error {error:.1e} exceeds the budget of {budget:.1e}"), current
         if objective == "memory":
-            what, gain, noise = "smaller", trial.bytes(current) / max(trial.bytes(candidate), 1), 0.0
+            what, gain = "smaller", trial.bytes(current) / max(trial.bytes(candidate), 1)
         else:
             what, (gain, noise) = "faster", gain_of(*trial.times(current, candidate))
     except RejectedError as rejection:
@@ -106,7 +113,8 @@ def attempt(
     except Exception as failure:
         return verdict(failed(failure), failed=True), current
     if gain <= 1 + 2 * noise:
-        return verdict(f"{gain:.2f}x: not {what} by more than the noise ({2 * noise:.1%})"), current
+        busy = "; the machine is busy: measure again when it does nothing else" if 2 * noise > BUSY * gain else ""
+        return verdict(f"{gain:.2f}x: not {what} by more than the noise ({2 * noise:.1%}){busy}"), current
     return verdict(f"{gain:.2f}x {what}", kept=True), candidate
 
 
