@@ -1,10 +1,12 @@
 """Ops of every kind that the contract allows, their kernels and tables: what they mutate, lists, results, seeds."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kpt_core import Call, op
-from kpt_core.cases import Arguments, Case, CaseTable
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
 
 CASES = (Case(name="small"), Case(name="one row", sizes={"rows": 1}), Case(name="63 rows", sizes={"rows": 63}))
 
@@ -30,6 +32,19 @@ def _build_write_rows(generator: torch.Generator, rows: int = 5) -> Arguments:
         "rows": torch.randn(rows, 3, generator=generator, dtype=torch.float64),
         "places": torch.randperm(2 * rows, generator=generator)[:rows],
     }
+
+
+@op("sample.add_rows", mutates=("cache",))
+def add_rows(cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """Add `rows` to `cache` at `places`, none of them twice; gives what is there then."""
+    cache.index_add_(0, places, rows)
+    return cache.index_select(0, places)
+
+
+def add_rows_forward(call: Call) -> Tensor:
+    for row, place in enumerate(call.places.tolist()):
+        call.cache[place] += call.rows[row]
+    return torch.stack([call.cache[place] for place in call.places.tolist()])
 
 
 def _largest(call: Call) -> tuple[Tensor, Tensor]:
@@ -100,12 +115,68 @@ def _build_divide(generator: torch.Generator, rows: int = 5) -> Arguments:
     return {"x": torch.randn(rows, 6, generator=generator, dtype=torch.float64), "by": 0.7}
 
 
+FLOAT8 = torch.float8_e4m3fn
+
+
+def _codes_and_scales(call: Call) -> tuple[Tensor, Tensor]:
+    rows, columns = call.x.shape
+    return call.x.new_empty(rows, columns, dtype=FLOAT8), call.x.new_empty(
+        rows, -(-columns // call.block), dtype=torch.float32
+    )
+
+
+@op("sample.quantise_rows", fake=_codes_and_scales)
+def quantise_rows(x: Tensor, *, block: int = 16, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Float8 codes of `x` and what each block of a row is divided by, so that its largest is float8's."""
+    blocks = -(-x.shape[1] // block)
+    parts = torch.nn.functional.pad(x.float(), (0, blocks * block - x.shape[1])).view(len(x), blocks, block)
+    scale = parts.abs().amax(-1) / torch.finfo(FLOAT8).max
+    scale = torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
+    scale = torch.where(scale == 0, 1.0, scale)
+    codes = (parts / scale.unsqueeze(-1)).clamp(-torch.finfo(FLOAT8).max, torch.finfo(FLOAT8).max).to(FLOAT8)
+    return codes.view(len(x), blocks * block)[:, : x.shape[1]].contiguous(), scale
+
+
+def quantise_rows_forward(call: Call, divided: Callable[[Tensor, Tensor], Tensor] = torch.div) -> tuple[Tensor, Tensor]:
+    codes, scales = _codes_and_scales(call)
+    largest = torch.finfo(FLOAT8).max
+    for place, part in enumerate(call.x.float().split(call.block, dim=1)):
+        scale = part.abs().amax(1) / largest
+        scale = torch.exp2(torch.ceil(torch.log2(scale))) if call.power_of_two else scale
+        scales[:, place] = scale.masked_fill(scale == 0, 1.0)
+        start = place * call.block
+        quotient = divided(part, scales[:, place, None])
+        codes[:, start : start + call.block] = quotient.clamp(-largest, largest).to(FLOAT8)
+    return codes, scales
+
+
+def _build_quantise_rows(
+    generator: torch.Generator, rows: int = 5, columns: int = 40, block: int = 16, power_of_two: bool = False
+) -> Arguments:
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return {"x": x, "block": block, "power_of_two": power_of_two}
+
+
 #: Forward and backward, and the table, by the op's name.
 SAMPLES = {
     table.op: (functions, table)
     for functions, table in (
         ((divide_forward,), CaseTable(op="sample.divide", build=_build_divide, cases=CASES, exact=True)),
+        (
+            (quantise_rows_forward,),
+            CaseTable(
+                op="sample.quantise_rows",
+                build=_build_quantise_rows,
+                cases=(*CASES, Case(name="no rows", sizes={"rows": 0})),
+                exact=True,
+                domain=Domain(
+                    sizes={"rows": Sizes(most=65), "columns": Sizes(least=1, most=129)},
+                    options={"block": (16, 1, 128), "power_of_two": (False, True)},
+                ),
+            ),
+        ),
         ((write_rows_forward,), CaseTable(op="sample.write_rows", build=_build_write_rows, cases=CASES)),
+        ((add_rows_forward,), CaseTable(op="sample.add_rows", build=_build_write_rows, cases=CASES)),
         (
             (largest_forward, largest_backward),
             CaseTable(

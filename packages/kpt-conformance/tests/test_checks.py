@@ -14,7 +14,7 @@ from torch import Tensor
 import honest
 import kpt_core
 from kpt_conformance.checks import accelerators, declarations, gradients, results, transforms, values
-from kpt_conformance.comparison import Outcome, assert_right
+from kpt_conformance.comparison import Outcome, assert_reference_sound, assert_right, assert_same_bits
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, device_of, subjects, trials
@@ -186,6 +186,18 @@ def test_where_terms_cancel_rounding_is_as_large_as_they_are(error: float, terms
     oracle = _of(zero.double(), terms=lambda: {"result": torch.full((24,), terms)})
     with nullcontext() if right else pytest.raises(AssertionError, match="exceeds"):
         assert_right(_of(zero + error), _of(zero), oracle)
+
+
+def test_a_failed_comparison_is_shown_where_it_was_asked_for() -> None:
+    zeros, ones = _of(torch.zeros(3)), _of(torch.ones(3))
+    for compare in (
+        lambda: assert_right(ones, zeros, zeros),
+        lambda: assert_reference_sound(ones, zeros, torch.float32, 1),
+        lambda: assert_same_bits(ones.outputs, zeros.outputs, "differs"),
+    ):
+        with pytest.raises(AssertionError) as raised:
+            compare()
+        assert {str(entry.path) for entry in raised.traceback.filter(raised)} == {__file__}
 
 
 def test_where_terms_don_t_cancel_nothing_more_is_allowed() -> None:

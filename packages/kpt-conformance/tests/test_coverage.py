@@ -3,7 +3,9 @@
 import inspect
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_conformance import coverage
+from kpt_conformance import coverage, generation, suite
 from kpt_conformance.coverage import Coverage, absent, nothing_of, planned
 from kpt_conformance.suite import CHECKS
 from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
 from kpt_core.registry import case_tables
 
 pytest_plugins = ["pytester"]
+
+Run = Callable[..., pytest.RunResult]
 
 
 @kpt_core.op("coverage.scaled")
@@ -144,7 +148,7 @@ from kpt_core.registry import add_backend, case_tables
 
 
 def refuse(call):
-    return {refusal} if call.x.dtype.itemsize == 2 else None
+    return {refusal}
 
 
 backend = Loopback("acme")
@@ -160,38 +164,61 @@ generation.DECLARATIONS = ()
 """
 
 
-def _run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, refusal: str, *more: str) -> pytest.RunResult:
+ACME = ("--kpt-backend=acme", "-p", "no:cacheprovider")
+NO_TWO_BYTES = "'no two bytes are taken here' if call.x.dtype.itemsize == 2 else None"
+
+
+@pytest.fixture
+def refusing(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Write a backend whose kernel refuses what an expression says."""
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{pytester.path}")
-    pytester.makeconftest(BACKEND.format(refusal=refusal))
-    return pytester.runpytest_subprocess("--kpt-backend=acme", "-p", "no:cacheprovider", *more, timeout=300)
+    for module, name in ((suite, "case_tables"), (generation, "CHECKS"), (generation, "DECLARATIONS")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # puts back what the backend's conftest changes here
+    return lambda refusal: pytester.makeconftest(BACKEND.format(refusal=refusal)) and None
 
 
-def test_a_kernel_that_refuses_a_dtype_that_it_claims_fails(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = _run(pytester, monkeypatch, "'no two bytes are taken here'")
+def test_a_kernel_that_refuses_a_dtype_that_it_claims_fails(refusing: Callable[[str], None], run_here: Run) -> None:
+    refusing(NO_TWO_BYTES)
+    result = run_here(*ACME)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert "failed" not in result.parseoutcomes()
     for dtype in ("bfloat16", "float16"):
         result.stdout.fnmatch_lines([f"*refused every trial of result_type in {dtype}: that proves nothing*"])
 
 
-def test_a_kernel_that_refuses_some_cases_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = _run(pytester, monkeypatch, "'too many rows for this' if len(call.x) > 5 else None")
+@pytest.mark.skipif(find_spec("xdist") is None, reason="pytest-xdist is not there")
+def test_it_fails_too_where_processes_share_the_tests(
+    refusing: Callable[[str], None], pytester: pytest.Pytester
+) -> None:
+    refusing(NO_TWO_BYTES)
+    result = pytester.runpytest_subprocess(*ACME, "-n2", timeout=300)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "failed" not in result.parseoutcomes()
+    result.stdout.fnmatch_lines(["*refused every trial of result_type in float16: that proves nothing*"])
+    few = pytester.runpytest_subprocess(*ACME, "-n2", "-k", "small", timeout=300)
+    assert few.ret == pytest.ExitCode.OK, few.stdout.str()
+
+
+def test_a_kernel_that_refuses_some_cases_passes(refusing: Callable[[str], None], run_here: Run) -> None:
+    # Of float64, which few use, there is a case of many rows alone.
+    refusing("'too many rows for this' if len(call.x) > 5 and call.x.dtype.itemsize < 8 else None")
+    result = run_here(*ACME)
     assert result.ret == pytest.ExitCode.OK, result.stdout.str()
 
 
-def test_a_part_of_a_run_is_not_judged(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _run(pytester, monkeypatch, "'no two bytes are taken here'", "-k", "small").ret == pytest.ExitCode.OK
+def test_a_part_of_a_run_is_not_judged(refusing: Callable[[str], None], run_here: Run) -> None:
+    refusing(NO_TWO_BYTES)
+    assert run_here(*ACME, "-k", "small").ret == pytest.ExitCode.OK
 
 
-def test_a_run_writes_what_passed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    _run(pytester, monkeypatch, "'no two bytes are taken here'", "--kpt-coverage=found.json")
+def test_a_run_writes_what_passed(refusing: Callable[[str], None], pytester: pytest.Pytester, run_here: Run) -> None:
+    refusing(NO_TWO_BYTES)
+    run_here(*ACME, "--kpt-coverage=found.json")
     (found,) = json.loads((pytester.path / "found.json").read_text()).values()
     assert found["dtypes"]["float32"] == 5
     assert found["dtypes"]["float16"] == 0
     assert "moe.grouped_mm: dtype float16 is never tried" in found["unexercised"]
-    assert found["options"]["stored"] == {"KN": 4, "NK": 1}
+    assert found["options"]["stored"] == {"KN": 5, "NK": 1}
 
 
 def test_an_op_without_a_domain_is_judged_by_its_signature() -> None:

@@ -28,7 +28,7 @@ from kpt_conformance.suite import CHECKS, trials
 from kpt_conformance.trial import Subject, Trial
 from kpt_core.cases import CaseTable
 from kpt_core.registry import case_tables
-from mutants import MUTANTS, coming_ops, top_k_gating
+from mutants import MUTANTS, coming_ops, fp8, top_k_gating
 from mutants.mutant import Functions, Mutant, Parts, combined
 from sample_ops import SAMPLES
 from scaled_mm import SCALED_MM
@@ -44,7 +44,9 @@ RIGHT: dict[str, tuple[Functions, dict[str, object]]] = {
         {},
     ),
     "moe.experts": ((honest.Experts(),), {"differentiable": True}),
+    "sample.quantise_rows": (SAMPLES["sample.quantise_rows"][0], {}),
     "moe.top_k_gating": ((top_k_gating.Gating(),), {"differentiable": True}),
+    **{f"fp8.{op}": (fp8.right(f"fp8.{op}"), {}) for op in ("quantize", "dequantize", "scaled_mm", "linear")},
 }
 #: Faults at a time, and how many such kernels.
 TOGETHER, KERNELS = 10, 6

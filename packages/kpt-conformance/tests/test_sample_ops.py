@@ -1,6 +1,7 @@
 """The suite tries ops of every kind: that mutate, that take lists, give several results, or draw random numbers."""
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 import kpt_core
 from kpt_conformance.checks import declarations
+from kpt_conformance.checks.roundings import telling
+from kpt_conformance.drawing import drawn_cases
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, trials
@@ -118,3 +121,55 @@ def test_a_last_bit_is_found_where_results_are_exact() -> None:
             trial = Trial(subject, replace(table, exact=exact), table.cases[0], torch.float32)
             with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="have other bits"):
                 CHECK["values"](trial)
+
+
+def test_what_differs_in_float8_is_said() -> None:
+    def halves(call):
+        codes, scales = SAMPLES["sample.quantise_rows"][0][0](call)
+        return (codes.float() / 2).to(codes.dtype), scales
+
+    _, table = SAMPLES["sample.quantise_rows"]
+    for exact, said in ((True, "result 0: 40 of 40 elements have other bits"), (False, "result 0: mean error")):
+        with Loopback() as loopback:
+            kernel = loopback.offer("sample.quantise_rows", halves)
+            subject = Subject(kpt_core.get_op("sample.quantise_rows"), kernel.forward, loopback.name, CPU, kernel)
+            trial = Trial(subject, replace(table, exact=exact), table.cases[1], torch.float32)
+            with pytest.raises(AssertionError, match=said):
+                CHECK["values"](trial)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_case_of_an_exact_op_has_ties_and_zeros(dtype: torch.dtype) -> None:
+    def reciprocal(call):
+        return SAMPLES["sample.quantise_rows"][0][0](call, lambda part, scale: part * (1 / scale))
+
+    def unsigned(call):
+        codes, scales = SAMPLES["sample.quantise_rows"][0][0](call)
+        return torch.where(codes.float() == 0, 0, codes.float()).to(codes.dtype), scales
+
+    def no_scale_of_zero_rows(call):
+        codes, scales = SAMPLES["sample.quantise_rows"][0][0](call)
+        return codes, scales.masked_fill(~call.x.any(1, keepdim=True), 0)
+
+    _, table = SAMPLES["sample.quantise_rows"]
+    drawn = next(c for c in drawn_cases(table) if c.sizes["block"] > 1 and not c.sizes["power_of_two"])
+    for case, wrong in itertools.product((table.cases[0], drawn), (reciprocal, unsigned, no_scale_of_zero_rows)):
+        with Loopback() as loopback:
+            kernel = loopback.offer("sample.quantise_rows", wrong)
+            subject = Subject(kpt_core.get_op("sample.quantise_rows"), kernel.forward, loopback.name, CPU, kernel)
+            with pytest.raises(AssertionError, match=r"with ties and zeros in x: result .* other bits"):
+                CHECK["values"](Trial(subject, table, case, dtype))
+
+
+@pytest.mark.parametrize("coarse", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16], ids=str)
+def test_ties_are_half_way_between_two_numbers(coarse: torch.dtype) -> None:
+    numbers = telling(torch.ones(9, 64), [coarse, torch.float8_e8m0fnu, torch.int64]).double()
+    assert not numbers[2::3].any()
+    assert numbers[2::3].signbit().any()
+    assert not numbers[2::3].signbit().all()
+    plain = numbers[1]
+    ties = plain[(plain != 0) & (plain.abs() < torch.finfo(coarse).max)].float()
+    up, down = ((ties * (1 + sign * 2.0**-12)).to(coarse).double() for sign in (1, -1))
+    assert len(ties) > 32
+    assert torch.equal((up + down) / 2, ties.double())
+    assert (plain.abs() == torch.finfo(coarse).max).any() == (coarse.itemsize == 1)

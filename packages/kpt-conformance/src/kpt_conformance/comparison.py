@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from kpt_core.cases import Accuracy
 
-from .tolerances import CANCELLED, PERTURBATION, RATIO, Tolerance, reference_bound, rounding
+from .tolerances import CANCELLED, PERTURBATION, RATIO, Tolerance, own_error, reference_bound, rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def assert_right(
         what: what was special about the call, for the message.
         floor: by name, errors that are allowed in any case.
     """
+    __tracebackhide__ = True  # a report leads with the check and the sentence
     try:
         _assert_right(got, baseline, oracle, floor or {})
     except AssertionError as error:
@@ -67,6 +68,7 @@ def assert_right(
 
 
 def _assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, floor: Mapping[str, Tensor]) -> None:
+    __tracebackhide__ = True
     wrong = [name for name, grad in oracle.gradients.items() if (got.gradients.get(name) is None) != (grad is None)]
     assert not wrong, (
         f"gradients of {', '.join(wrong)} are {'missing' if got.gradients.get(wrong[0]) is None else 'not expected'}"
@@ -74,21 +76,30 @@ def _assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, floor: Mappi
     have, base, want = got.named(), baseline.named(), oracle.named()
     assert have.keys() == want.keys(), f"gives {', '.join(have)}; expected {', '.join(want)}"
 
-    units = {name: rounding(_coarsest(name, got), oracle.reduction) for name in have}
+    dtypes = {name: _coarsest(name, got) for name in have}
+    units = {name: rounding(dtype, oracle.reduction) for name, dtype in dtypes.items()}
+    owns = {name: own_error(dtype, oracle.reduction) for name, dtype in dtypes.items()}
 
     def faults(explained: Mapping[str, Tensor]) -> dict[str, str]:
         found = {
             name: _inexact(have[name], base[name])
             if oracle.is_exact(name)
-            else _fault(have[name], base[name], want[name], units[name], _tolerance(oracle, name), explained.get(name))
+            else _fault(
+                have[name],
+                base[name],
+                want[name],
+                (units[name], owns[name]),
+                _tolerance(oracle, name),
+                explained.get(name),
+            )
             for name in want
         }
         return {name: fault for name, fault in found.items() if fault}
 
     found = faults(floor)
-    if found and oracle.terms is not None:
+    if oracle.terms is not None and not all(map(oracle.is_exact, found)):
         # Asked for only here, since it costs a few runs of the oracle.
-        found = faults({**_cancelled(oracle, units), **floor})
+        found = faults({**_cancelled(oracle, {name: units[name] + owns[name] for name in units}), **floor})
     if found:
         raise AssertionError("\n".join(f"{name}: {fault}" for name, fault in found.items()))  # pytest repeats `assert`
 
@@ -114,7 +125,7 @@ def _cancelled(oracle: Outcome, units: Mapping[str, float]) -> dict[str, Tensor]
     for name, terms in oracle.terms().items():
         if name not in units:
             continue  # a gradient that was not asked for
-        usual = oracle.named()[name].detach().to("cpu", torch.float64).square().mean().sqrt()
+        usual = _wide(oracle.named()[name]).square().mean().sqrt()
         explained[name] = units[name] * (terms.to("cpu", torch.float64) - CANCELLED * usual).clamp(min=0)
     return explained
 
@@ -130,11 +141,26 @@ def terms_of(oracle: Outcome, nearby: Sequence[Outcome]) -> dict[str, Tensor]:
     chosen = [name for name, tensor in named.items() if not tensor.is_floating_point()]
     if any(not torch.equal(other[name], named[name]) for other in others for name in chosen):
         return {}  # another choice is no rounding
-    changes = {name: torch.stack([other[name] - named[name] for other in others]) for name in named.keys() - {*chosen}}
-    return {
-        name: (each.detach().square().mean(0).sqrt() / PERTURBATION).nan_to_num(0, 0, 0)
-        for name, each in changes.items()
+    changes = {
+        name: torch.stack([_wide(other[name]) - _wide(named[name]) for other in others])
+        for name in named.keys() - {*chosen}
     }
+    return {name: (each.square().mean(0).sqrt() / PERTURBATION).nan_to_num(0, 0, 0) for name, each in changes.items()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Where torch computes with numbers of any dtype, of 8 bits too."""
+    return tensor.detach().to("cpu", torch.float64)
+
+
+def _different_bits(first: Tensor, second: Tensor) -> Tensor:
+    """Of flattened tensors of one shape and dtype, which elements have other bits; a NaN is a NaN."""
+    flat = [t.detach().to("cpu").flatten() for t in (first, second)]
+    bits = [t.view(torch.uint8).view(t.numel(), -1) for t in flat]
+    different = (bits[0] != bits[1]).any(1)
+    if first.is_floating_point():
+        different &= ~(flat[0].float().isnan() & flat[1].float().isnan())
+    return different
 
 
 def _inexact(got: Tensor, baseline: Tensor) -> str | None:
@@ -143,11 +169,7 @@ def _inexact(got: Tensor, baseline: Tensor) -> str | None:
         return f"{got.dtype} {list(got.shape)}; expected {baseline.dtype} {list(baseline.shape)}"
     if got.numel() == 0:
         return None
-    flat = [t.detach().to("cpu").flatten() for t in (got, baseline)]
-    have, want = (t.view(torch.uint8).view(t.numel(), -1) for t in flat)
-    different = (have != want).any(1)
-    if got.is_floating_point():  # a NaN is a NaN
-        different &= ~(flat[0].float().isnan() & flat[1].float().isnan())
+    different = _different_bits(got, baseline)
     if not different.any():
         return None
     place = int(different.nonzero()[0])
@@ -159,8 +181,15 @@ def _inexact(got: Tensor, baseline: Tensor) -> str | None:
 
 
 def _fault(
-    got: Tensor, baseline: Tensor, oracle: Tensor, unit: float, tolerance: Tolerance, explained: Tensor | None
+    got: Tensor,
+    baseline: Tensor,
+    oracle: Tensor,
+    relative: tuple[float, float],
+    tolerance: Tolerance,
+    explained: Tensor | None,
 ) -> str | None:
+    """How `got` is wrong, or None; `relative` is what rounding explains and the reference's own error at least."""
+    unit, own = relative
     if got.shape != oracle.shape:
         return f"shape {list(got.shape)}; expected {list(oracle.shape)}"
     if got.dtype is not baseline.dtype:
@@ -170,7 +199,7 @@ def _fault(
         return f"{different} of {oracle.numel()} elements differ" if different else None
     if oracle.numel() == 0:
         return None
-    have, base, want = (t.detach().to("cpu", torch.float64) for t in (got, baseline, oracle))
+    have, base, want = map(_wide, (got, baseline, oracle))
     floor = torch.zeros(()) if explained is None else explained.to("cpu", torch.float64)
     if all(bool(t.sum().isfinite()) for t in (have, base, want)):
         error, allowed = (have - want).abs_(), (base - want).abs_()
@@ -191,32 +220,39 @@ def _fault(
         error, allowed, want = (have - want)[finite].abs(), (base - want)[finite].abs(), want[finite]
         floor = floor if floor.dim() == 0 else floor[finite]
     slack = tolerance.slack(_draws(want))
+    usual, most = _root_mean_square(want), want.abs().max().item()
     bounds = {
         "mean": (
             error.mean().item(),
-            allowed.mean().item(),
+            max(allowed.mean().item(), own * usual),
             tolerance.mean,
-            unit * torch.linalg.vector_norm(want).item() * want.numel() ** -0.5,
-            torch.linalg.vector_norm(floor).item() * floor.numel() ** -0.5,
+            unit * usual,
+            _root_mean_square(floor),
         ),
         "largest": (
             error.max().item(),
-            allowed.max().item(),
+            max(allowed.max().item(), own * most),
             tolerance.maximum,
-            unit * torch.linalg.vector_norm(want, float("inf")).item(),
+            unit * most,
             floor.max().item(),
         ),
     }
     for kind, (is_, reference, factor, rounded, least) in bounds.items():
         bound = factor * (reference + least) + slack * (reference + least + rounded)
         if is_ > bound:
-            worst = (got.to(oracle) - oracle).abs().nan_to_num(0, 0, 0).argmax()
+            worst = (_wide(got) - _wide(oracle)).abs().nan_to_num(0, 0, 0).argmax()
             place = [int(index) for index in torch.unravel_index(worst, oracle.shape)]
             return (
                 f"{kind} error {is_:.3g} exceeds {bound:.3g} (the reference's own is {reference:.3g}); "
                 f"worst at {place}: {got[tuple(place)].item():.6g}, expected {oracle[tuple(place)].item():.6g}"
             )
     return None
+
+
+def _root_mean_square(values: Tensor) -> float:
+    """Of float64 numbers whose squares may be too small for any."""
+    most = values.abs().max().item()
+    return most * torch.linalg.vector_norm(values / most).item() * values.numel() ** -0.5 if most else 0.0
 
 
 def _draws(want: Tensor) -> int:
@@ -227,13 +263,14 @@ def _draws(want: Tensor) -> int:
 
 def assert_reference_sound(baseline: Outcome, oracle: Outcome, dtype: torch.dtype, reduction: int) -> None:
     """Raise `AssertionError` if the reference, the measure of kernels, is itself further off than rounding explains."""
+    __tracebackhide__ = True
     base = baseline.named()
     for name, tensor in oracle.named().items():
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
-        # A result or gradient may be rounded to less than the dtype of the run.
-        bound = max(reference_bound(each, reduction) for each in (dtype, base[name].dtype))
-        have, want = base[name].detach().to("cpu", torch.float64), tensor.detach().to("cpu", torch.float64)
+        # A result or gradient may be rounded to less than the dtype of the run, and so may a gradient's cotangents.
+        bound = max(reference_bound(each, reduction) for each in (dtype, _coarsest(name, baseline)))
+        have, want = _wide(base[name]), _wide(tensor)
         error = (have - want).abs_().nan_to_num_(0, 0, 0).max().item()
         scale = want.nan_to_num(0, 0, 0).abs_().max().item()
         if error > bound * scale and oracle.terms is not None and name in (terms := oracle.terms()):
@@ -244,13 +281,15 @@ def assert_reference_sound(baseline: Outcome, oracle: Outcome, dtype: torch.dtyp
         )
 
 
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether tensors of any dtype are bitwise equal, NaN included."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return first.numel() == 0 or not bool(_different_bits(first, second).any())
+
+
 def assert_same_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor], what: str) -> None:
     """Raise `AssertionError` unless all tensors are bitwise equal, NaN included."""
+    __tracebackhide__ = True
     for name, tensor in first.items():
-        other = second[name]
-        same = tensor.shape == other.shape and tensor.dtype is other.dtype
-        if same and tensor.is_floating_point():
-            same = bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
-        elif same:
-            same = torch.equal(tensor, other)
-        assert same, f"{name}: {what}"
+        assert same_bits(tensor, second[name]), f"{name}: {what}"

@@ -24,7 +24,7 @@ import kpt_core
 from kpt_core.cases import Case, CaseTable, Domain, Sizes
 from kpt_core.registry import case_tables
 
-from .drawing import Pair, completions, covered, drawn_cases, same
+from .drawing import Meeting, completions, covered, drawn_cases, same
 from .extent import extent_of
 from .trial import Trial
 
@@ -37,7 +37,8 @@ _BUCKETS: dict[str, Callable[[int], bool]] = {
     "2 to 64": lambda size: 1 < size <= 64,
     "past 64": lambda size: 64 < size <= 128,
     "past 128": lambda size: 128 < size <= 256,
-    "past 256": lambda size: size > 256,
+    "past 256": lambda size: 256 < size <= 32767,
+    "past 32767": lambda size: size > 32767,
 }
 
 
@@ -49,7 +50,9 @@ class Coverage:
         table: of the op.
         dtypes: in which it is tried.
         options: for each option of the table's domain, its values.
+        in_dtypes: likewise, each value in each dtype.
         pairs: of values of options, those that the domain allows.
+        threes: likewise, three at once. None has to be exercised: an op may have too many.
         sizes: for each dimension of the domain, ranges.
         parameters: for each parameter of the op's own signature, what a table can't forget: both values of a bool, an
             optional one given and not given, a number at its default and at another, all values of a string.
@@ -59,11 +62,13 @@ class Coverage:
     table: CaseTable
     dtypes: Counter[str] = field(default_factory=Counter)
     options: dict[str, Counter[str]] = field(default_factory=dict)
-    pairs: Counter[Pair] = field(default_factory=Counter)
+    in_dtypes: dict[str, Counter[str]] = field(default_factory=dict)
+    pairs: Counter[Meeting] = field(default_factory=Counter)
+    threes: Counter[Meeting] = field(default_factory=Counter)
     sizes: dict[str, Counter[str]] = field(default_factory=dict)
     parameters: dict[str, Counter[str]] = field(default_factory=dict)
     checks: Counter[str] = field(default_factory=Counter)
-    _pairs: dict[str, set[Pair]] = field(default_factory=dict)
+    _met: dict[str, tuple[set[Meeting], set[Meeting]]] = field(default_factory=dict)
     _labels: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add(self, check: str, case: Case, dtype: torch.dtype) -> None:
@@ -74,10 +79,15 @@ class Coverage:
         values = {**_defaults(self.table), **case.sizes}
         for name, documented in domain.options.items():
             value = values.get(name, documented[0])
-            self.options[name].update(_short(each) for each in documented if same(each, value))
-        if case.name not in self._pairs:
-            self._pairs[case.name] = covered(domain, values) & self.pairs.keys()
-        self.pairs.update(self._pairs[case.name])
+            known = [_short(each) for each in documented if same(each, value)]
+            self.options[name].update(known)
+            self.in_dtypes[name].update(f"{each} in {_short(dtype)}" for each in known)
+        if case.name not in self._met:
+            pairs, threes = (covered(domain, values, together) for together in (2, 3))
+            self._met[case.name] = pairs & self.pairs.keys(), threes & self.threes.keys()
+        pairs, threes = self._met[case.name]
+        self.pairs.update(pairs)
+        self.threes.update(threes)
         for name in domain.sizes:
             size = values.get(name)
             self.sizes[name].update(bucket for bucket, holds in _BUCKETS.items() if size is not None and holds(size))
@@ -91,6 +101,12 @@ class Coverage:
         """A sentence for each thing that is documented and has no trial."""
         found = [f"dtype {dtype} is never tried" for dtype, count in self.dtypes.items() if not count]
         found += [f"{name} is never {value}" for name, value in _zeros(self.options)]
+        never = {f"{name} {value}" for name, value in _zeros(self.options)}
+        found += [
+            f"{name} is never {value}"
+            for name, value in _zeros(self.in_dtypes)
+            if f"{name} {value.rpartition(' in ')[0]}" not in never and self.dtypes[value.rpartition(" in ")[2]]
+        ]
         for (one, here), (other, there) in (pair for pair, count in self.pairs.items() if not count):
             first, second = (_domain(self.table).options[name][at] for name, at in ((one, here), (other, there)))
             found.append(f"{one}={_short(first)} and {other}={_short(second)} never come together")
@@ -110,7 +126,8 @@ class Coverage:
         return {
             "dtypes": dict(self.dtypes),
             "options": {name: dict(values) for name, values in self.options.items()},
-            "pairs": {"exercised": sum(1 for count in self.pairs.values() if count), "allowed": len(self.pairs)},
+            "pairs": _met(self.pairs),
+            "threes": _met(self.threes),
             "sizes": {name: dict(values) for name, values in self.sizes.items()},
             "parameters": {name: dict(values) for name, values in self.parameters.items()},
             "checks": dict(self.checks),
@@ -122,9 +139,14 @@ def nothing_of(table: CaseTable, checks: Checks, dtypes: Iterable[torch.dtype] |
     """A coverage in which everything that the op documents has no trial yet."""
     domain = _domain(table)
     none = Coverage(table)
-    none.dtypes.update({_short(dtype): 0 for dtype in dtypes or table.dtypes})
+    none.dtypes.update({_short(dtype): 0 for dtype in dtypes or (*table.dtypes, *table.rare)})
     none.options = {n: Counter({_short(value): 0 for value in values}) for n, values in domain.options.items()}
+    none.in_dtypes = {
+        n: Counter({f"{_short(value)} in {dtype}": 0 for value in values for dtype in none.dtypes})
+        for n, values in domain.options.items()
+    }
     none.pairs.update(dict.fromkeys(completions(domain), 0))
+    none.threes.update(dict.fromkeys(completions(domain, 3), 0))
     none.sizes = {name: Counter(dict.fromkeys(_within(sizes), 0)) for name, sizes in domain.sizes.items()}
     none.parameters = {n: Counter(dict.fromkeys(labels, 0)) for n, labels in _documented(table).items()}
     none.checks.update({check.__name__: 0 for check in checks})
@@ -135,13 +157,16 @@ def planned(table: CaseTable, checks: Checks) -> Coverage:
     """What the suite plans for an op on a CPU, for a kernel that takes everything."""
     checks = tuple(checks)
     coverage = nothing_of(table, checks)
-    cases = [case for case in (*table.cases, *drawn_cases(table)) if not case.large]
+    cases = (*table.cases, *drawn_cases(table))
     for check in checks:
-        extent = extent_of(check)
-        for case in cases[:1] if extent.first_case else cases:
-            for dtype in extent.dtypes_of(case, table.dtypes):
+        for case, dtype in extent_of(check).trials(cases, table.dtypes, table.rare):
+            if not case.large:
                 coverage.add(check.__name__, case, dtype)
     return coverage
+
+
+#: Instead of a check, for a dtype that few use: a check has too few trials in it for one that was refused to tell.
+EVERY_CHECK = "every check"
 
 
 def absent(outcomes: Mapping[tuple[str, str], Counter[str]]) -> list[tuple[str, str]]:
@@ -172,8 +197,8 @@ def _defaults(table: CaseTable) -> dict[str, Any]:
 
 def _within(sizes: Sizes) -> Iterator[str]:
     # A size in the middle of each range says whether the range can be met at all.
-    for (bucket, _), least in zip(_BUCKETS.items(), (0, 1, 2, 65, 129, 257), strict=True):
-        if sizes.least <= least <= sizes.most:
+    for (bucket, holds), least in zip(_BUCKETS.items(), (0, 1, 2, 65, 129, 257, 32768), strict=True):
+        if sizes.least <= least <= sizes.most or (sizes.many is not None and holds(sizes.many)):
             yield bucket
 
 
@@ -216,6 +241,10 @@ def _zeros(counts: Mapping[str, Counter[str]]) -> Iterator[tuple[str, str]]:
     return ((name, value) for name, values in counts.items() for value, count in values.items() if not count)
 
 
+def _met(counts: Mapping[Meeting, int]) -> dict[str, int]:
+    return {"exercised": sum(1 for count in counts.values() if count), "allowed": len(counts)}
+
+
 def _short(value: object) -> str:
     return str(value).removeprefix("torch.")
 
@@ -240,8 +269,11 @@ def main(arguments: list[str] | None = None) -> int:
 def text_of(coverage: Coverage) -> str:
     """The counts of one op as lines of text."""
     made = coverage.to_json()
-    pairs = f"{made['pairs']['exercised']} of {made['pairs']['allowed']} that are allowed"
-    rows = [("dtypes", "", _counts(coverage.dtypes)), ("pairs of options", "", pairs)]
+    rows = [("dtypes", "", _counts(coverage.dtypes))]
+    for kind in ("pairs", "threes"):
+        rows.append(
+            (f"{kind} of options", "", f"{made[kind]['exercised']} of {made[kind]['allowed']} that are allowed")
+        )
     for kind in ("options", "sizes", "parameters"):
         rows += [(kind.removesuffix("s"), name, _counts(values)) for name, values in made[kind].items()]
     rows.append(("checks", "", _counts(coverage.checks)))

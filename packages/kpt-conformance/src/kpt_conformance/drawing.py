@@ -9,8 +9,8 @@ from typing import Any
 
 from kpt_core.cases import Case, CaseTable, Domain
 
-Pair = tuple[tuple[str, int], tuple[str, int]]
-"""Two options, and the place of a value of each."""
+Meeting = tuple[tuple[str, int], ...]
+"""Some options, and the place of a value of each."""
 
 #: What stays small: odd, prime, one past a power of two, one short of one.
 _SMALL = (1, 2, 3, 5, 7, 13, 17, 31, 33)
@@ -20,13 +20,19 @@ _LARGE = (65, 129, 257, 513)
 _IN_TURN = (*_LARGE, 1)
 #: The product of all sizes, so that a CPU takes a fraction of a second in float64, gradients included.
 _WORK = 2_000_000
+#: Of a case that is there for three options alone.
+_TINY = (2, 3, 5, 6, 7, 8, 13)
+_TINY_WORK = 50_000
+#: Ways that are tried to fill a row for three options, and how many such rows there may be.
+_FILLINGS, _MOST_ROWS = 8, 256
 
 
 def drawn_cases(table: CaseTable) -> tuple[Case, ...]:
     """Cases of a table's domain: every pair of values of options, and each dimension past every tile in turn.
 
     Each pair that is allowed is in a case without a dimension of zero. On top come a case for each dimension that may
-    be zero, in which it is. The same domain gives the same cases in every process.
+    be zero, in which it is; one for each that may be large beyond all others; and small cases in which three values
+    meet that met in no other, each of which is tried once. The same domain gives the same cases in every process.
     """
     return () if table.domain is None else _drawn(table.domain)
 
@@ -38,18 +44,30 @@ def _drawn(domain: Domain) -> tuple[Case, ...]:
     rows = pairwise(domain)
     while len(rows) < len(_IN_TURN) * len(names):
         rows.append(_any_row(domain, generator))
-    drawn = []
+    drawn: list[tuple[dict[str, Any], dict[str, int], int | None]] = []
     for number, options in enumerate(rows):
         turn, whose = divmod(number, max(len(names), 1))
         wanted = {names[whose]: _IN_TURN[turn % len(_IN_TURN)]} if names else {}
-        drawn.append((options, _sizes(domain, options, wanted, generator)))
+        drawn.append((options, _sizes(domain, options, wanted, generator), None))
     for name in (name for name in names if domain.sizes[name].least == 0):
         options = _any_row(domain, generator)
-        drawn.append((options, _sizes(domain, options, {name: 0}, generator)))
+        drawn.append((options, _sizes(domain, options, {name: 0}, generator), None))
+    first = {name: values[0] for name, values in domain.options.items()}
+    for name, many in ((name, sizes.many) for name, sizes in domain.sizes.items() if sizes.many is not None):
+        drawn.append((first, {**_few(domain, first), name: many}, 0))
+    for number, options in enumerate(_threes(domain, [options for options, _, _ in drawn], generator)):
+        drawn.append((options, _sizes(domain, options, {}, generator, tiny=True), number))
     return tuple(
-        Case(name=_name(number, sizes, options, domain), sizes={**sizes, **options}, drawn=True)
-        for number, (options, sizes) in enumerate(drawn)
+        Case(name=_name(number, sizes, options, domain), sizes={**sizes, **options}, drawn=True, once=once)
+        for number, (options, sizes, once) in enumerate(drawn)
     )
+
+
+def _few(domain: Domain, options: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of a few each that are allowed together."""
+    every = [[few for few in (3, 1, 2, 6) if each.least <= few <= each.most] for each in domain.sizes.values()]
+    rows = (dict(zip(domain.sizes, row, strict=True)) for row in itertools.product(*every))
+    return next(row for row in rows if domain.allowed({**options, **row}))
 
 
 def _name(number: int, sizes: Mapping[str, int], options: Mapping[str, Any], domain: Domain) -> str:
@@ -59,21 +77,29 @@ def _name(number: int, sizes: Mapping[str, int], options: Mapping[str, Any], dom
 
 
 def _sizes(
-    domain: Domain, options: Mapping[str, Any], wanted: Mapping[str, int], generator: random.Random
+    domain: Domain,
+    options: Mapping[str, Any],
+    wanted: Mapping[str, int],
+    generator: random.Random,
+    *,
+    tiny: bool = False,
 ) -> dict[str, int]:
     """A size for each dimension: as wanted, as far as it is allowed, and whatever for the others."""
     # The largest meets few of everything else: then a single expert has most of the rows, for instance.
     lonely = max(wanted.values(), default=0) > 256
     for attempt in itertools.count():
         # Two large ones now and then, if that is not too much work; what is wanted is given up last.
-        some = _SMALL[:4] if lonely and attempt < 100 else _SMALL if attempt % 4 else (*_SMALL, *_LARGE[:2])
+        some: tuple[int, ...] = (
+            _SMALL[:4] if lonely and attempt < 100 else _SMALL if attempt % 4 else (*_SMALL, *_LARGE[:2])
+        )
+        some = _TINY if tiny else some
         sizes = {}
         for name, allowed in domain.sizes.items():
             drawn = generator.choice(some)
             if name in wanted:
                 drawn = wanted[name] if attempt < 200 else generator.choice(_LARGE)
             sizes[name] = min(max(drawn, allowed.least), allowed.most)
-        if math.prod(sizes.values()) <= _WORK and domain.allowed({**options, **sizes}):
+        if math.prod(sizes.values()) <= (_TINY_WORK if tiny else _WORK) and domain.allowed({**options, **sizes}):
             return sizes
         if attempt == 1000:
             raise ValueError(f"no sizes are allowed together with {dict(options)}: see the domain's `allowed`")
@@ -81,15 +107,20 @@ def _sizes(
 
 
 @cache
-def completions(domain: Domain) -> Mapping[Pair, dict[str, Any]]:
-    """For each pair that is allowed a whole row that has it; up to two other options may depart from their first."""
-    places = {name: range(len(values)) for name, values in domain.options.items()}
-    found: dict[Pair, dict[str, Any]] = {}
-    for (one, here), (other, there) in itertools.combinations(places.items(), 2):
-        for first, second in itertools.product(here, there):
-            row = next((r for r in _around(domain, {one: first, other: second}) if domain.allowed(r)), None)
+def completions(domain: Domain, together: int = 2) -> Mapping[Meeting, dict[str, Any]]:
+    """For each pair that is allowed, or each three, a whole row that has it.
+
+    Up to two other options may depart from their first.
+    """
+    found: dict[Meeting, dict[str, Any]] = {}
+    for names in itertools.combinations(domain.options, together):
+        for places in itertools.product(*(range(len(domain.options[name])) for name in names)):
+            meeting = tuple(zip(names, places, strict=True))
+            if together > 2 and any(pair not in completions(domain) for pair in itertools.combinations(meeting, 2)):
+                continue
+            row = next((r for r in _around(domain, dict(meeting)) if domain.allowed(r)), None)
             if row is not None:
-                found[(one, first), (other, second)] = row
+                found[meeting] = row
     return found
 
 
@@ -103,13 +134,13 @@ def _around(domain: Domain, chosen: Mapping[str, int]) -> Iterator[dict[str, Any
                 yield {**row, **dict(zip(names, values, strict=True))}
 
 
-def covered(domain: Domain, row: Mapping[str, Any]) -> set[Pair]:
-    """The pairs that a case's options have; an option that it does not name has its first value."""
+def covered(domain: Domain, row: Mapping[str, Any], together: int = 2) -> set[Meeting]:
+    """The pairs or threes that a case's options have; an option that it does not name has its first value."""
     places = []
     for name, values in domain.options.items():
         value = row.get(name, values[0])
         places += [(name, place) for place, each in enumerate(values) if same(each, value)]
-    return set(itertools.combinations(places, 2))
+    return set(itertools.combinations(places, together))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -132,7 +163,29 @@ def pairwise(domain: Domain) -> list[dict[str, Any]]:
     return rows
 
 
-def _filled(domain: Domain, pair: Pair, row: dict[str, Any], left: set[Pair]) -> dict[str, Any]:
+def _threes(domain: Domain, rows: list[dict[str, Any]], generator: random.Random) -> list[dict[str, Any]]:
+    """Rows that have every three values which are allowed together and are in none of the given rows."""
+    wholes = completions(domain, 3)
+    left = set(wholes).difference(*(covered(domain, row, 3) for row in rows))
+    found: list[dict[str, Any]] = []
+    for three, whole in wholes.items():
+        if three in left and len(found) < _MOST_ROWS:
+            fillings = [_any_around(domain, three, whole, generator) for _ in range(_FILLINGS)]
+            found.append(max(fillings, key=lambda row: len(covered(domain, row, 3) & left)))
+            left -= covered(domain, found[-1], 3)
+    return found
+
+
+def _any_around(domain: Domain, kept: Meeting, row: dict[str, Any], generator: random.Random) -> dict[str, Any]:
+    """A row whose options are at random, as far as that is allowed, but for those that are kept."""
+    others = [name for name in domain.options if name not in dict(kept)]
+    for name in generator.sample(others, len(others)):
+        changed = {**row, name: generator.choice(domain.options[name])}
+        row = changed if domain.allowed(changed) else row
+    return row
+
+
+def _filled(domain: Domain, pair: Meeting, row: dict[str, Any], left: set[Meeting]) -> dict[str, Any]:
     """A row with a pair, whose other options take in turn the value that has most of what is left, until none gains."""
     gain = -1
     while (now := len(covered(domain, row) & left)) > gain:

@@ -1,6 +1,6 @@
 """How many trials a check is run on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -9,6 +9,8 @@ import torch
 from kpt_core.cases import Case
 
 Check = TypeVar("Check", bound=Callable[..., None])
+#: Of so many cases one is tried in a rare dtype; of those that somebody wrote the check of values tries all.
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,58 @@ class Extent:
     kernels: bool = True
     references: bool = True
 
-    def dtypes_of(self, case: Case, dtypes: tuple[torch.dtype, ...], *, slow: bool = False) -> tuple[torch.dtype, ...]:
+    @property
+    def thorough(self) -> bool:
+        """Whether the check asks for every case in every dtype, real models' aside."""
+        return self.drawn == "all"
+
+    def trials(
+        self,
+        cases: Sequence[Case],
+        dtypes: tuple[torch.dtype, ...],
+        rare: tuple[torch.dtype, ...] = (),
+        *,
+        slow: bool = False,
+    ) -> Iterator[tuple[Case, torch.dtype]]:
+        """The cases that are tried, each in the dtypes in which it is.
+
+        Args:
+            cases: of a table, those that are drawn last.
+            dtypes: that the kernel takes.
+            rare: likewise, of those that few use.
+            slow: see `dtypes_of`.
+        """
+        for place, case in enumerate(cases[:1] if self.first_case else cases):
+            yield from ((case, dtype) for dtype in self.dtypes_of(case, dtypes, rare, place, slow=slow))
+
+    def dtypes_of(
+        self,
+        case: Case,
+        dtypes: tuple[torch.dtype, ...],
+        rare: tuple[torch.dtype, ...] = (),
+        place: int = 0,
+        *,
+        slow: bool = False,
+    ) -> tuple[torch.dtype, ...]:
         """Of the dtypes that a kernel takes, those in which a case is tried.
 
         Args:
             case: of the table, or drawn.
             dtypes: that the kernel takes.
+            rare: likewise, of those that few use: a check that tries all dtypes tries them on one in `_FEW` of the
+                small cases of a table, a thorough one on all of these, and on one in `_FEW` of those that are drawn.
+            place: of the case in its table.
             slow: an interpreter runs the kernel. It takes seconds for a drawn case: what would be tried in every dtype
                 is tried in the first, the rest is not.
         """
+        if case.once is not None:
+            every = (*dtypes, *rare)
+            return every[case.once % len(every) :][:1] if every and self.thorough and not slow else ()
+        few = place % _FEW == 0
+        seldom = (few and self.thorough and not slow) if case.drawn else (few or self.thorough)
+        return (*self._usual(case, dtypes, slow), *(rare if self.dtypes and seldom and not case.model else ()))
+
+    def _usual(self, case: Case, dtypes: tuple[torch.dtype, ...], slow: bool) -> tuple[torch.dtype, ...]:
         plain = "all" if self.dtypes else "first"
         drawn = {"all": "first", "first": "none", "none": "none"}[self.drawn] if slow else self.drawn
         wanted = drawn if case.drawn else self.models if case.model else plain

@@ -1,6 +1,6 @@
 """The parameters of the suite's tests: subjects, cases, dtypes, wrong inputs, layers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -20,6 +20,17 @@ Made = Iterable[tuple[str, tuple[Any, ...]]]
 
 #: Class -> test -> ids such as `values-moe.experts-reference-small-float32`, and what is tried there.
 GENERATED = pytest.StashKey[dict[type, dict[str, dict[str, Subject | None]]]]()
+
+
+def by_subject(tests: Mapping[str, Mapping[str, Subject | None]]) -> dict[Subject, list[str]]:
+    """What is tried, and the names of its tests in the order in which records tell of them."""
+    named: dict[str, Subject] = {}
+    for made in tests.values():
+        named |= {name: subject for name, subject in made.items() if subject is not None}
+    found: dict[Subject, list[str]] = {}
+    for name in sorted(named):
+        found.setdefault(named[name], []).append(name)
+    return found
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

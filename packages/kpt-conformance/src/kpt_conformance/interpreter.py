@@ -15,7 +15,8 @@ def prepare_once() -> None:
     """Let a launch prepare Triton's language once, and one thread launch at a time.
 
     Kernels that call other functions then take a third of the time, and threads don't meet each other's preparations.
-    What NumPy has to say of NaN and infinity is left out: a chip computes with them without a word.
+    Float32 becomes bfloat16 as on a chip. What NumPy has to say of NaN and infinity is left out: a chip computes with
+    them without a word.
 
     Does nothing unless Triton is installed and interprets. A Triton whose interpreter looks otherwise is left alone.
     """
@@ -58,7 +59,15 @@ def prepare_once() -> None:
                 depth -= 1
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = prepare_new, launch_once
+    _convert_as_chips_do(interpreter)
     interpreter._kpt_prepares_once = True
+
+
+def _convert_as_chips_do(interpreter: Any) -> None:
+    from .interpreted_floats import conversion  # with NumPy, which is there where Triton interprets
+
+    if hasattr(interpreter, "_convert_float"):
+        interpreter._convert_float = conversion(interpreter.tl, interpreter._convert_float)
 
 
 def _is_language(value: Any) -> bool:

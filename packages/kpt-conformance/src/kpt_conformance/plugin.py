@@ -69,6 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = [str(STANDALONE)]
     if config.getoption("--kpt-bench"):
         _measure(config)
+    if config.getoption("numprocesses", default=None):
+        from .refusals import Refusals
+
+        config.pluginmanager.register(Refusals(), "kpt-refusals")
     if config.getoption("--kpt-coverage") and config.getoption("numprocesses", default=None):
         raise pytest.UsageError("--kpt-coverage needs every test in one process: leave out -n")
     if config.getoption("--kpt-evidence"):

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,10 +15,15 @@ from kpt_core.evidence import Claim, Level, Record, proofs
 from .evidence import claim_of, level_here
 from .evidence.provenance import ran_with
 from .evidence.suite_files import suite_of
-from .generation import GENERATED
+from .generation import GENERATED, by_subject
+from .ledger import outcome_of
 from .trial import Subject
 
 Item = TypeVar("Item")
+#: How much more is tried of a kernel whose record is of another compiler, torch or suite.
+ELSEWHERE = 3
+#: What says that a native library is another: its sources, and what it was compiled for.
+_LIBRARY = ("sources", "isa")
 #: Under which a process of pytest-xdist finds what was asked of the first one, seed included.
 WORKERS_SHARE = "kpt_sample"
 
@@ -39,7 +44,7 @@ class Share:
         return f"{self.of:g}:{self.seed}"
 
     def chosen(
-        self, items: Iterable[Item], stratum: Callable[[Item], Hashable], name: Callable[[Item], str]
+        self, items: Iterable[Item], stratum: Callable[[Item], Hashable], name: Callable[[Item], str], times: int = 1
     ) -> set[str]:
         """Names of a random share of items, at least one of each stratum.
 
@@ -47,6 +52,7 @@ class Share:
             items: to choose from; their order does not count.
             stratum: what an item is one of: a check of a kernel.
             name: tells items apart.
+            times: how many shares of them.
         """
         strata: dict[Hashable, list[str]] = {}
         for item in items:
@@ -55,7 +61,7 @@ class Share:
         for key in sorted(strata, key=str):
             names = sorted(strata[key])
             generator = random.Random(f"{self.seed} {key}")
-            found.update(generator.sample(names, math.ceil(self.of * len(names))))
+            found.update(generator.sample(names, min(len(names), math.ceil(self.of * times * len(names)))))
         return found
 
 
@@ -75,8 +81,21 @@ def parse_share(text: str) -> Share:
     return Share(of, number)
 
 
-def fresh(claim: Claim, level: Level, beside: dict[str, str] | None) -> Record | None:
-    """A record that proves what this run would: by all four hashes, at its level, on whatever chip of the kind.
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a record says of a kernel whose files, and its op's, are still those that were tried.
+
+    Attributes:
+        record: of a run at the level of this one, on whatever chip of the kind.
+        here: whether all that ran beside Python, and the suite, are those of this run too.
+    """
+
+    record: Record
+    here: bool
+
+
+def proof_of(claim: Claim, level: Level, beside: dict[str, str]) -> Proof | None:
+    """The nearest proof of what this run would show, or None.
 
     Args:
         claim: the kernel.
@@ -84,11 +103,13 @@ def fresh(claim: Claim, level: Level, beside: dict[str, str] | None) -> Record |
         beside: what runs beside Python here.
     """
     suite = suite_of(claim, level).hash
+    found = []
     for record in proofs(claim):
-        same = beside is None or beside.items() <= record.ran_with.items()
-        if record.level is level and record.hashes["suite"] == suite and same:
-            return record
-    return None
+        made_alike = all(record.ran_with.get(name) == beside.get(name) for name in _LIBRARY)
+        if record.level is level and made_alike:
+            same = record.hashes["suite"] == suite and beside.items() <= record.ran_with.items()
+            found.append(Proof(record, here=same))
+    return max(found, key=lambda proof: proof.here, default=None)
 
 
 class Sampling:
@@ -100,7 +121,8 @@ class Sampling:
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self._proven: dict[Subject, Record | None] = {}
+        self._proven: dict[Subject, Proof | None] = {}
+        self._passed: dict[str, Record] = {}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -120,27 +142,60 @@ class Sampling:
             for cls, tests in generated.items()
             for made in tests.values()
             for name, subject in made.items()
-            if subject is not None and self._record(subject) is not None
+            if subject is not None and self._proof(subject) is not None
         }
         proven = [item for item in items if (getattr(item, "cls", None), _id(item)) in subjects]
-        chosen = self.share.chosen(proven, _check, lambda item: item.nodeid)
+        self._note_passed(generated, proven)
+        chosen: set[str] = set()
+        for here in (True, False):
+            tried = [item for item in proven if (proof := self._proof(_subject(item))) and proof.here is here]
+            chosen |= self.share.chosen(tried, _check, lambda item: item.nodeid, 1 if here else ELSEWHERE)
         left_out = [item for item in proven if item.nodeid not in chosen]
         if left_out:
             without = set(left_out)
             items[:] = [item for item in items if item not in without]
             config.hook.pytest_deselected(items=left_out)
 
+    def _note_passed(self, generated: Any, items: Iterable[pytest.Item]) -> None:
+        """Note of which tests a record says that they passed."""
+        told: dict[tuple[Any, str], Record] = {}
+        for cls, tests in generated.items():
+            for subject, names in by_subject(tests).items():
+                proof = self._proof(subject)
+                if proof is not None and proof.here:
+                    letters = zip(names, proof.record.outcomes, strict=False)
+                    told |= {(cls, name): proof.record for name, letter in letters if letter == "p"}
+        places = {item.nodeid: (getattr(item, "cls", None), _id(item)) for item in items}
+        self._passed = {nodeid: told[place] for nodeid, place in places.items() if place in told}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Fail what its record says that it passed, and it did not here."""
+        report = yield
+        record = self._passed.get(item.nodeid)
+        if record is not None and report.skipped:
+            outcome, reason = outcome_of(report)
+            report.outcome = "failed"
+            report.longrepr = (
+                f"this check is {outcome} here ({reason}), and the record of {record.kernel} on {record.chip} says "
+                "that it passed: prove the kernel again (`nox -s evidence`)"
+            )
+        return report
+
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say what was taken from records, and how to try the same again, which `-q` leaves out above."""
         write = terminalreporter.write_line
         write(self.pytest_report_header())
-        for subject, record in self._proven.items():
-            if record is None:
+        for subject, proof in self._proven.items():
+            if proof is None:
                 write(f"kpt: {subject} is not proven as it is here: all of its checks were for this run")
-            else:
-                write(f"kpt: {subject} {record.level.word} on {record.chip}: {self.share.of:.0%} were for this run")
+                continue
+            record, share = proof.record, min(1.0, self.share.of * (1 if proof.here else ELSEWHERE))
+            told = f"{record.level.word} on {record.chip}"
+            told += "" if proof.here else ", with another compiler, torch or suite"
+            write(f"kpt: {subject} {told}: {share:.0%} were for this run")
 
-    def _record(self, subject: Subject) -> Record | None:
+    def _proof(self, subject: Subject) -> Proof | None:
         if subject.composite:
             return None
         if subject not in self._proven:
@@ -148,15 +203,15 @@ class Sampling:
         return self._proven[subject]
 
 
-def _proof(subject: Subject) -> Record | None:
+def _proof(subject: Subject) -> Proof | None:
     try:
         claim = claim_of(subject.op.name, subject.target, subject.backend)
         level = level_here(claim)
-        record = fresh(claim, level, ran_with(claim))
+        proof = proof_of(claim, level, ran_with(claim))
     except KptError:
         return None
     kind = torch.device("cpu").type if level is Level.INTERPRETED else subject.device.type
-    return record if record is not None and record.device == kind else None
+    return proof if proof is not None and proof.record.device == kind else None
 
 
 def _id(item: pytest.Item) -> str:
@@ -164,11 +219,16 @@ def _id(item: pytest.Item) -> str:
     return "" if callspec is None else str(callspec.id)
 
 
+def _subject(item: pytest.Item) -> Subject:
+    parameters = item.callspec.params  # type: ignore[attr-defined]
+    subject: Subject = parameters["trial"].subject if "trial" in parameters else parameters["subject"]
+    return subject
+
+
 def _check(item: pytest.Item) -> tuple[str, str]:
     """The kernel and check of a test."""
     parameters = item.callspec.params  # type: ignore[attr-defined]
-    subject = parameters["trial"].subject if "trial" in parameters else parameters["subject"]
     check = next(
         (parameters[name].__name__ for name in ("check", "device_check", "declared") if name in parameters), ""
     )
-    return str(subject), check
+    return str(_subject(item)), check

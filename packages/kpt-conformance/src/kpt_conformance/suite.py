@@ -19,6 +19,7 @@ from .checks import (
     devices,
     gradients,
     histories,
+    magnitudes,
     purity,
     randomness,
     results,
@@ -42,13 +43,14 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     values.far_strides,
     values.padding,
     values.nans,
-    values.magnitudes,
+    magnitudes.magnitudes,
     values.without_gradients,
     values.single_gradients,
     purity.inputs_unchanged,
     purity.no_aliasing,
     purity.poisoned_outputs,
     purity.repeatable,
+    purity.called_twice,
     purity.double_use,
     purity.threads,
     histories.changed_in_place,
@@ -195,8 +197,9 @@ def trials(subject: Subject, table: CaseTable, extent: Extent) -> Iterator[Trial
     """The trials of a subject that a check asks for."""
     if not (extent.references if subject.kernel is None else extent.kernels):
         return
-    dtypes = subject.dtypes(table)
-    for case in table.cases[:1] if extent.first_case else (*table.cases, *drawn_cases(table)):
-        if case.large and subject.device.type == "cpu":
-            continue
-        yield from (Trial(subject, table, case, dtype) for dtype in extent.dtypes_of(case, dtypes, slow=subject.direct))
+    rare = subject.rare(table)
+    dtypes = tuple(dtype for dtype in subject.dtypes(table) if dtype not in rare)
+    cases = (*table.cases, *drawn_cases(table))
+    for case, dtype in extent.trials(cases, dtypes, rare, slow=subject.direct):
+        if not (case.large and subject.device.type == "cpu"):
+            yield Trial(subject, table, case, dtype)

@@ -33,6 +33,16 @@ def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
     return found
 
 
+def with_one(arguments: Arguments, name: str, tensor: Tensor) -> Arguments:
+    """The arguments with another tensor in the place of one."""
+    return with_tensors(arguments, lambda each, old: tensor if each == name else old)
+
+
+def scalable(arguments: Arguments) -> list[str]:
+    """The floating arguments of more than 8 bits that have elements."""
+    return [n for n, t in tensors_of(arguments).items() if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel()]
+
+
 def parted(arguments: Arguments) -> tuple[Arguments, Arguments]:
     """The arguments that are tensors or lists of them, and the others, which a model would hold as constants."""
     tensors = {name: value for name, value in arguments.items() if tensors_of({name: value})}

@@ -67,6 +67,21 @@ REFERENCE_REASON = (
 )
 
 
+#: Why another measure is needed where a kernel computes in the oracle's own dtype.
+ORACLE_REASON = (
+    "In float64 the reference is the oracle: its own error, by which kernels are judged elsewhere, is zero, and an "
+    "error of a kernel is the difference of two roundings of one truth. In the place of the reference's own error "
+    "stands the most that a reference may be off by in any dtype: ten roundings, and what the accumulator loses over "
+    "the longest sum. A kernel that passes through float32 anywhere, for a sum, a scale or an exponential, rounds "
+    "2**29 times more coarsely than that."
+)
+
+
+def own_error(dtype: torch.dtype, reduction: int) -> float:
+    """What counts as the reference's own error, relative to the result, where none can be measured; else 0."""
+    return reference_bound(dtype, reduction) if dtype is torch.float64 else 0.0
+
+
 def rounding(dtype: torch.dtype, reduction: int) -> float:
     """What rounding explains in a sum of `reduction` products, relative to the sum.
 

@@ -80,9 +80,16 @@ class Subject:
         return self.op.bind(**arguments)._replace(needs=tuple(needs))
 
     def dtypes(self, table: CaseTable) -> tuple[torch.dtype, ...]:
-        """Those of a table that the kernel takes."""
+        """Those of a table that the kernel takes, rare ones last."""
+        return self._taken(table.dtypes) + self.rare(table)
+
+    def rare(self, table: CaseTable) -> tuple[torch.dtype, ...]:
+        """The rare ones of a table that the kernel takes."""
+        return self._taken(table.rare)
+
+    def _taken(self, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
         accepted = self.kernel.dtypes if self.kernel else None
-        return tuple(d for d in table.dtypes if accepted is None or str(d).removeprefix("torch.") in accepted)
+        return tuple(d for d in dtypes if accepted is None or str(d).removeprefix("torch.") in accepted)
 
     def unsupported(self, arguments: Arguments) -> object:
         """What the kernel's own function says of a call; None if it has none."""
@@ -101,6 +108,14 @@ class Subject:
         if self.composite and not any(s.backend == self.backend for s in _tree(selection)):
             return f"{self.backend} serves none of the ops that {self.op.name} calls here"
         return None
+
+
+def _alike(one: Arguments, other: Arguments) -> bool:
+    """Whether nothing has another dtype in the one than in the other."""
+    tensors = tensors_of(other)
+    return all(tensor.dtype is tensors[name].dtype for name, tensor in tensors_of(one).items()) and all(
+        value is other[name] for name, value in one.items() if isinstance(value, torch.dtype)
+    )
 
 
 def _tree(selection: kpt_core.Selection) -> list[kpt_core.Selection]:
@@ -145,6 +160,11 @@ class Trial:
                 return str(error)
         return refusal
 
+    def takes(self, arguments: Arguments) -> bool:
+        """Whether the op says what such arguments give, and the subject does not refuse them."""
+        specified = self.table.specified is None or self.table.specified(arguments)
+        return specified and self.refusal(arguments) is None
+
     def wants_gradient(self, name: str, value: Any) -> bool:
         """Whether a gradient of an argument is promised: 8-bit numbers are frozen."""
         promised = name.partition("[")[0] in self.table.gradients
@@ -163,14 +183,19 @@ class Trial:
 
         return with_tensors(arguments, leaf)
 
-    def outputs(self, leaves: Arguments, call: Callable[[Arguments], Any] | None = None) -> dict[str, Tensor]:
+    def outputs(
+        self, leaves: Arguments, call: Callable[[Arguments], Any] | None = None, calls: int = 1
+    ) -> dict[str, Tensor]:
         """Results of a call, and what it left in the arguments that it mutates.
 
         Args:
             leaves: as `leaves` gives them.
             call: what to call instead of the subject.
+            calls: how often in a row; the results are the last one's.
         """
         given = tensors_of(leaves)
+        for _ in range(calls - 1):
+            (call or self.subject.call)(leaves)
         results = outputs_of((call or self.subject.call)(leaves))
         moved = [name for name, tensor in tensors_of(leaves).items() if given.get(name) is not tensor]
         assert not moved, f"the call exchanged {', '.join(moved)} in a list that it was given"
@@ -183,6 +208,7 @@ class Trial:
         call: Callable[[Arguments], Any] | None = None,
         cotangent: Callable[[Tensor], Tensor] | None = None,
         twice: bool = False,
+        calls: int = 1,
     ) -> Outcome:
         """The result for arguments and, if promised, the gradients for random cotangents.
 
@@ -191,10 +217,11 @@ class Trial:
             call: what to call instead of the subject.
             cotangent: changes the layout of each cotangent.
             twice: second derivatives in place of the first.
+            calls: how often in a row it is called on the same tensors; the result is the last one's.
         """
         leaves = self.leaves(arguments)
         with self.subject.chosen(), torch.set_grad_enabled(self.differentiable):
-            outputs = self.outputs(leaves, call)
+            outputs = self.outputs(leaves, call, calls)
             gradients: Mapping[str, Tensor | None] = {}
             if self.differentiable:
                 gradients = self.gradients(leaves, outputs, cotangent, create_graph=twice)
@@ -235,7 +262,11 @@ class Trial:
         return {n: torch.zeros_like(tensors_of(leaves)[n]) if g is None else g for n, g in second.items()}
 
     def truth(
-        self, arguments: Arguments, cotangent: Callable[[Tensor], Tensor] | None = None, twice: bool = False
+        self,
+        arguments: Arguments,
+        cotangent: Callable[[Tensor], Tensor] | None = None,
+        twice: bool = False,
+        calls: int = 1,
     ) -> tuple[Outcome, Outcome]:
         """The reference in this dtype (what rounding costs) and in float64 (what is right), for these values."""
         subject = replace(self.subject, target=REFERENCE, backend=REFERENCE, kernel=None, children=(), direct=False)
@@ -256,13 +287,16 @@ class Trial:
             return torch.float64 if rounded else value
 
         widened = {name: result(value) for name, value in with_tensors(arguments, wide).items()}
-        baseline, oracle = (
-            reference.run(made, cotangent=cotangent, twice=twice) for made in (with_tensors(arguments, plain), widened)
-        )
+        narrow = with_tensors(arguments, plain)
+        how: dict[str, Any] = {"cotangent": cotangent, "twice": twice, "calls": calls}
+        # Where all is float64 the two are one.
+        one = _alike(narrow, widened)
+        baseline = reference.run(narrow, **how)
+        oracle = baseline if one else reference.run(widened, **how)
         reduction = self.table.reduction(arguments) if self.table.reduction else 1
 
         def terms() -> dict[str, Tensor]:
-            runs = (reference._nearby(widened, draw, cotangent, twice) for draw in range(_DRAWS))
+            runs = (reference._nearby(widened, draw, **how) for draw in range(_DRAWS))
             return terms_of(oracle, list(runs))
 
         return baseline, replace(
@@ -270,7 +304,7 @@ class Trial:
         )
 
     def _nearby(
-        self, arguments: Arguments, draw: int, cotangent: Callable[[Tensor], Tensor] | None, twice: bool
+        self, arguments: Arguments, draw: int, cotangent: Callable[[Tensor], Tensor] | None, twice: bool, calls: int
     ) -> Outcome:
         """The result where every float64 argument and cotangent is changed by a random small part of itself."""
         generator = torch.Generator().manual_seed(draw)
@@ -282,7 +316,8 @@ class Trial:
             return tensor * (1 + PERTURBATION * sign)
 
         near = with_tensors(arguments, lambda name, tensor: changed(tensor))
-        return self.run(near, cotangent=lambda pull: changed(cotangent(pull) if cotangent else pull), twice=twice)
+        pulled = lambda pull: changed(cotangent(pull) if cotangent else pull)  # noqa: E731
+        return self.run(near, cotangent=pulled, twice=twice, calls=calls)
 
     def forward_truth(self, arguments: Arguments, dtype: torch.dtype | None = None) -> tuple[Outcome, Outcome]:
         """`truth` without gradients, for arguments in another dtype than the trial's if `dtype` is given."""
@@ -295,4 +330,5 @@ class Trial:
 
     def assert_right(self, arguments: Arguments, got: Outcome, what: str = "") -> None:
         """Raise `AssertionError` if `got` is not right for these arguments; the message begins with `what`."""
+        __tracebackhide__ = True
         assert_right(got, *self.truth(arguments), what)

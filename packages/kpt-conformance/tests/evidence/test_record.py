@@ -27,7 +27,7 @@ def test_a_record_survives_its_file(folder):
 
 
 WRONG = {
-    "format": "kpt-evidence-1",
+    "format": "kpt-evidence-2",
     "op": "experts",
     "kernel": "",
     "backend": None,
@@ -43,7 +43,7 @@ WRONG = {
     "passed": True,
     "refused": None,
     "skipped": 1.5,
-    "expected_failures": -1,
+    "outcomes": "prx",
     "details": [],
 }
 
@@ -67,6 +67,7 @@ def test_a_wrong_value_is_named_with_its_file(field):
         (RECORD.dumps().replace('"chip"', '"ship"'), "it lacks chip and also has ship"),
         (RECORD.dumps().replace('"moe.experts"', '"moe.other"'), "belongs to .*moe.other--"),
         (RECORD.dumps().replace('"2.13.0"', '"2.12.0"'), "hash of library is not that of ran_with"),
+        (RECORD.dumps().replace('"passed": 412', '"passed": 413'), "outcomes has other numbers of p, r and s"),
         ("\udcff", "not UTF-8"),
     ],
 )
@@ -100,5 +101,5 @@ def test_a_higher_level_of_the_same_files_and_suite_stays(folder):
 
 def test_a_newer_record_of_the_same_level_takes_the_place(folder):
     save(folder, RECORD)
-    save(folder, replaced(passed=500))
-    assert [record.passed for record in load(folder)[0]] == [500]
+    save(folder, replaced(date="2026-11-22T09:30:00Z"))
+    assert [record.date for record in load(folder)[0]] == ["2026-11-22T09:30:00Z"]

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from evidence_package import write_package
 
 from kpt_conformance.evidence import save
 from kpt_conformance.sampling import Share, parse_share
@@ -34,21 +33,6 @@ def keep():
     yield
     registry.refresh = refresh
 """
-FORGE = """
-import torch
-
-import conftest
-from kpt_conformance.evidence import Outcomes, record_success
-
-record_success(
-    None,
-    op="evidence.double",
-    kernel="evidence_pkg.fast:fast",
-    backend="evident",
-    device=torch.device("cpu"),
-    outcomes=Outcomes(passed=412),
-)
-"""
 ALL = (
     "--kpt-backend=evident",
     "-q",
@@ -62,32 +46,29 @@ ALL = (
 
 
 @pytest.fixture
-def evident(pytester, monkeypatch):
-    """A folder with the package `evidence_pkg` and its backend; one of its two kernels has a record."""
-    monkeypatch.setenv("PYTHONPATH", str(pytester.path))
-    write_package(pytester.path)
-    pytester.makeconftest(CONFTEST)
-    return pytester
+def run(backend, package, run_here):
+    """Run the suite over one kernel of the package `evidence_pkg`, in this process."""
+    table = registry._cases()["evidence.double"]
+
+    def run(*options: str):
+        registry.forget_selections()  # what was read of records
+        registry._cases()["evidence.double"] = table  # a run forgets what was not found by entry points
+        return run_here(*ALL, *options)
+
+    return run
 
 
-def forge(pytester) -> None:
-    pytester.makepyfile(forge=FORGE)
-    done = pytester.runpython(pytester.path / "forge.py")
-    assert done.ret == 0, done.stderr.str()
+def collected(run, *options: str) -> list[str]:
+    return [line for line in run("--collect-only", *options).outlines if "::" in line]
 
 
-def collected(pytester, *options: str) -> list[str]:
-    result = pytester.runpytest_subprocess(*ALL, "--collect-only", *options, timeout=200)
-    return [line for line in result.outlines if "::" in line]
-
-
-def test_a_share_is_tried_of_what_is_proven_and_the_seed_gives_it_again(evident):
-    every = collected(evident)
-    assert collected(evident, "--kpt-sample=0.1:1") == every, "there is no record"
-    forge(evident)
-    some = collected(evident, "--kpt-sample=0.1:1")
-    assert some == collected(evident, "--kpt-sample=0.1:1")
-    assert some != collected(evident, "--kpt-sample=0.1:2")
+def test_a_share_is_tried_of_what_is_proven_and_the_seed_gives_it_again(run, prove):
+    every = collected(run)
+    assert collected(run, "--kpt-sample=0.1:1") == every, "there is no record"
+    prove(passed=412)
+    some = collected(run, "--kpt-sample=0.1:1")
+    assert some == collected(run, "--kpt-sample=0.1:1")
+    assert some != collected(run, "--kpt-sample=0.1:2")
     assert 0 < len(some) < 0.7 * len(every)
     checks = {re.search(r"\[(\w+)-", line)[1] for line in every}
     assert {re.search(r"\[(\w+)-", line)[1] for line in some} == checks, "each check is tried once at least"
@@ -121,18 +102,28 @@ def test_a_changed_kernel_or_contract_is_not_proven(prove, proof, package, chang
     [
         {"level": Level.INTERPRETED},
         {"device": "cuda"},
-        {"ran_with": {"torch": "1.0"}},
-        {"hashes": {"suite": "0" * 64}},
+        {"ran_with": {"sources": "0" * 64}},
     ],
 )
-def test_another_suite_library_level_or_device_proves_nothing_here(prove, proof, folder, changes):
+def test_another_level_device_or_native_source_proves_nothing(prove, proof, folder, changes):
+    change_record(prove(), folder, changes)
+    assert proof() is None
+
+
+@pytest.mark.parametrize("changes", [{"ran_with": {"torch": "1.0"}}, {"hashes": {"suite": "0" * 64}}])
+def test_of_what_another_suite_or_torch_proved_more_is_tried(prove, proof, folder, changes):
     file = prove()
+    assert proof().here
+    change_record(file, folder, changes)
+    assert not proof().here
+
+
+def change_record(file, folder, changes):
     (record,) = load(folder)[0]
     ran_with = changes.get("ran_with", record.ran_with)
     hashes = record.hashes | changes.get("hashes", {}) | {"library": hash_of(ran_with)}
     file.unlink()
     save(folder, replace(record, **changes | {"hashes": hashes}))
-    assert proof() is None
 
 
 def test_any_chip_of_the_kind_will_do(prove, proof, folder):
@@ -140,7 +131,7 @@ def test_any_chip_of_the_kind_will_do(prove, proof, folder):
     (record,) = load(folder)[0]
     file.unlink()
     save(folder, replace(record, chip="AMD EPYC 9R14 (avx512, bf16)"))
-    assert proof().chip == "AMD EPYC 9R14 (avx512, bf16)"
+    assert proof().record.chip == "AMD EPYC 9R14 (avx512, bf16)"
 
 
 def test_a_library_that_is_junk_proves_nothing(prove, proof, package):
@@ -153,18 +144,28 @@ def test_a_library_that_is_junk_proves_nothing(prove, proof, package):
     assert proof() is None
 
 
-def test_a_record_that_a_wrong_kernel_did_not_earn_is_found_whatever_the_seed(evident):
-    fast = evident.path / "evidence_pkg" / "inner" / "deeper.py"
-    fast.write_text("def twice(x): return x * 2.1\n")
-    forge(evident)
-    result = evident.runpytest_subprocess(*ALL, "--kpt-sample=0.1", timeout=280)
+def test_a_record_that_a_wrong_kernel_did_not_earn_is_found_whatever_the_seed(run, prove, package):
+    (package / "inner" / "deeper.py").write_text("def twice(x): return x * 2.1\n")
+    prove(passed=412)
+    result = run("--kpt-sample=0.1")
     assert result.parseoutcomes()["failed"] >= 1
     assert result.parseoutcomes()["deselected"] > 0
     result.stdout.fnmatch_lines(["*a share is tried, --kpt-sample=0.1:*", "*evidence_pkg.fast:fast ran on *: 10% *"])
 
 
-def test_a_sample_proves_nothing_anew(evident):
-    result = evident.runpytest_subprocess(*ALL, "--kpt-sample=0.1", "--kpt-evidence=package")
+def test_a_record_that_says_passed_of_what_is_skipped_is_found(run, prove):
+    prove(passed=412)
+    asked = ("-k", "fast and padding")  # the case has none
+    assert run(*asked).parseoutcomes().keys() == {"skipped", "deselected"}
+    result = run("--kpt-sample=1", *asked)
+    assert result.parseoutcomes()["failed"] >= 1
+    result.stdout.fnmatch_lines(
+        ["*this check is skipped here (*), and the record of evidence_pkg.fast:fast on * passed*"]
+    )
+
+
+def test_a_sample_proves_nothing_anew(run):
+    result = run("--kpt-sample=0.1", "--kpt-evidence=package")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--kpt-evidence needs the whole suite: leave out --kpt-sample*"])
 
@@ -185,8 +186,10 @@ def test_a_share_has_one_of_each_stratum():
     assert parse_share("0.1").seed != parse_share("0.1").seed
 
 
-def test_processes_side_by_side_choose_the_same(evident):
+def test_processes_side_by_side_choose_the_same(prove, package, pytester, monkeypatch):
     pytest.importorskip("xdist")
-    forge(evident)
-    result = evident.runpytest_subprocess(*ALL, "--kpt-sample=0.1", "-n2", "-k", "fast and result_type", timeout=280)
+    prove(passed=412)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    pytester.makeconftest(CONFTEST)
+    result = pytester.runpytest_subprocess(*ALL, "--kpt-sample=0.1", "-n2", "-k", "fast and result_type", timeout=280)
     assert result.ret == 0, result.stdout.str()

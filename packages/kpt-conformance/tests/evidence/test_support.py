@@ -1,6 +1,7 @@
 """The support table says what the records prove, and the check finds every way in which it may not."""
 
 import re
+from dataclasses import replace as replaced_of
 
 import pytest
 from evidence_package import replaced
@@ -47,11 +48,25 @@ def test_each_cell_is_a_word_that_leads_to_its_record(prove, command, place, fol
     command("write")
     found = cells(place.support.read_text(), "evidence_pkg.fast:fast")
     assert len(found) == 21
-    word, link = re.fullmatch(r"\[(\w+)\]\((.+)\)", found[ran.chip]).groups()
-    assert word == "ran"
+    name, _, features = ran.chip.partition(" (")
+    word, number, label = re.fullmatch(r"\[(\w+)\]\[(\d+)\] \((.+)", found[name]).groups()
+    assert (word, label) == ("ran", features)
+    (link,) = re.findall(rf"^\[{number}\]: (.+)$", place.support.read_text(), re.MULTILINE)
     assert (place.support.parent / link).resolve() == file
+    assert f"- evident: ran on {name}; compiled on chip 00, chip 01" in place.support.read_text()
     heads = [line for line in place.support.read_text().splitlines() if line.startswith("| op | kernel | chip")]
     assert max(line.count("|") - 1 for line in heads) <= 10
+
+
+def test_instruction_sets_of_one_cpu_share_a_cell_and_an_earlier_suite_is_said(prove, command, place, folder):
+    file = prove()
+    (ran,) = load(folder)[0]
+    file.unlink()
+    save(folder, replaced_of(ran, chip="Some CPU (avx2)"))
+    save(folder, replaced_of(ran, chip="Some CPU (amx_bf16)", hashes=ran.hashes | {"suite": "0" * 64}))
+    command("write")
+    (cell,) = cells(place.support.read_text(), "evidence_pkg.fast:fast").values()
+    assert re.sub(r"\[\d+\]", "", cell) == "[ran, earlier suite] (amx_bf16), [ran] (avx2)"
 
 
 def test_what_was_written_is_right(prove, command, capsys):
@@ -71,7 +86,7 @@ def test_a_table_that_is_not_there_is_a_fault(command, place, capsys):
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [
-        ("| claimed |", "| [ran](x.json) |", "x.json.*which no record proves"),
+        ("| claimed |", "| [ran][99] |", r"\[99\].*which no record proves"),
         ("[ran]", "[compiled]", "lacks .*ran.*which the records prove"),
         ("| deterministic |", "| |", "lacks .*deterministic.*which the records prove"),
     ],

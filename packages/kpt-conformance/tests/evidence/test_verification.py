@@ -30,7 +30,9 @@ def forged(folder, place, proven):
 
     def forge(**changes):
         (folder / proven.place).unlink()
-        save(folder, dataclasses.replace(proven, **changes))
+        record = dataclasses.replace(proven, **changes)
+        each = "p" * record.passed + "r" * record.refused + "s" * record.skipped
+        save(folder, dataclasses.replace(record, outcomes=each))
         write(place)
         return [fault for fault in faults(place) if "was ran on" not in fault]
 
@@ -85,6 +87,18 @@ def test_a_commit_of_other_files_is_found(forged, proven, package, commit, git):
     found = forged(commit=other, date=later())
     assert any(f"names commit {other}, which has another evidence_pkg.inner.deeper" in fault for fault in found), found
     assert forged(commit=before) == []
+
+
+def test_a_commit_that_landed_under_another_name_is_told_and_noted(forged, place, package, commit):
+    told = package.parent / "evidence" / "rewritten-commits.txt"
+    told.parent.mkdir(exist_ok=True)
+    told.write_text("# Gone.\n\n0123456789ab squashed into one\n")
+    assert forged(commit="0123456789ab") == []
+    assert any("so the files of the present one were looked up instead" in note for note in examine(place).notes)
+    assert any("is not there" in fault for fault in forged(commit="0123456789ac"))
+    (package / "inner" / "deeper.py").write_text("def twice(x): return 3 * x\n")
+    commit()
+    assert any("is stale: the kernel changed" in fault for fault in forged(commit="0123456789ab"))
 
 
 def test_a_commit_of_another_branch_is_found(forged, package, commit, git):
@@ -143,7 +157,7 @@ def test_a_library_that_was_not_built_again_after_a_change_is_found(prove, place
 
 
 def test_another_suite_is_noted_and_makes_no_record_stale(forged, place, proven):
-    assert forged(hashes=proven.hashes | {"suite": "0" * 64}, passed=3) == []
+    assert forged(hashes=proven.hashes | {"suite": "0" * 64}, passed=3, outcomes="ppp") == []
     assert any("1 records are of an earlier suite" in note for note in examine(place).notes)
 
 

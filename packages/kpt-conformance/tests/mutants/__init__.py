@@ -5,10 +5,12 @@ from kpt_conformance.interpreter import interpreting
 from . import (
     coming_ops,
     experts,
+    fp8,
     grouped_mm,
     grouped_mm_gradients,
     grouped_mm_wgrad,
     scaled_grouped_mm,
+    seldom,
     state,
     top_k_gating,
     wrappers,
@@ -22,9 +24,11 @@ MODULES = (
     experts,
     scaled_grouped_mm,
     top_k_gating,
+    seldom,
     wrappers,
     state,
     coming_ops,
+    fp8,
 )
 MUTANTS: list[Mutant] = [mutant for module in MODULES for mutant in module.MUTANTS]
 if interpreting():

@@ -80,6 +80,41 @@ for _name, _check, _forward in (
     _enter("sample.write_rows", _name, _check, _forward)
 
 
+# An op that mutates, and whose second call changes more.
+
+
+def _takes_it_for_a_repeat():
+    last: list[Tensor] = []
+
+    def forward(call):
+        if last and torch.equal(last[0], call.cache):
+            return last[1].clone()
+        out = sample_ops.add_rows_forward(call)
+        last[:] = call.cache.clone(), out.clone()
+        return out
+
+    return forward
+
+
+def _rounds_every_second_call_otherwise():
+    calls: list[int] = []
+
+    def forward(call):
+        calls.append(1)
+        eps = torch.finfo(call.rows.dtype).eps if len(calls) % 2 else 0.0
+        return sample_ops.add_rows_forward(call._replace(rows=call.rows * (1 + eps)))
+
+    return forward
+
+
+def _of_add_rows(name: str, found_by: str, make: Any) -> None:
+    MUTANTS.append(Mutant(name, "sample.add_rows", found_by, lambda: (make(),), {"deterministic": True}))
+
+
+_of_add_rows("a call that finds the state as it left it does nothing", "called_twice", _takes_it_for_a_repeat)
+_of_add_rows("from one state it comes to two", "repeatable", _rounds_every_second_call_otherwise)
+
+
 # An op that takes a list and gives two results.
 
 
@@ -199,6 +234,32 @@ for _name, _check, _functions in (
     ("it keeps sixteen bits of the seed", "replayed", (_cuts_the_seed,)),
 ):
     _enter("sample.dropout", _name, _check, *_functions)
+
+
+# An op that rounds to float8, to the last bit.
+
+
+def _multiplies_by_the_reciprocal(call):
+    return sample_ops.quantise_rows_forward(call, lambda part, scale: part * (1 / scale))
+
+
+def _without_a_sign_of_zero(call):
+    codes, scales = sample_ops.quantise_rows_forward(call)
+    return torch.where(codes.float() == 0, 0, codes.float()).to(codes.dtype), scales
+
+
+def _scales_an_ulp_off(call):
+    codes, scales = sample_ops.quantise_rows_forward(call)
+    return codes, scales.nextafter(torch.full_like(scales, float("inf")))
+
+
+for _name, _check, _forward in (
+    ("it multiplies by the reciprocal of the scale", "values", _multiplies_by_the_reciprocal),
+    ("it multiplies by the reciprocal, which large numbers show", "magnitudes", _multiplies_by_the_reciprocal),
+    ("it takes -0 for 0", "values", _without_a_sign_of_zero),
+    ("it gives scales that are one ulp off", "values", _scales_an_ulp_off),
+):
+    _enter("sample.quantise_rows", _name, _check, _forward)
 
 
 # An op whose gradient is what it is given.

@@ -73,7 +73,7 @@ def _(call):
     return call._replace(scale=call.scale[:, :1].expand(call.scale.shape)) if column else call
 
 
-@fault("scales of x count for the first block alone", at="8-bit x, blocks")
+@fault("scales of x count for the first block alone", at="8-bit x, square")
 def _(call):
     many = call.x_scale is not None and call.x_scale.shape[1] > 1
     return call._replace(x_scale=call.x_scale[:, :1].expand(call.x_scale.shape)) if many else call

@@ -28,4 +28,6 @@ def fake_device_result(trial: Trial) -> None:
             assert (value is None) == (other is None), f"{kind}{name}: {value} on the CPU, {other} on {fake}"
             if value is not None and other is not None:
                 assert other.device == fake, f"{kind}{name} lies on {other.device}, not on {fake}"
-                torch.testing.assert_close(other.cpu(), value, msg=partial("{}{}: {}".format, kind, name))
+                torch.testing.assert_close(
+                    other.cpu(), value, equal_nan=True, msg=partial("{}{}: {}".format, kind, name)
+                )

@@ -68,7 +68,8 @@ def _nudged(name: str, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         return tensor
     nudged = tensor.clone()
-    nudged.view(-1)[-1:] *= 0.5
+    if nudged.numel():
+        nudged[(-1,) * nudged.dim()] *= 0.5
     return nudged
 
 
@@ -99,7 +100,7 @@ def _others(trial: Trial, arguments: Arguments) -> Iterator[tuple[str, Trial, Ar
     def elements(case: Case) -> int:
         return sum(tensor.numel() for tensor in tensors_of(made(case, trial.dtype)).values())
 
-    for dtype in [dtype for dtype in trial.subject.dtypes(trial.table) if dtype is not trial.dtype][-1:]:
+    for dtype in [dtype for dtype in trial.subject.dtypes(trial.table) if dtype is not trial.dtype][-2:]:
         yield str(dtype), replace(trial, dtype=dtype), made(trial.case, dtype)
     largest = max((case for case in trial.table.cases if not (case.large or case.model)), key=elements)
     yield f"{largest.name} ({elements(largest)} elements)", replace(trial, case=largest), made(largest, trial.dtype)

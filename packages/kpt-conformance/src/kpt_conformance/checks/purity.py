@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,17 @@ def repeatable(trial: Trial) -> None:
         assert_same_bits(
             first, trial.run(arguments).named(), "repeated runs differ, though it claims to be deterministic"
         )
+
+
+@over(dtypes=True)
+def called_twice(trial: Trial) -> None:
+    """Two calls on the same tensors change twice what the op mutates, as two of the reference do."""
+    if not trial.subject.op.mutates:
+        pytest.skip("the op mutates nothing")
+    arguments = trial.arguments()
+    plain = replace(trial, table=replace(trial.table, gradients=()))
+    truth = plain.truth(arguments, calls=2)
+    assert_right(plain.run(arguments, calls=2), *truth, "the second of two calls on the same tensors")
 
 
 @over(dtypes=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_conformance.comparison import assert_same_bits
+from kpt_conformance.comparison import assert_same_bits, same_bits
 from kpt_conformance.extent import over
 from kpt_conformance.trial import Trial
 from kpt_core.cases import Arguments
@@ -61,7 +61,7 @@ def _differ(trial: Trial, arguments: Arguments, name: str, step: int) -> bool:
         for few in range(_FEW):
             by = ({name: more} for more in (few, few + step))
             one, other = (trial.outputs(trial.leaves(_with(arguments, **each))) for each in by)
-            if any(not torch.equal(one[key], other[key]) for key in one):
+            if any(not same_bits(one[key], other[key]) for key in one):
                 return True
     return False
 
@@ -78,8 +78,8 @@ def statistics(trial: Trial) -> None:
     for name, reference in want.items():
         for moment, power in (("mean", 1), ("mean square", 2)):
             found, expected = (
-                torch.cat((each.flatten(1), each.flatten(1).mean(1, keepdim=True)), 1)  # all of a draw in one number
-                for each in (got[name] ** power, reference**power)
+                torch.cat((each, each.mean(1, keepdim=True)), 1)  # all of a draw in one number
+                for each in (_rows(got[name]) ** power, _rows(reference) ** power)
             )
             spread = ((found.var(0) + expected.var(0)) / _SEEDS).sqrt()
             rounding = 4 * torch.finfo(trial.dtype).eps * expected.abs().amax(0)
@@ -89,6 +89,11 @@ def statistics(trial: Trial) -> None:
                 f"{name}: over {_SEEDS} seeds the {moment} of element {worst} of {reference[0].numel()} (then all) is "
                 f"{found.mean(0).flatten()[worst].item():.4g}; expected {expected.mean(0).flatten()[worst].item():.4g}"
             )
+
+
+def _rows(draws: Tensor) -> Tensor:
+    """Draws of any shape, also of no dimension, as `[seeds, elements]`."""
+    return draws.reshape(len(draws), -1)
 
 
 def _draws(trial: Trial, arguments: Arguments) -> dict[str, Tensor]:

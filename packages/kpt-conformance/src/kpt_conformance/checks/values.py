@@ -1,24 +1,26 @@
 """Values and gradients, whatever the layout of the arguments, the padding, and the NaNs among them."""
 
-import itertools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kpt_conformance.comparison import Outcome, assert_reference_sound, assert_right, assert_same_bits
+from kpt_conformance.checks.roundings import telling
+from kpt_conformance.comparison import assert_reference_sound, assert_right, assert_same_bits
 from kpt_conformance.extent import over
-from kpt_conformance.tensors import tensors_of, with_tensors
+from kpt_conformance.tensors import scalable, tensors_of, with_one, with_tensors
 from kpt_conformance.trial import Trial
 from kpt_core.cases import Arguments
 
 
 @over(models="all", drawn="all", dtypes=True)
 def values(trial: Trial) -> None:
-    """The result and every gradient are as near to float64 as the reference's."""
+    """The result and every gradient are as near to float64 as the reference's.
+
+    What must have the reference's bits has them for ties, zeros of either sign and rows of zeros too.
+    """
     arguments = trial.arguments()
     got = trial.run(arguments)
     baseline, oracle = trial.truth(arguments)
@@ -26,6 +28,22 @@ def values(trial: Trial) -> None:
         reduction = trial.table.reduction(arguments) if trial.table.reduction else 1
         assert_reference_sound(got, oracle, trial.dtype, reduction)
     assert_right(got, baseline, oracle)
+    exact = {out.dtype for name, out in baseline.outputs.items() if oracle.is_exact(name)}
+    if exact and not trial.case.model:
+        _require_roundings(trial, arguments, exact)
+
+
+def _require_roundings(trial: Trial, arguments: Arguments, exact: Iterable[torch.dtype]) -> None:
+    """Raise `AssertionError` unless numbers that tell roundings apart are computed rightly, one argument at a time.
+
+    They have a result alone: at a tie there is no derivative.
+    """
+    __tracebackhide__ = True
+    forward = replace(trial, table=replace(trial.table, gradients=()))
+    for name in scalable(arguments):
+        changed = with_one(arguments, name, telling(tensors_of(arguments)[name], exact))
+        if trial.takes(changed):
+            forward.assert_right(changed, forward.run(changed), f"with ties and zeros in {name}")
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -80,8 +98,7 @@ def layouts(trial: Trial) -> None:
     truth = trial.truth(arguments)
     for what, layout, some in tried:
         changed = _laid_out(trial, arguments, layout, some)
-        specified = layout != "expanded" or trial.table.specified is None or trial.table.specified(changed)
-        if specified and trial.refusal(changed) is None:
+        if trial.takes(changed) if layout == "expanded" else trial.refusal(changed) is None:
             assert_right(trial.run(changed), *(trial.truth(changed) if layout == "expanded" else truth), what)
 
 
@@ -132,17 +149,12 @@ def far_strides(trial: Trial) -> None:
             pytest.skip(f"no room for {size * tensor.element_size() / 2**30:.1f} GiB of addresses: {error}")
         far = memory.as_strided(tensor.shape, (stride, *tensor[0].contiguous().stride()))
         far.copy_(tensor)
-        changed = _with(arguments, name, far)
+        changed = with_one(arguments, name, far)
         if trial.refusal(changed) is None:
             trial.assert_right(changed, trial.run(changed), f"with rows of {name} {stride} elements apart")
             tried = True
     if not tried:
         pytest.skip("no argument has four rows, or such strides are refused")
-
-
-def _with(arguments: Arguments, name: str, tensor: Tensor) -> Arguments:
-    """The arguments with another tensor in the place of one."""
-    return with_tensors(arguments, lambda each, old: tensor if each == name else old)
 
 
 @over(dtypes=True)
@@ -184,100 +196,13 @@ def nans(trial: Trial) -> None:
         for place in {0, tensor.numel() - 1}:
             flat = tensor.flatten().clone()
             flat[place] = float("nan")
-            changed = _with(arguments, name, flat.view(tensor.shape))
+            changed = with_one(arguments, name, flat.view(tensor.shape))
             got, (baseline, oracle) = trial.run(changed), trial.truth(changed)
             for key, want in oracle.outputs.items():
                 lost = (baseline.outputs[key].isnan() & want.isnan() & ~got.outputs[key].isnan()).sum().item()
                 made = (~want.isnan() & got.outputs[key].isnan()).sum().item()
                 assert not lost, f"{key}: swallows a NaN in element {place} of {name} in {lost} places"
                 assert not made, f"{key}: a NaN in element {place} of {name} spreads to {made} places too many"
-
-
-#: What numbers around one are multiplied by, for a dtype's smallest normal number; exact in every dtype.
-_FACTORS: dict[str, Callable[[float], float]] = {
-    "denormal": lambda tiny: tiny / 16,
-    "small": lambda tiny: 2.0 ** round(math.log2(tiny) / 4),
-    "64 times larger": lambda tiny: 64.0,
-}
-
-
-@over(dtypes=True)
-def magnitudes(trial: Trial) -> None:
-    """Denormal, small and large numbers, one argument at a time and all, and infinities, give what the reference does.
-
-    Who takes denormals for zero is right too, but for float16, whose denormals are not rare. Where the reference
-    overflows nothing is promised. Infinities have a result alone: a derivative there is often that of a formula, not of
-    the function.
-    """
-    arguments = trial.arguments()
-    names = [
-        n for n, t in tensors_of(arguments).items() if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel()
-    ]
-    if not names:
-        pytest.skip("no argument is scaled")
-    some = [[name] for name in names] + [names]
-    for scaled in some if len(names) > 1 else some[:1]:
-        for what, factor in _FACTORS.items():
-            _require_magnitude(trial, _scaled(arguments, scaled, factor), f"with {', '.join(scaled)} {what}")
-    forward = replace(trial, table=replace(trial.table, gradients=()))
-    for name, infinity in zip(names, itertools.cycle((-float("inf"), float("inf"))), strict=False):
-        flat = tensors_of(arguments)[name].flatten().clone()
-        flat[-1] = infinity
-        made = _with(arguments, name, flat.view(tensors_of(arguments)[name].shape))
-        _require_magnitude(forward, made, f"with {infinity} in the last element of {name}")
-
-
-def _scaled(arguments: Arguments, names: list[str], factor: Callable[[float], float]) -> Arguments:
-    """The arguments, some of them times a factor for their dtype."""
-
-    def scale(name: str, tensor: Tensor) -> Tensor:
-        return tensor * factor(torch.finfo(tensor.dtype).tiny) if name in names else tensor
-
-    return with_tensors(arguments, scale)
-
-
-def _require_magnitude(trial: Trial, arguments: Arguments, what: str) -> None:
-    """Raise `AssertionError` unless such arguments are computed as rightly as others."""
-    if (trial.table.specified and not trial.table.specified(arguments)) or trial.refusal(arguments) is not None:
-        return
-    baseline, oracle = trial.truth(arguments)
-    if any(bool((base.isinf() & want.isfinite()).any()) for base, want in _pairs(baseline, oracle)):
-        return  # other sums may overflow elsewhere
-    got = trial.run(arguments)
-    got = replace(got, outputs={name: _undefined(out, oracle.outputs[name]) for name, out in got.outputs.items()})
-    try:
-        assert_right(got, baseline, oracle, what)
-    except AssertionError:
-        info = torch.finfo(trial.dtype)
-        if trial.dtype is torch.float16:
-            # Denormals lie a fixed step apart: one between two products is off by part of it in each term of a sum.
-            step = info.tiny * info.eps * torch.tensor(oracle.reduction, dtype=torch.float64).sqrt()
-            assert_right(got, baseline, oracle, what, dict.fromkeys(oracle.named(), step))
-            return
-        flushed = with_tensors(arguments, lambda name, tensor: _flushed(tensor))
-        zeroed, named = trial.truth(flushed)[1].named(), oracle.named()
-        apart = {name: (zeroed[name] - named[name]).abs() for name, t in named.items() if t.is_floating_point()}
-        floor = {name: each.nan_to_num(0, 0, 0) + info.tiny for name, each in apart.items()}
-        assert_right(got, baseline, oracle, what, floor)
-
-
-def _pairs(baseline: Outcome, oracle: Outcome) -> list[tuple[Tensor, Tensor]]:
-    want = oracle.named()
-    return [(tensor, want[name]) for name, tensor in baseline.named().items() if tensor.is_floating_point()]
-
-
-def _undefined(out: Tensor, want: Tensor) -> Tensor:
-    """What is expected in the place of what formulas disagree about: `inf - inf`, and which infinity."""
-    if not out.is_floating_point():
-        return out
-    return torch.where(want.isnan() | (want.isinf() & ~out.isfinite()), want.to(out), out)
-
-
-def _flushed(tensor: Tensor) -> Tensor:
-    """Zero in the place of denormals."""
-    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
-        return tensor
-    return tensor.where(~(tensor.abs() < torch.finfo(tensor.dtype).tiny), 0)
 
 
 @over(drawn="first", dtypes=True)

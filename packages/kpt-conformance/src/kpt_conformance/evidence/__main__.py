@@ -1,4 +1,8 @@
-"""`python -m kpt_conformance.evidence check|write`: hold records, ratchet and support table to what is here."""
+"""Hold three kinds of files to what is here: records, the ratchet and the support table.
+
+A record says what was proven of one kernel on one chip. The ratchet holds the least level that each kernel must keep
+on each chip. The support table, docs/support.md, is made of the records.
+"""
 
 import argparse
 import sys
@@ -12,13 +16,15 @@ from .verdict import Place, examine, take, write
 def main(arguments: list[str] | None = None) -> int:
     """Check or write; 1 if something is wrong."""
     usual = Place()
-    parser = argparse.ArgumentParser(prog="python -m kpt_conformance.evidence", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m kpt_conformance.evidence", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="say what a record, the table or the ratchet says and is not so; then 1")
-    make = commands.add_parser("write", help="make the table from the registry and the records, and raise the ratchet")
+    check = commands.add_parser("check", help="print what in them is not true; exit code 1 if anything is")
+    make = commands.add_parser("write", help="write the table from the records, and raise the ratchet to them")
     for command in (check, make):
-        command.add_argument("--support", type=Path, default=usual.support, metavar="FILE", help="the table")
-        command.add_argument("--ratchet", type=Path, default=usual.ratchet, metavar="FILE", help="the least levels")
+        command.add_argument("--support", type=Path, default=usual.support, metavar="FILE", help="the support table")
+        command.add_argument("--ratchet", type=Path, default=usual.ratchet, metavar="FILE", help="the ratchet")
     make.add_argument(
         "--prune", action="store_true", help="remove records that prove nothing, and kernels that are gone"
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from kpt_core.evidence import Sources
 from kpt_core.evidence.sources import digest_of
 
+#: A line for each commit that is gone: its name, then why. Beside the ratchet, in the topmost folder of a work tree.
+REWRITTEN = "evidence/rewritten-commits.txt"
 _DIGESTS = re.compile(rb"(\S+ [0-9a-f]{64}\n)+")
 
 
@@ -42,6 +44,12 @@ class History:
     def before_head(self, commit: str) -> bool:
         """Whether a commit is one of those that led to the present one."""
         return self._text("merge-base", "--is-ancestor", commit, "HEAD") is not None
+
+    def rewritten(self, commit: str) -> bool:
+        """Whether a commit is told to be gone: it was squashed, or landed again under another name."""
+        file = self.root / REWRITTEN
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return commit in (line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
 
     def newest_until(self, date: datetime) -> str | None:
         """The newest commit up to a time."""

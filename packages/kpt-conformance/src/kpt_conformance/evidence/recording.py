@@ -32,18 +32,12 @@ class Outcomes:
     """What became of a kernel's checks.
 
     Attributes:
-        passed: how many passed.
-        refused: how many the kernel refused.
-        skipped: how many had nothing to try.
-        expected_failures: how many failed as the backend says that they do.
+        each: as in `Record.outcomes`.
         absent: as in `Record`.
         tiles: what a Triton kernel's functions were launched with.
     """
 
-    passed: int
-    refused: int = 0
-    skipped: int = 0
-    expected_failures: int = 0
+    each: str
     absent: tuple[Mapping[str, Any], ...] = ()
     tiles: frozenset[str] = field(default=frozenset())
 
@@ -88,10 +82,10 @@ def record_success(
         device=device.type,
         level=level,
         ran_with=beside | ({"tiles": "; ".join(sorted(outcomes.tiles))} if outcomes.tiles else {}),
-        passed=outcomes.passed,
-        refused=outcomes.refused,
-        skipped=outcomes.skipped,
-        expected_failures=outcomes.expected_failures,
+        passed=outcomes.each.count("p"),
+        refused=outcomes.each.count("r"),
+        skipped=outcomes.each.count("s"),
+        outcomes=outcomes.each,
         absent=outcomes.absent,
     )
 

@@ -89,7 +89,7 @@ def judge(claims: Iterable[Claim]) -> Verdict:
                     f"`nox -s evidence` on that device proves it again, `{_COMMAND} --prune` removes the record"
                 )
                 continue
-            records[file] = (record, record.level.word)
+            records[file] = (record, record.level.word + ", earlier suite" * (not told.of_present_suite))
             if record.backend in untrue:
                 continue
             lies = list(told.lies())

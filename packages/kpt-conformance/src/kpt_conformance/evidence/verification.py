@@ -10,7 +10,7 @@ from kpt_conformance.aot.chips import CHIPS
 from kpt_core.evidence import Claim, Level, Record
 
 from .counting import Counts
-from .history import History, history_of_sources
+from .history import REWRITTEN, History, history_of_sources
 from .provenance import INTERPRETER, is_cpu, made_with_triton
 from .suite_files import suite_of
 
@@ -60,6 +60,8 @@ class Verification:
             return "git knows nothing of its files here, so its commit was not looked up"
         if history.shallow and self.record.commit and history.date(self.record.commit) is None:
             return "this clone is shallow, so its commit was not looked up"
+        if self.record.commit and history.rewritten(self.record.commit):
+            return f"their commit is one of {REWRITTEN}, so the files of the present one were looked up instead"
         return None
 
     @cached_property
@@ -114,8 +116,13 @@ class Verification:
             return
         made = history.date(record.commit)
         if made is None:
-            if not history.shallow:
-                yield f"names commit {record.commit}, which is not there"
+            if history.rewritten(record.commit):
+                yield from self._of_another_head(history, record.commit)
+            elif not history.shallow:
+                yield (
+                    f"names commit {record.commit}, which is not there (if its changes landed under another name, "
+                    f"write it and why into {REWRITTEN})"
+                )
             return
         if not history.before_head(record.commit):
             yield f"names commit {record.commit}, which did not lead to the present one"
@@ -125,7 +132,10 @@ class Verification:
         if differing:
             yield f"names commit {record.commit}, which has another {', '.join(differing[:3])}"
             return
-        head = history.head or record.commit
+        yield from self._of_another_head(history, record.commit)
+
+    def _of_another_head(self, history: History, commit: str) -> Iterator[str]:
+        head = history.head or commit
         differing = history.changed(head, self.claim.sources())
         if differing:  # what a build left is of an earlier commit
             what = ", ".join(differing[:3])
