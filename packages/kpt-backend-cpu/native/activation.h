@@ -34,6 +34,17 @@ KPT_INLINE vf exp(vf x) {
 
 KPT_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 
+// A sigmoid and what it lacks of 1, both to their last digits: near 1 a subtraction would leave the rest none.
+struct Logistic {
+    vf value, rest;
+};
+
+KPT_INLINE Logistic logistic(vf x) {
+    const vf e = exp(-x);
+    const vf value = 1.0f / (1.0f + e);
+    return {value, select(x > 0.0f, e * value, 1.0f - value)};
+}
+
 #if !defined(__AVX512F__)
 // Within 1 ulp or so: a polynomial near zero, 1 - exp(polynomial) elsewhere (N. Juffa's).
 KPT_INLINE vf erf(vf x) {
@@ -63,8 +74,8 @@ KPT_INLINE vf cumulative_normal(vf x) { return erf(x * 0.707106781f) * 0.5f + 0.
 struct Silu {
     vf value(vf x) const { return x * sigmoid(x); }
     vf slope(vf x) const {
-        const vf s = sigmoid(x);
-        return s + s * (1.0f - s) * x;
+        const Logistic s = logistic(x);
+        return s.value + s.value * s.rest * x;
     }
 };
 
@@ -75,13 +86,13 @@ struct Gelu {
 
 // (1 + tanh(u)) / 2 is sigmoid(2 u).
 struct GeluTanh {
-    static vf cumulative(vf x) { return sigmoid(x * (1.59576912f + 0.0713548163f * (x * x))); }
-    vf value(vf x) const { return x * cumulative(x); }
+    static vf twice(vf x) { return x * (1.59576912f + 0.0713548163f * (x * x)); }
+    vf value(vf x) const { return x * sigmoid(twice(x)); }
     vf slope(vf x) const {
-        const vf s = cumulative(x);
-        // Past the bounds s * (1 - s) is zero; squares of large x are infinite.
+        const Logistic s = logistic(twice(x));
+        // Past the bounds the product with the rest is zero; squares of large x are infinite.
         const vf b = larger(splat(-30.0f), smaller(splat(30.0f), x));
-        return s + s * (1.0f - s) * b * (1.59576912f + 0.214064449f * (b * b));
+        return s.value + s.value * s.rest * b * (1.59576912f + 0.214064449f * (b * b));
     }
 };
 
@@ -129,10 +140,10 @@ struct Swiglu {
     }
     void slope(vf grad, vf gate, vf up, vf& grad_gate, vf& grad_up) const {
         const vf g = smaller(splat(limit), gate);
-        const vf s = sigmoid(g * alpha);
-        const vf slope_of_gate = s + s * (1.0f - s) * g * alpha;
+        const Logistic s = logistic(g * alpha);
+        const vf slope_of_gate = s.value + s.value * s.rest * g * alpha;
         grad_gate = select(gate > limit, vf{}, grad * (bounded(up) + beta) * slope_of_gate);
-        grad_up = select(abs(up) > limit, vf{}, grad * (g * s));
+        grad_up = select(abs(up) > limit, vf{}, grad * (g * s.value));
     }
 
 private:

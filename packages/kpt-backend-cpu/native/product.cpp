@@ -101,7 +101,7 @@ struct Part {
 
 template <class Kind>
 Part part_of(int64_t inner, int64_t k) {
-    const int64_t most = kDepth * Kind::per_slot, numbers = inner - k < most ? inner - k : most;
+    const int64_t most = Kind::depth * Kind::per_slot, numbers = inner - k < most ? inner - k : most;
     return {k, numbers, depth_of<Kind>(numbers)};
 }
 
@@ -116,7 +116,7 @@ void add_product(
             block.left, rows, right, part.depth, width, part.depth, block.sums, columns.pitch(), nullptr, part.k > 0);
         return;
     }
-    const int64_t step = scales.matrices->scales_of == KPT_SCALES_BLOCK ? 128 / Kind::per_slot : kDepth;
+    const int64_t step = scales.matrices->scales_of == KPT_SCALES_BLOCK ? 128 / Kind::per_slot : Kind::depth;
     for (int64_t s = 0; s < part.depth; s += step) {
         float own[kColumns];
         for (int64_t c = 0; c < width; c++) {
@@ -151,7 +151,7 @@ template <class Kind>
 void multiply(
     const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
     int64_t inner, const ColumnScales& scales, const Finish& finish) {
-    constexpr int64_t step = kDepth * Kind::per_slot;
+    constexpr int64_t step = Kind::depth * Kind::per_slot;
     [[maybe_unused]] const typename Kind::InUse in_use;
     const int64_t width = columns.width();
     const bool at_once = fits<Kind>(inner, width);
@@ -188,7 +188,7 @@ void multiply_turned(
     const Block& block, const Factor& left, int64_t row, int64_t rows, const Factor& right, const Columns& columns,
     int64_t inner, const LineScales& scales, const Finish& finish) {
     const TilesInUse tiles;
-    for (int64_t k = 0; k < inner; k += kDepth * Pairs::per_slot) {
+    for (int64_t k = 0; k < inner; k += Pairs::depth * Pairs::per_slot) {
         const Part part = part_of<Pairs>(inner, k);
         pack_panels<Pairs>(left, row, rows, k, part.numbers, block.right + k / Pairs::per_slot * kPanel);
     }

@@ -11,7 +11,7 @@
 namespace kpt {
 
 constexpr int kPanel = 2 * W;
-// Slots along the inner size that are packed at a time: a few rows of them stay in the first cache.
+// The most slots along the inner size that are packed at a time: a few rows of them stay in the first cache.
 constexpr int kDepth = 256;
 // The distance of rows: not a power of two, since those share a set of the cache.
 constexpr int kPitch = kDepth + 16;

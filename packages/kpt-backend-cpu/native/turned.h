@@ -12,7 +12,7 @@ namespace kpt {
 
 // Lines of so many numbers are packed at a time: they stay in the first cache.
 constexpr int64_t kFewRows = kPanel, kLines = 2 * kTile, kLineNumbers = 256;
-static_assert(kLineNumbers <= kDepth * Pairs::per_slot);
+static_assert(kLineNumbers <= Pairs::depth * Pairs::per_slot);
 
 // What the sums of a line, which is a column of the result, are multiplied by: that of all the inner size, or of 128 of it.
 class LineScales {

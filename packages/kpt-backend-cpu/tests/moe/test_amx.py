@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kpt_core
-import kpt_moe
 from kpt_backend_cpu.moe import amx, decode, experts
+from kpt_moe.grouped_mm import grouped_mm
 
 
 def record(x: torch.Tensor, top_k: int, up: torch.Tensor, down: torch.Tensor, **options: bool) -> kpt_core.Call:
@@ -74,7 +74,7 @@ def test_a_refused_product_is_computed_all_the_same(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     x, weight = torch.randn(5, 3).bfloat16(), torch.randn(1, 3, 2).bfloat16()
     with kpt_core.record() as log:
-        out = kpt_moe.grouped_mm(x, weight, torch.tensor([5], dtype=torch.int32))
+        out = grouped_mm(x, weight, torch.tensor([5], dtype=torch.int32))
     assert [selection.backend for selection in log] == ["torch"]
     torch.testing.assert_close(out, x @ weight[0])
 
@@ -87,5 +87,5 @@ def test_bfloat16_compiles_as_one_graph_where_no_instruction_set_is_asked_for(
     monkeypatch.delenv("KPT_CPU_ISA", raising=False)
     x, weight = torch.randn(5, 3).bfloat16(), torch.randn(1, 3, 2).bfloat16()
     offsets = torch.tensor([5], dtype=torch.int32)
-    compiled = torch.compile(kpt_moe.grouped_mm, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, weight, offsets), kpt_moe.grouped_mm(x, weight, offsets))
+    compiled = torch.compile(grouped_mm, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight, offsets), grouped_mm(x, weight, offsets))

@@ -5,7 +5,10 @@ import torch
 from torch.autograd import forward_ad
 
 import kpt_core
-import kpt_moe
+from kpt_moe.experts import experts
+from kpt_moe.grouped_mm import grouped_mm, grouped_mm_wgrad
+from kpt_moe.quantised_experts import quantise_weights
+from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 
 INDEX = torch.tensor([[0, 1], [1, 0], [1, 1], [0, 2]])
 OFFSETS = torch.tensor([1, 4], dtype=torch.int32)
@@ -19,14 +22,14 @@ def operations():
         return torch.randn(*shape, generator=generator)
 
     x, weight, up, down = normal(4, 3), normal(2, 3, 5), normal(2, 8, 3), normal(2, 3, 4)
-    codes, scale = kpt_moe.quantise_weights(weight.mT, "row")
+    codes, scale = quantise_weights(weight.mT, "row")
     weights = torch.rand(4, 2, generator=generator)
     return {
         "top_k_gating": (lambda v: kpt_core.get_op("moe.top_k_gating")(v, top_k=2)[0], x),
-        "grouped_mm": (lambda v: kpt_moe.grouped_mm(v, weight, OFFSETS), x),
-        "grouped_mm_wgrad": (lambda v: kpt_moe.grouped_mm_wgrad(v, x, OFFSETS), x),
-        "scaled_grouped_mm": (lambda v: kpt_moe.scaled_grouped_mm(v, codes.mT, scale, OFFSETS), x),
-        "experts": (lambda v: kpt_moe.experts(v, INDEX, weights, up, down), x),
+        "grouped_mm": (lambda v: grouped_mm(v, weight, OFFSETS), x),
+        "grouped_mm_wgrad": (lambda v: grouped_mm_wgrad(v, x, OFFSETS), x),
+        "scaled_grouped_mm": (lambda v: scaled_grouped_mm(v, codes.mT, scale, OFFSETS), x),
+        "experts": (lambda v: experts(v, INDEX, weights, up, down), x),
     }
 
 

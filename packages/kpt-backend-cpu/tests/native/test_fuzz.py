@@ -16,7 +16,6 @@ from surrounded import Memory, assert_close, offsets_of, products, weights
 from torch import Tensor
 
 import kpt_core
-import kpt_moe
 from kpt_backend_cpu import BACKEND, KPT_CPU_ISA, native
 from kpt_backend_cpu.moe.tensors import matrices, rows
 from kpt_backend_cpu.structures import (
@@ -33,6 +32,7 @@ from kpt_backend_cpu.structures import (
     TopKGating,
     TopKGatingBackward,
 )
+from kpt_moe.experts import experts
 
 Run = Callable[[str, Structure], None]
 
@@ -226,7 +226,7 @@ def test_experts_and_their_gradients_are_those_of_the_reference_in_float64(run: 
     exact = [t.double().requires_grad_() for t in (x, routing, exact_up, exact_down, *biases)]
     exact_x, exact_routing, *exact_rest = exact
     with kpt_core.use("reference"):
-        want = kpt_moe.experts(
+        want = experts(
             exact_x,
             ids,
             exact_routing,
