@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kpt_moe import ExpertNetwork, Routing
+from kpt_moe import Routing
+from kpt_moe.expert_networks import ExpertNetwork
 
 EXPERTS = 4
 

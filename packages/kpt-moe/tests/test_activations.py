@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from kpt_core import InputError, UnknownNameError
-from kpt_moe import Activation
-from kpt_moe.activations import GATED, PLAIN
+from kpt_moe.activations import GATED, PLAIN, Activation
 from oracle import ACTIVATIONS, activate
 from oracle import GATED as ORACLE_GATED
 

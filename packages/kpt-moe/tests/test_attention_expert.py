@@ -22,7 +22,7 @@ from network_checks import (
 
 
 def make(num_heads: int = 2, causal: bool = True, bias: bool = True, **place) -> AttentionExpert:
-    return AttentionExpert(EXPERTS, 8, 6, num_heads=num_heads, causal=causal, bias=bias, **place)
+    return AttentionExpert(8, num_experts=EXPERTS, head_dim=6, num_heads=num_heads, causal=causal, bias=bias, **place)
 
 
 def ends(*positions: int) -> Tensor:
@@ -124,7 +124,7 @@ def test_no_row_is_without_a_key(kind):
 
 
 def test_one_expert_that_all_choose_is_multi_head_attention():
-    network = randomised(AttentionExpert(1, 8, 4, num_heads=2, causal=False, dtype=torch.float64))
+    network = randomised(AttentionExpert(8, num_experts=1, head_dim=4, num_heads=2, causal=False, dtype=torch.float64))
     x = torch.randn(7, 8, dtype=torch.float64)
     ones = torch.ones(7, 1, dtype=torch.float64)
     projections = torch.cat((network.query_proj[0], network.key_proj.weight, network.value_proj.weight))
@@ -168,13 +168,16 @@ def test_serves_in_a_layer_where_each_row_is_a_sequence():
 
 
 def test_keys_and_values_are_shared_by_the_experts():
-    few, many = (sum(p.numel() for p in AttentionExpert(experts, 8, 6, num_heads=2).parameters()) for experts in (1, 5))
+    few, many = (
+        sum(p.numel() for p in AttentionExpert(8, num_experts=experts, head_dim=6, num_heads=2).parameters())
+        for experts in (1, 5)
+    )
     assert few == 4 * 8 * 12
     assert many - few == 4 * (2 * 8 * 12)
 
 
 def test_fresh_parameters():
-    network = AttentionExpert(4, 64, 32, num_heads=4, bias=True)
+    network = AttentionExpert(64, num_experts=4, head_dim=32, num_heads=4, bias=True)
     torch.nn.init.ones_(network.key_proj.weight)
     network.reset_parameters()
     for weight in (network.query_proj, network.key_proj.weight, network.value_proj.weight, network.out_proj):
@@ -185,7 +188,7 @@ def test_fresh_parameters():
 @pytest.mark.parametrize("name", ["head_dim", "num_heads"])
 def test_sizes_must_be_positive_integers(name):
     with pytest.raises(InputError, match=f"AttentionExpert: {name} must be a positive integer; got 0"):
-        AttentionExpert(4, 8, **{name: 0})
+        AttentionExpert(8, num_experts=4, **{name: 0})
 
 
 def test_wrong_inputs_are_named():

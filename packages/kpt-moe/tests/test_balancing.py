@@ -20,9 +20,9 @@ class Routers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = TopKRouter(HIDDEN, EXPERTS, TOP_K, correction_bias=True, score="sigmoid")
-        self.plain = TopKRouter(HIDDEN, EXPERTS, TOP_K)
-        self.second = TopKRouter(HIDDEN, EXPERTS + 2, 1, correction_bias=True, capacity_factor=1.0)
+        self.first = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, correction_bias=True, score="sigmoid")
+        self.plain = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
+        self.second = TopKRouter(HIDDEN, num_experts=EXPERTS + 2, top_k=1, correction_bias=True, capacity_factor=1.0)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         weights = [router(x, mask=mask).weights.square().sum() for router in (self.first, self.plain, self.second)]
@@ -81,28 +81,13 @@ def test_evaluation_does_not_count_and_detaching_stops():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_centring_keeps_the_mean_at_zero_and_the_choices():
-    plain, centred = Routers(), Routers()
-    centred.load_state_dict(plain.state_dict())
-    balancers = [BiasBalancer(plain, rate=0.01), BiasBalancer(centred, rate=0.01, centre=True)]
-    for _ in range(10):
-        x = torch.randn(50, HIDDEN) + 1
-        assert torch.equal(plain.first(x).index, centred.first(x).index)
-        for balancer in balancers:
-            balancer.step()
-    for a, b in zip(plain.biases(), centred.biases(), strict=True):
-        torch.testing.assert_close(b, a - a.mean())
-        torch.testing.assert_close(b.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
-    assert plain.first.correction_bias.mean().abs() > 1e-3
-
-
 def imbalance(router: TopKRouter, x: torch.Tensor) -> float:
     asked = router(x).asked_per_expert().double()
     return float(asked.max() / asked.mean())
 
 
 def test_a_skewed_router_becomes_balanced():
-    router = TopKRouter(HIDDEN, EXPERTS, TOP_K, correction_bias=True, score="sigmoid")
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, correction_bias=True, score="sigmoid")
     direction = torch.randn(HIDDEN)
 
     def tokens() -> torch.Tensor:
@@ -120,7 +105,7 @@ def test_a_skewed_router_becomes_balanced():
 
 
 def test_the_rate_is_assigned_to():
-    router = TopKRouter(HIDDEN, EXPERTS, 1, correction_bias=True)
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=1, correction_bias=True)
     balancer = BiasBalancer(router)
     balancer.rate = 0.5
     router(torch.randn(1, HIDDEN))
@@ -147,14 +132,14 @@ def test_a_rate_that_is_no_positive_number_is_refused(rate):
 
 def test_a_model_without_biases_is_refused():
     with pytest.raises(InputError, match="no router of TopKRouter has a correction_bias"):
-        BiasBalancer(TopKRouter(HIDDEN, EXPERTS, TOP_K))
+        BiasBalancer(TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_repeats_is_not_counted_again(reentrant):
     """Two micro-batches of which one is repeated: counted twice it would outweigh the other."""
     left, right = torch.eye(EXPERTS)[:3], torch.eye(EXPERTS)[3:]
-    router = TopKRouter(EXPERTS, EXPERTS, 1, correction_bias=True, renormalize=False)
+    router = TopKRouter(EXPERTS, num_experts=EXPERTS, top_k=1, correction_bias=True, renormalize=False)
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS))
     calls = []
@@ -172,7 +157,7 @@ def test_what_checkpointing_repeats_is_not_counted_again(reentrant):
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.router = TopKRouter(HIDDEN, EXPERTS, TOP_K, correction_bias=True)
+        self.router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, correction_bias=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.router(x).weights.square().sum()

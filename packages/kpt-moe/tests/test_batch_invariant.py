@@ -39,18 +39,9 @@ def threads(request):
 def products(request, monkeypatch):
     """The products for host memory, and those that read nothing on the host."""
     if request.param == "elsewhere":
-        call = module._block_mm_elsewhere
+        monkeypatch.setattr(module, "_on_host", module._elsewhere)
         monkeypatch.setattr(module, "segments", None)
-        monkeypatch.setattr(module._BlockMM, "forward", staticmethod(_forward_by(call)))
     return request.param
-
-
-def _forward_by(call):
-    def forward(ctx, x, weight, ends):
-        ctx.save_for_backward(x, weight, ends)
-        return call(x, weight, ends)
-
-    return forward
 
 
 def make(dtype: torch.dtype | None = None, **choices) -> MoELayer:
@@ -286,8 +277,8 @@ def test_ends_with_the_block():
             pass
         assert batch_invariant_mode()
     assert not batch_invariant_mode()
-    with pytest.raises(InputError), batch_invariant():
-        invariant_linear(torch.ones(2), torch.ones(2))
+    with pytest.raises(ValueError, match="left"), batch_invariant():
+        raise ValueError("left")
     assert not batch_invariant_mode()
 
 
@@ -301,10 +292,6 @@ def test_cannot_be_opened_inside_a_compiled_function():
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(InputError, match=r"x must be \[rows, K\] and weight \[N, K\] of one dtype"):
-        invariant_linear(torch.ones(2, 3), torch.ones(4, 5))
-    with pytest.raises(InputError, match=r"bias must be \[4\]; got \[3\]"):
-        invariant_linear(torch.ones(2, 3), torch.ones(4, 3), torch.ones(3))
     x, index, *rest = arguments()
     with pytest.raises(InputError, match="top_k_index and top_k_weights must both be"):
         invariant_experts(x, index[:3], *rest)
@@ -312,7 +299,7 @@ def test_wrong_arguments_are_named():
 
 @pytest.mark.parametrize("router", ["learned", "dynamic_capacity", "gshard", "top_k"])
 def test_every_router_that_takes_tokens_one_by_one_joins(router):
-    options = {"activation": "gelu", "normalize": True} if router == "learned" else {}
+    options = {"activation": "gelu"} if router == "learned" else {}
     layer = create_moe_layer(
         hidden_size=24, num_experts=6, top_k=2, router=router, router_options=options, num_shared_experts=1,
         shared_gate=True,

@@ -44,7 +44,7 @@ def expected(index, weights, places, priority) -> list[list[int]]:
 @given(choices(), st.sampled_from(PRIORITIES))
 def test_serves_choice_by_choice(drawn, priority):
     index, weights, places = drawn
-    kept = limit_capacity(index, weights, EXPERTS, torch.tensor(places), priority)
+    kept = limit_capacity(index, weights, num_experts=EXPERTS, capacity=torch.tensor(places), priority=priority)
     assert kept.tolist() == expected(index, weights, places, priority)
     assert kept.shape == index.shape
     assert kept.dtype is torch.int64
@@ -55,13 +55,13 @@ def test_capacity_is_a_number_or_a_tensor(drawn, priority, capacity):
     index, weights, _ = drawn
     want = expected(index, weights, [capacity] * EXPERTS, priority)
     for same in (capacity, torch.tensor(capacity), torch.full((EXPERTS,), capacity)):
-        assert limit_capacity(index, weights, EXPERTS, same, priority).tolist() == want
+        assert limit_capacity(index, weights, num_experts=EXPERTS, capacity=same, priority=priority).tolist() == want
 
 
 @given(choices(), st.sampled_from(PRIORITIES))
 def test_never_exceeds_the_capacity_nor_refuses_while_there_is_room(drawn, priority):
     index, weights, places = drawn
-    kept = limit_capacity(index, weights, EXPERTS, torch.tensor(places), priority)
+    kept = limit_capacity(index, weights, num_experts=EXPERTS, capacity=torch.tensor(places), priority=priority)
     for expert, most in enumerate(places):
         asked = int((index == expert).sum())
         assert int((kept == expert).sum()) == min(asked, most)
@@ -72,7 +72,7 @@ def test_never_exceeds_the_capacity_nor_refuses_while_there_is_room(drawn, prior
 @given(choices())
 def test_the_refused_come_after_the_served(drawn):
     index, weights, places = drawn
-    kept = limit_capacity(index, weights, EXPERTS, torch.tensor(places), "weight")
+    kept = limit_capacity(index, weights, num_experts=EXPERTS, capacity=torch.tensor(places), priority="weight")
     for expert in range(EXPERTS):
         served, refused = weights[(index == expert) & (kept == expert)], weights[(index == expert) & (kept != expert)]
         if len(served) and len(refused):
@@ -81,13 +81,15 @@ def test_the_refused_come_after_the_served(drawn):
 
 def test_equal_weights_are_served_by_position_in_the_tensor():
     index = torch.tensor([[0, 1], [1, 0], [0, 1]])
-    kept = limit_capacity(index, torch.ones(3, 2), 2, 2, "weight")
+    kept = limit_capacity(index, torch.ones(3, 2), num_experts=2, capacity=2, priority="weight")
     assert kept.tolist() == [[0, 1], [1, 0], [~0, ~1]]
 
 
 def test_unknown_priority_is_named():
     with pytest.raises(UnknownNameError, match="unknown priority 'weights': did you mean 'weight'"):
-        limit_capacity(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 1, 1, "weights")  # type: ignore[arg-type]
+        limit_capacity(
+            torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), num_experts=1, capacity=1, priority="weights"
+        )  # type: ignore[arg-type]
 
 
 # Decimals as people write them, and ratios such as 4 / 3.
@@ -100,15 +102,15 @@ factors = st.one_of(
 @given(st.integers(0, 10**6), st.integers(1, 16), st.integers(1, 256), factors)
 def test_expert_capacity_is_the_formula_without_rounding_errors(tokens, top_k, experts, factor):
     want = math.ceil(tokens * top_k * factor / experts)
-    assert expert_capacity(tokens, top_k, experts, float(factor)) == want
-    assert expert_capacity(torch.tensor(tokens), top_k, experts, float(factor)).item() == want
+    assert expert_capacity(tokens, top_k=top_k, num_experts=experts, factor=float(factor)) == want
+    assert expert_capacity(torch.tensor(tokens), top_k=top_k, num_experts=experts, factor=float(factor)).item() == want
 
 
 def test_the_least_factor_still_gives_a_place():
-    assert expert_capacity(5, 1, 4, 1e-12) == 1
+    assert expert_capacity(5, top_k=1, num_experts=4, factor=1e-12) == 1
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
 def test_factor_must_be_a_positive_number(factor):
     with pytest.raises(InputError, match="the factor must be a positive number; got"):
-        expert_capacity(8, 1, 4, factor)
+        expert_capacity(8, top_k=1, num_experts=4, factor=factor)

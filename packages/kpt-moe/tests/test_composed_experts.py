@@ -4,7 +4,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from kpt_core import record
-from kpt_moe import Activation, composed_experts
+from kpt_moe.activations import Activation
+from kpt_moe.composed_experts import composed_experts
 from oracle import ACTIVATIONS, Inputs, activate, gradients, make_inputs, naive_experts
 
 

@@ -22,7 +22,14 @@ from oracle import activate
 
 def make(kernel_size: int = 3, causal: bool = True, activation: str = "swiglu", bias: bool = True, **place):
     return ConvolutionalExpert(
-        EXPERTS, 8, 6, kernel_size=kernel_size, causal=causal, activation=activation, bias=bias, **place
+        8,
+        num_experts=EXPERTS,
+        intermediate_size=6,
+        kernel_size=kernel_size,
+        causal=causal,
+        activation=activation,
+        bias=bias,
+        **place,
     )
 
 
@@ -129,11 +136,11 @@ def test_serves_in_a_layer_where_each_row_is_a_sequence():
 
 
 def test_the_width_defaults_to_four_times_hidden():
-    assert ConvolutionalExpert(2, 8).pointwise.intermediate_size == 32
+    assert ConvolutionalExpert(8, num_experts=2).pointwise.intermediate_size == 32
 
 
 def test_fresh_kernels_keep_the_scale_of_their_input():
-    network = ConvolutionalExpert(4, 256, 8, kernel_size=4, bias=True)
+    network = ConvolutionalExpert(256, num_experts=4, intermediate_size=8, kernel_size=4, bias=True)
     assert network.conv_weight.std().item() == pytest.approx(0.5, rel=0.05)
     assert not network.conv_bias.any()
     torch.nn.init.ones_(network.conv_weight)

@@ -3,26 +3,20 @@ import math
 import pytest
 import torch
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError
 from kpt_moe.routers.dynamic_capacity import DynamicCapacityRouter
 
 HIDDEN, EXPERTS, TOP_K = 16, 6, 3
 
 
 def make(**choices) -> DynamicCapacityRouter:
-    router = DynamicCapacityRouter(HIDDEN, EXPERTS, **{"top_k": TOP_K, **choices})
-    if router.complexity_weight is not None:
-        torch.nn.init.normal_(router.complexity_weight)
-    return router
+    return DynamicCapacityRouter(HIDDEN, num_experts=EXPERTS, **{"top_k": TOP_K, **choices})
 
 
 def distribution(router: DynamicCapacityRouter, token: torch.Tensor) -> list[float]:
     """The probabilities of one token's experts, from the definition."""
     logits = router.weight.detach().double() @ token.double()
     chances = [math.exp(value) for value in logits.tolist()]
-    if router.complexity_weight is not None:
-        scalar = 1 / (1 + math.exp(-(router.complexity_weight.detach().double() @ token.double()).item()))
-        chances = [chance if chance == max(chances) else chance * scalar for chance in chances]
     return [chance / sum(chances) for chance in chances]
 
 
@@ -33,12 +27,10 @@ def complexity(chances: list[float]) -> float:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("kind", ["entropy", "learned"])
-def test_is_the_definition(kind, adaptive, renormalize, masked):
+def test_is_the_definition(adaptive, renormalize, masked):
     router = make(
-        complexity=kind,
         adaptive_top_k=adaptive,
-        threshold=0.6,
+        threshold=0.6 if adaptive else None,
         renormalize=renormalize,
         min_capacity_factor=0.1,
         max_capacity_factor=0.6,
@@ -110,24 +102,8 @@ def test_a_harder_token_takes_more_experts():
     assert kept[-1] == 1
 
 
-def test_the_learned_scalar_says_how_much_more_than_the_best_expert_a_token_needs():
-    router = make(complexity="learned", adaptive_top_k=True, threshold=0.999)
-    x = torch.randn(8, HIDDEN)
-    x[:, 0] = 1
-    with torch.no_grad():
-        router.complexity_weight.zero_()
-        router.complexity_weight[0, 0] = -60
-        easy = router(x)
-        router.complexity_weight[0, 0] = 60
-        hard = router(x)
-    assert (easy.index[:, 1:] == EXPERTS).all()
-    assert (easy.weights[:, 0] == 1).all()
-    assert router.token_complexity(easy.logits.softmax(-1)).max() < 1e-6
-    torch.testing.assert_close(hard.logits, x @ router.weight.detach().t(), rtol=1e-4, atol=1e-4)
-
-
 def test_one_expert_has_no_complexity():
-    router = DynamicCapacityRouter(HIDDEN, 1, 1, min_capacity_factor=0.5)
+    router = DynamicCapacityRouter(HIDDEN, num_experts=1, top_k=1, min_capacity_factor=0.5)
     assert router(torch.randn(8, HIDDEN)).dropped() == 4
 
 
@@ -149,14 +125,14 @@ def test_wrong_choices_are_named():
     with pytest.raises(InputError, match=r"at most max_capacity_factor; got 3.0 and 2.0"):
         make(min_capacity_factor=3.0)
     with pytest.raises(InputError, match=r"threshold must be above 0 and at most 1; got 0"):
-        make(threshold=0)
-    with pytest.raises(UnknownNameError, match="unknown complexity 'entropi': did you mean 'entropy'"):
-        make(complexity="entropi")
+        make(adaptive_top_k=True, threshold=0)
+    with pytest.raises(InputError, match=r"threshold=0.5 has no effect without adaptive_top_k"):
+        make(threshold=0.5)
 
 
 def test_prints_its_choices():
     shown = repr(make(adaptive_top_k=True, max_capacity_factor=1.5))
     assert shown == (
-        "DynamicCapacityRouter(16, num_experts=6, top_k=3, capacity_factor=1.0..1.5, complexity='entropy', "
-        "renormalize=True, adaptive_top_k=True, threshold=0.4)"
+        "DynamicCapacityRouter(16, num_experts=6, top_k=3, max_capacity_factor=1.5, "
+        "adaptive_top_k=True, threshold=0.4, renormalize=True)"
     )

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import record
-from kpt_moe import experts
+from kpt_moe.experts import experts
 from kpt_moe.torch_kernels import experts_loop
 from oracle import ACTIVATIONS, CLAMPED, GATED, Inputs, gradients, make_inputs, naive_experts
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kpt_core import InputError, KptError, UnknownNameError
-from kpt_moe import experts
+from kpt_moe.experts import experts
 from oracle import ACTIVATIONS, GATED, Inputs, make_inputs
 
 GOOD = make_inputs(bias=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpt_moe import experts
+from kpt_moe.experts import experts
 from oracle import gradients, make_inputs, naive_experts
 
 pytestmark = pytest.mark.usefixtures("path")

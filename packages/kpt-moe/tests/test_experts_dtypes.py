@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import InputError
-from kpt_moe import experts
+from kpt_moe.experts import experts
 from kpt_moe.torch_kernels import experts_loop
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts
 

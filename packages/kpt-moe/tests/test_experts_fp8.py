@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import InputError
-from kpt_moe import experts
+from kpt_moe.experts import experts
 from kpt_moe.experts import experts as op
 from kpt_moe.quantised_experts import quantise_weights
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kpt_core import record, refresh, registry
-from kpt_moe import experts
+from kpt_moe.experts import experts
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts
 
 GPT_OSS = {**CLAMPED, "transposed": True, "interleaved": True}

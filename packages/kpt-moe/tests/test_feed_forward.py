@@ -3,7 +3,9 @@ import torch
 from torch import Tensor
 
 from kpt_core import InputError, UnknownNameError
-from kpt_moe import Activation, FeedForwardExpert, Routing, experts
+from kpt_moe import FeedForwardExpert, Routing
+from kpt_moe.activations import Activation
+from kpt_moe.experts import experts
 from network_checks import (
     EXPERTS,
     ROUTINGS,
@@ -19,7 +21,7 @@ from oracle import ACTIVATIONS, activate
 
 
 def make(activation: str = "swiglu", bias: bool = True, **place) -> FeedForwardExpert:
-    return FeedForwardExpert(EXPERTS, 8, 6, activation=activation, bias=bias, **place)
+    return FeedForwardExpert(8, num_experts=EXPERTS, intermediate_size=6, activation=activation, bias=bias, **place)
 
 
 def naive(network: FeedForwardExpert, x: Tensor, routing: Routing) -> Tensor:
@@ -96,10 +98,10 @@ def test_parameters_are_those_that_the_formula_says(activation):
     assert not network.down_proj_bias.any()
 
 
-@pytest.mark.parametrize("sizes", [(0, 8, 6), (4, 0, 6), (4, 8, 0), (4, 8, 2.5)])
+@pytest.mark.parametrize("sizes", [(0, 4, 6), (8, 0, 6), (8, 4, 0), (8, 4, 2.5)])
 def test_sizes_must_be_positive_integers(sizes):
     with pytest.raises(InputError, match="must be a positive integer; got"):
-        FeedForwardExpert(*sizes)
+        FeedForwardExpert(**dict(zip(("hidden_size", "num_experts", "intermediate_size"), sizes, strict=True)))
 
 
 def test_unknown_activation_is_named():

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from kpt_core import InputError
-from kpt_moe import grouped_mm, grouped_mm_wgrad
+from kpt_moe.grouped_mm import grouped_mm, grouped_mm_wgrad
 
 pytestmark = pytest.mark.usefixtures("product")
 

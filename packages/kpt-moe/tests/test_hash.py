@@ -10,17 +10,12 @@ HIDDEN, EXPERTS, VOCAB = 16, 6, 200
 
 
 def make(top_k=1, **choices) -> HashRouter:
-    return HashRouter(HIDDEN, EXPERTS, top_k, **{"vocab_size": VOCAB, **choices})
-
-
-def zipf() -> torch.Tensor:
-    return 1 / torch.arange(1, VOCAB + 1)
+    return HashRouter(HIDDEN, num_experts=EXPERTS, top_k=top_k, **{"vocab_size": VOCAB, **choices})
 
 
 @pytest.mark.parametrize("top_k", [1, 3, EXPERTS])
-@pytest.mark.parametrize("kind", ["random", "balanced"])
-def test_the_table_holds_distinct_experts_of_each_id(kind, top_k):
-    table = make(top_k, table=kind, frequencies=zipf() if kind == "balanced" else None).table
+def test_the_table_holds_distinct_experts_of_each_id(top_k):
+    table = make(top_k).table
     assert table.shape == (VOCAB, top_k)
     assert table.dtype is torch.int64
     for row in table.tolist():
@@ -87,8 +82,6 @@ def test_the_seed_decides_the_table():
     torch.manual_seed(2)
     assert torch.equal(make(seed=4).table, first)
     assert not torch.equal(make(seed=5).table, first)
-    balanced = {"table": "balanced", "frequencies": zipf()}
-    assert not torch.equal(make(seed=4, **balanced).table, make(seed=5, **balanced).table)
 
 
 def test_making_a_table_leaves_the_random_state_alone():
@@ -102,47 +95,12 @@ def test_a_random_table_uses_experts_alike():
     assert counts.min() > 0.9 * 9000 * 2 / EXPERTS
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_a_balanced_table_is_the_greedy_one(top_k):
-    """The load of experts, most frequent token first, each to those with the least."""
-    frequencies = torch.rand(VOCAB)
-    table = make(top_k, table="balanced", frequencies=frequencies).table
-    load = [0.0] * EXPERTS
-    for token in frequencies.argsort(descending=True).tolist():
-        chosen = table[token].tolist()
-        others = [load[expert] for expert in range(EXPERTS) if expert not in chosen]
-        assert max(load[expert] for expert in chosen) <= min(others)
-        for expert in chosen:
-            load[expert] += frequencies[token].item()
-    assert max(load) - min(load) <= frequencies.max()
-
-
-def test_unseen_ids_are_spread_evenly():
-    frequencies = torch.zeros(VOCAB)
-    frequencies[:20] = torch.rand(20)
-    unseen = make(table="balanced", frequencies=frequencies).table[20:].reshape(-1).bincount(minlength=EXPERTS)
-    assert unseen.max() - unseen.min() <= 1
-
-
 def test_missing_ids_are_asked_for():
     with pytest.raises(InputError, match=r"got token_ids=None, expected integers \[3\]: pass token_ids=input_ids"):
         make()(torch.randn(3, HIDDEN))
 
 
-def test_wrong_frequencies_are_named():
-    with pytest.raises(InputError, match=r"belong to table='balanced'.*got table='random' and some frequencies"):
-        make(frequencies=zipf())
-    with pytest.raises(InputError, match=r"belong to table='balanced'.*got table='balanced' and no frequencies"):
-        make(table="balanced")
-    with pytest.raises(InputError, match=r"frequencies must be \[200\]; got \[3\]"):
-        make(table="balanced", frequencies=torch.ones(3))
-    with pytest.raises(InputError, match=r"finite and not negative; got -1.0 to 1.0"):
-        make(table="balanced", frequencies=torch.cat((torch.ones(VOCAB - 1), -torch.ones(1))))
-
-
 def test_unknown_names_offer_the_nearest():
-    with pytest.raises(UnknownNameError, match="unknown table 'balance': did you mean 'balanced'"):
-        make(table="balance")
     with pytest.raises(UnknownNameError, match="unknown score 'sigmoids': did you mean 'sigmoid'"):
         make(score="sigmoids")
     with pytest.raises(InputError, match="vocab_size must be a positive integer; got 0"):

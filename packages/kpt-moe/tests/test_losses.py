@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,15 +8,17 @@ import torch
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import Routing
 from kpt_moe.losses import (
+    SCORES,
     GlobalLoad,
     entropy_loss,
     global_batch_loss,
     gshard_loss,
-    routing_from_logits,
     sequence_loss,
     switch_loss,
     z_loss,
 )
+from kpt_moe.routers import ROUTERS
+from routings import routing_from_logits
 
 TOKENS, EXPERTS, TOP_K = 12, 5, 2
 #: Unequal sequences, an empty one among them.
@@ -23,7 +26,7 @@ CU_SEQLENS = torch.tensor([0, 3, 3, 8, 12], dtype=torch.int32)
 LOSSES = {
     "switch": switch_loss,
     "gshard": gshard_loss,
-    "global": lambda routings, **options: global_batch_loss(routings, GlobalLoad(), **options),
+    "global": lambda routings, **options: global_batch_loss(routings, load=GlobalLoad(), **options),
     "entropy": entropy_loss,
     "token_entropy": partial(entropy_loss, per_token=True),
     "z": z_loss,
@@ -35,7 +38,7 @@ SCORED = {name: loss for name, loss in LOSSES.items() if name != "z"}
 def make(masked=False, dtype=torch.float64, experts=EXPERTS) -> Routing:
     """A routing with refused choices of two kinds, and one choice that is none."""
     logits = (2 * torch.randn(TOKENS, experts, dtype=dtype)).requires_grad_()
-    routing = routing_from_logits(logits, TOP_K)
+    routing = routing_from_logits(logits, top_k=TOP_K)
     index = routing.index.clone()
     index[0, 0], index[4, 1] = ~index[0, 0], experts
     mask = None
@@ -47,12 +50,18 @@ def make(masked=False, dtype=torch.float64, experts=EXPERTS) -> Routing:
 
 
 def probabilities(row: list[float], score: str) -> list[float]:
-    parts = [math.exp(v) if score == "softmax" else 1 / (1 + math.exp(-v)) for v in row]
+    scores = {
+        "softmax": math.exp,
+        "softmax_after": math.exp,
+        "sigmoid": lambda v: 1 / (1 + math.exp(-v)),
+        "sqrtsoftplus": lambda v: math.sqrt(math.log1p(math.exp(v))),
+    }
+    parts = [scores[score](v) for v in row]
     return [part / sum(parts) for part in parts]
 
 
 def expected(name: str, routings: list[Routing], score: str = "softmax") -> float:
-    """The published formulas, token by token."""
+    """The published formulas, token by token, with the share in all choices for the choices per token."""
     experts, top_k = routings[0].num_experts, routings[0].top_k
     tokens = []  # (sequence, logits, asked), of all layers
     for layer, routing in enumerate(routings):
@@ -64,19 +73,19 @@ def expected(name: str, routings: list[Routing], score: str = "softmax") -> floa
 
     def balance(some, choices):
         mean = [sum(probabilities(row, score)[e] for _, row, _ in some) / len(some) for e in range(experts)]
-        asked = [sum(ids[:choices].count(e) for _, _, ids in some) / len(some) for e in range(experts)]
-        return mean, asked, sum(p * f for p, f in zip(mean, asked, strict=True))
+        asked = [sum(ids[:choices].count(e) for _, _, ids in some) for e in range(experts)]
+        return mean, experts * sum(p * f for p, f in zip(mean, asked, strict=True)) / max(sum(asked), 1)
 
     def entropy(p):
         return -sum(v * math.log(v) for v in p)
 
     if not tokens:
         return 0.0
-    mean, _, product = balance(tokens, top_k)
+    mean, product = balance(tokens, top_k)
     if name in ("switch", "global"):
-        return experts * product
+        return product
     if name == "gshard":
-        return balance(tokens, 1)[2] / experts
+        return balance(tokens, 1)[1]
     if name == "entropy":
         return math.log(experts) - entropy(mean)
     if name == "token_entropy":
@@ -84,13 +93,13 @@ def expected(name: str, routings: list[Routing], score: str = "softmax") -> floa
     if name == "z":
         return sum(math.log(sum(math.exp(v) for v in row)) ** 2 for _, row, _ in tokens) / len(tokens)
     groups = sorted({sequence for sequence, _, _ in tokens})
-    each = [balance([t for t in tokens if t[0] == g], top_k)[2] * experts / top_k for g in groups]
+    each = [balance([t for t in tokens if t[0] == g], top_k)[1] for g in groups]
     return sum(each) / len(each)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_is_the_published_formula(name, score, masked, layers):
     routings = [make(masked) for _ in range(layers)]
@@ -98,6 +107,8 @@ def test_is_the_published_formula(name, score, masked, layers):
     loss = LOSSES[name](routings if layers > 1 else routings[0], **options)
     assert loss.shape == ()
     assert loss.item() == pytest.approx(expected(name, routings, score), rel=1e-12, abs=1e-14)
+    scored = [replace(routing, score=score) for routing in routings]
+    assert torch.equal(LOSSES[name](scored), loss), "the routing says how it was scored"
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -136,7 +147,7 @@ def test_without_tokens_that_count_loss_and_gradient_are_zero(name, case):
         logits, mask = torch.randn(TOKENS, EXPERTS, requires_grad=True), torch.zeros(TOKENS, dtype=torch.bool)
     else:
         logits, mask = torch.randn(0, EXPERTS, requires_grad=True), None
-    loss = LOSSES[name](routing_from_logits(logits, TOP_K, mask))
+    loss = LOSSES[name](routing_from_logits(logits, top_k=TOP_K, mask=mask))
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss == 0
     assert torch.equal(gradient, torch.zeros_like(logits))
@@ -147,7 +158,7 @@ def test_closed_experts_and_extreme_logits_give_finite_gradients(name):
     logits = torch.randn(TOKENS, EXPERTS)
     logits[:, 0], logits[1, 1] = torch.finfo(torch.float32).min, 1e4
     logits.requires_grad_()
-    loss = LOSSES[name](routing_from_logits(logits, TOP_K))
+    loss = LOSSES[name](routing_from_logits(logits, top_k=TOP_K))
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss.isfinite()
     assert gradient.isfinite().all()
@@ -168,14 +179,43 @@ def test_is_float32_or_float64(name, dtype, wide):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("switch", 2.0), ("global", 2.0), ("gshard", 1 / 16), ("entropy", 0.0), ("token_entropy", 0.0), ("sequence", 1.0)],
+    ("name", "balance", "collapse"),
+    [("switch", 1, 0), ("global", 1, 0), ("gshard", 1, 0), ("sequence", 1, 0), ("entropy", 0, None)],
 )
-def test_value_in_balance_is_the_documented_one(name, value):
-    index = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]]).repeat(3, 1)
-    routing = Routing(index, torch.rand(12, 2), torch.zeros(12, 4, dtype=torch.float64))
-    options = {"cu_seqlens": torch.tensor([0, 4, 12])} if name == "sequence" else {}
-    assert LOSSES[name](routing, **options).item() == pytest.approx(value, abs=1e-12)
+@pytest.mark.parametrize("experts", [4, 6])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_the_scale_is_one_for_any_number_of_choices_and_experts(name, balance, collapse, top_k, experts):
+    index = (torch.arange(experts).unsqueeze(1) + torch.arange(top_k)).remainder(experts).repeat(3, 1)
+    tokens = index.shape[0]
+    routing = Routing(index, torch.rand(tokens, top_k), torch.zeros(tokens, experts, dtype=torch.float64))
+    options = {"cu_seqlens": torch.tensor([0, experts, tokens])} if name == "sequence" else {}
+    assert LOSSES[name](routing, **options).item() == pytest.approx(balance, abs=1e-12)
+    sure = torch.zeros(tokens, experts, dtype=torch.float64)
+    sure[:, 1] = 100
+    gone = Routing(torch.ones(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), sure)
+    collapse = math.log(experts) if collapse is None else experts
+    assert LOSSES[name](gone, **options).item() == pytest.approx(collapse, rel=1e-9)
+
+
+@pytest.mark.parametrize("router", ["gshard", "dynamic_capacity", "expert_choice", "token_rounding"])
+def test_balance_is_one_whatever_the_number_of_choices(router):
+    """Of routers that give tokens fewer or more choices than `top_k`: equal probabilities have loss 1."""
+    options = {"tile": 4} if router == "token_rounding" else {}
+    made = ROUTERS[router](8, num_experts=4, top_k=2, **options)
+    torch.nn.init.zeros_(made.weight)
+    routing = made(torch.randn(30, 8))
+    assert switch_loss(routing).item() == pytest.approx(1, abs=1e-6)
+    assert sequence_loss(routing, batch_size=3).item() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_token_with_nan_that_counts_makes_the_loss_nan(name):
+    routing = make()
+    logits = routing.logits.detach().clone()
+    logits[3] = float("nan")
+    assert LOSSES[name](replace(routing, logits=logits)).isnan()
+    mask = torch.arange(TOKENS) != 3
+    assert LOSSES[name](replace(routing, logits=logits, mask=mask)).isfinite()
 
 
 @pytest.mark.usefixtures("quiet")
@@ -187,7 +227,8 @@ def test_equals_transformers(masked, layers):
     gates = tuple(torch.randn(6, EXPERTS, requires_grad=True) for _ in range(layers))
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]]) if masked else None
     want = load_balancing_loss_func(gates, EXPERTS, TOP_K, mask)
-    have = switch_loss([routing_from_logits(gate, TOP_K, mask) for gate in gates])
+    have = switch_loss([routing_from_logits(gate, top_k=TOP_K, mask=mask) for gate in gates])
+    have = TOP_K * have  # the documented factor
     torch.testing.assert_close(have, want)
     torch.testing.assert_close(torch.autograd.grad(have, gates), torch.autograd.grad(want, gates))
 
@@ -211,10 +252,10 @@ def test_experts_that_choose_tokens_are_counted_by_the_tokens():
     index, token = torch.tensor([[0], [0], [1], [1]]), torch.tensor([3, 1, 3, 0])
     routing = Routing(index, torch.rand(4, 1), logits, torch.tensor([True, True, True, False]), token)
     p = logits[:3].softmax(-1).mean(0)
-    torch.testing.assert_close(switch_loss(routing), 2 * (1 / 3 * p[0] + 1 / 3 * p[1]))
-    each = [logits[:2].softmax(-1).mean(0), logits[2].softmax(-1)]
-    want = 2 * (each[0][0] / 2 + each[0][1] / 2) / 2
-    torch.testing.assert_close(sequence_loss(routing, batch_size=2), want)
+    torch.testing.assert_close(switch_loss(routing), 2 * (1 / 2 * p[0] + 1 / 2 * p[1]))
+    torch.testing.assert_close(
+        sequence_loss(routing, batch_size=4), 2 * (logits[0, :].softmax(-1)[1] + logits[1, :].softmax(-1)[0]) / 2
+    )
     with pytest.raises(InputError, match="gshard_loss: a token has no first choice where experts choose tokens"):
         gshard_loss(routing)
 
@@ -222,15 +263,13 @@ def test_experts_that_choose_tokens_are_counted_by_the_tokens():
 def test_global_load_counts_over_micro_batches():
     first, second = make(masked=True), make()
     load = GlobalLoad()
-    assert global_batch_loss(first, load).item() == pytest.approx(expected("switch", [first]))
-    have = global_batch_loss(second, load)
+    assert global_batch_loss(first, load=load).item() == pytest.approx(expected("switch", [first]))
+    have = global_batch_loss(second, load=load)
     asked = first.asked_per_expert() + second.asked_per_expert()
-    tokens = int(first.mask.sum()) + TOKENS
     assert torch.equal(load.asked, asked)
-    assert load.tokens == tokens
-    torch.testing.assert_close(have, EXPERTS * (asked / tokens * second.logits.softmax(-1).mean(0)).sum())
+    torch.testing.assert_close(have, EXPERTS * (asked / asked.sum() * second.logits.softmax(-1).mean(0)).sum())
     load.reset()
-    torch.testing.assert_close(global_batch_loss(second, load), switch_loss(second))
+    torch.testing.assert_close(global_batch_loss(second, load=load), switch_loss(second))
 
 
 def test_all_compile_without_a_break():
@@ -285,11 +324,3 @@ def test_global_load_names_misuse():
     load.add(make())
     with pytest.raises(InputError, match="counts 5 experts; got a routing of 4"):
         load.add(make(experts=4))
-
-
-def test_routing_from_logits_is_checked():
-    for top_k in (0, 6):
-        with pytest.raises(InputError, match=rf"top_k must be between 1 and .* \[3, 5\]; got {top_k}"):
-            routing_from_logits(torch.randn(3, 5), top_k)
-    with pytest.raises(InputError, match=r"mask must be \[2, 3\], .* got \[2, 4\]"):
-        routing_from_logits(torch.randn(2, 3, 5), 2, torch.ones(2, 4))

@@ -13,13 +13,13 @@ from kpt_moe.losses import (
     GlobalLoad,
     entropy_loss,
     global_batch_loss,
-    routing_from_logits,
     sequence_loss,
     switch_loss,
     z_loss,
 )
 from kpt_moe.router_losses import RouterLosses
 from kpt_moe.scheduling import UtilisationMonitor
+from routings import routing_from_logits
 
 RANKS, EXPERTS, TOP_K = 2, 5, 2
 #: The ranks hold 4 and 8 tokens, of one and of two sequences.
@@ -40,9 +40,9 @@ def layer():
 
 def losses(group, logits, mask):
     """Each loss whose mean over the ranks is exact."""
-    routing = routing_from_logits(logits, TOP_K, mask)
+    routing = routing_from_logits(logits, top_k=TOP_K, mask=mask)
     return {
-        "global": global_batch_loss(routing, GlobalLoad(group)),
+        "global": global_batch_loss(routing, load=GlobalLoad(group)),
         "z": z_loss(routing, group=group),
         "token_entropy": entropy_loss(routing, per_token=True, group=group),
         "sequence": sequence_loss(routing, batch_size=logits.shape[0] // 4, group=group),
@@ -62,7 +62,7 @@ def work(rank: int, folder: str) -> None:
 
     load = GlobalLoad(group)
     for half in (slice(0, 2), slice(2, 4)):
-        loss = global_batch_loss(routing_from_logits(part[PARTS[0]][half], TOP_K), load)
+        loss = global_batch_loss(routing_from_logits(part[PARTS[0]][half], top_k=TOP_K), load=load)
     results["accumulated"] = loss.detach(), torch.autograd.grad(loss, part)[0]
 
     torch.manual_seed(1)
@@ -75,7 +75,7 @@ def work(rank: int, folder: str) -> None:
     total = router_losses.total()
     (task + total).backward()
     results["ddp"] = total.detach(), model.module.router.weight.grad
-    results["asked"] = monitor.step().routers["module.router"].asked
+    results["asked"] = monitor.step()["module.router"].asked
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -100,7 +100,7 @@ def test_mean_over_ranks_is_the_loss_of_all_tokens(name, ranks):
 
 def test_switch_loss_is_weighted_by_tokens(ranks):
     logits, mask = batch()
-    parts = [switch_loss(routing_from_logits(logits[part], TOP_K, mask[part])) for part in PARTS]
+    parts = [switch_loss(routing_from_logits(logits[part], top_k=TOP_K, mask=mask[part])) for part in PARTS]
     counted = [int(mask[part].sum()) for part in PARTS]
     want = sum(loss * count for loss, count in zip(parts, counted, strict=True)) / sum(counted)
     torch.testing.assert_close(sum(rank["switch"][0] for rank in ranks) / RANKS, want)
@@ -109,7 +109,7 @@ def test_switch_loss_is_weighted_by_tokens(ranks):
 def test_last_micro_batch_knows_the_choices_of_all_ranks_and_micro_batches(ranks):
     logits, _ = batch()
     mine = [logits[part][:4] for part in PARTS]
-    asked = routing_from_logits(torch.cat(mine), TOP_K).asked_per_expert() / 8
+    asked = routing_from_logits(torch.cat(mine), top_k=TOP_K).asked_per_expert() / (8 * TOP_K)
     last = torch.cat([part[2:] for part in mine]).requires_grad_()
     want = EXPERTS * (asked * last.softmax(-1).mean(0)).sum()
     torch.testing.assert_close(sum(rank["accumulated"][0] for rank in ranks) / RANKS, want.detach())
@@ -127,7 +127,7 @@ def test_under_ddp_values_and_gradients_are_those_of_one_process(ranks):
     want = router_losses.total()
     (task + want).backward()
     torch.testing.assert_close(sum(rank["ddp"][0] for rank in ranks) / RANKS, want.detach())
-    asked = monitor.step().routers["router"].asked
+    asked = monitor.step()["router"].asked
     for rank in ranks:
         torch.testing.assert_close(rank["ddp"][1], model.router.weight.grad)
         assert rank["asked"] == asked

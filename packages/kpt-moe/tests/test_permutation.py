@@ -2,8 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kpt_moe import sort_by_expert
-from kpt_moe.permutation import expert_of_rows, inverse
+from kpt_moe.permutation import expert_of_rows, inverse, sort_by_expert
 
 
 @st.composite

@@ -144,16 +144,16 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 def network(
     scheme: str = "block128", codes: torch.dtype = E4M3, dtype: torch.dtype = torch.float32, **kwargs
 ) -> tuple[FeedForwardExpert, QuantisedFeedForwardExpert]:
-    plain = FeedForwardExpert(4, 144, 72, bias=True, dtype=dtype, **kwargs)
+    plain = FeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, dtype=dtype, **kwargs)
     with torch.no_grad():
         for bias in (plain.gate_up_proj_bias, plain.down_proj_bias):
             bias.normal_()
-    return plain, QuantisedFeedForwardExpert.from_feed_forward(plain, scheme, codes)
+    return plain, QuantisedFeedForwardExpert.from_feed_forward(plain, scheme=scheme, dtype=codes)
 
 
 def tokens(dtype: torch.dtype = torch.float32):
     x = torch.randn(19, 144).to(dtype)
-    return x, TopKRouter(144, 4, 2)(x.float())
+    return x, TopKRouter(144, num_experts=4, top_k=2)(x.float())
 
 
 def dequantise(made: QuantisedFeedForwardExpert, name: str) -> Tensor:
@@ -183,7 +183,7 @@ def test_network_computes_with_the_dequantised_weights(scheme, codes, activation
 
 
 def test_the_original_is_untouched_and_shares_nothing():
-    plain = FeedForwardExpert(2, 8, 6, bias=True).eval()
+    plain = FeedForwardExpert(8, num_experts=2, intermediate_size=6, bias=True).eval()
     before = copy.deepcopy(plain.state_dict())
     made = QuantisedFeedForwardExpert.from_feed_forward(plain)
     assert not made.training
@@ -217,7 +217,7 @@ def test_state_dict_goes_through_safetensors_under_the_names_of_checkpoints(sche
         "down_proj": ([4, 144, 72], E4M3),
         "down_proj_scale_inv": (scales[1], torch.float32),
     }
-    other = QuantisedFeedForwardExpert(4, 144, 72, bias=True, scheme=scheme)
+    other = QuantisedFeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, scheme=scheme)
     x, routing = tokens()
     assert not other(x, routing).any()
     other.load_state_dict(state)
@@ -225,9 +225,9 @@ def test_state_dict_goes_through_safetensors_under_the_names_of_checkpoints(sche
 
 
 def test_memory_is_about_half_of_bfloat16():
-    plain = FeedForwardExpert(2, 256, 256, dtype=torch.bfloat16)
+    plain = FeedForwardExpert(256, num_experts=2, intermediate_size=256, dtype=torch.bfloat16)
     for scheme in ("row", "block128"):
-        made = QuantisedFeedForwardExpert.from_feed_forward(plain, scheme)
+        made = QuantisedFeedForwardExpert.from_feed_forward(plain, scheme=scheme)
         share = sum(t.nbytes for t in made.parameters()) / sum(t.nbytes for t in plain.parameters())
         assert 0.5 < share < 0.51
 
@@ -246,7 +246,7 @@ def test_conversion_of_the_module_leaves_the_quantised_numbers(dtype):
 
 
 def test_nothing_stays_behind_on_meta():
-    made = QuantisedFeedForwardExpert(4, 144, 72, bias=True, device="meta")
+    made = QuantisedFeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, device="meta")
     moved = network()[1].to("meta")
     x, routing = tokens()
     for layer in (made, moved):
@@ -273,7 +273,7 @@ def test_compiled_in_one_graph_gives_the_same():
 )
 def test_wrong_networks_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
-        QuantisedFeedForwardExpert(2, 8, 6, **arguments)
+        QuantisedFeedForwardExpert(8, num_experts=2, intermediate_size=6, **arguments)
 
 
 def test_other_networks_are_refused():

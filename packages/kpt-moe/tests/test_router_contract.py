@@ -180,7 +180,7 @@ def test_compiles_without_a_break(name):
 
 
 # One of each kind of capacity: a number that follows that of the tokens, none, and a tensor.
-@pytest.mark.parametrize("name", ["hash balanced", "learned gated", "dynamic learned"])
+@pytest.mark.parametrize("name", ["hash capacity", "learned gated", "dynamic threshold"])
 def test_compiles_once_for_any_number_of_tokens(name):
     router = make(name)
     compiled = torch.compile(router, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -1,6 +1,5 @@
 import copy
 import json
-import pickle
 import tempfile
 
 import pytest
@@ -27,7 +26,7 @@ class Stack(nn.Module):
     def __init__(self, capacity_factor: float | None = 1.0) -> None:
         super().__init__()
         config = MoEConfig(hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, intermediate_size=8)
-        limited = TopKRouter(HIDDEN, EXPERTS, TOP_K, capacity_factor=capacity_factor)
+        limited = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, capacity_factor=capacity_factor)
         self.layers = nn.ModuleList([MoELayer(config), MoELayer(config, router=limited)])
         self.checkpointing: bool | None = None
         for parameter in self.parameters():
@@ -96,25 +95,12 @@ def test_keeps_the_trace_where_asked():
 
 
 def test_a_recorded_decision_is_a_copy():
-    router = TopKRouter(HIDDEN, EXPERTS, TOP_K)
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
     with record_routing(router) as trace:
         routing = router(torch.randn(4, HIDDEN))
     before = routing.index.clone()
     routing.index.fill_(0)
     assert torch.equal(trace.calls[""][0].index, before)
-
-
-def test_loads_are_choices_served_by_call():
-    model = Stack()
-    with record_routing(model) as trace:
-        for n in (7, 4):
-            model(torch.randn(n, HIDDEN))
-    loads = trace.loads()
-    for path in PATHS:
-        want = [[(r.index == e).sum().item() for e in range(EXPERTS)] for r in trace.calls[path]]
-        assert loads[path].tolist() == want
-    assert loads[PATHS[0]].sum(1).tolist() == [14, 8]
-    assert RoutingTrace({"idle": []}).loads() == {}
 
 
 @given(
@@ -137,7 +123,7 @@ def test_what_was_saved_is_loaded(calls):
 
 
 def test_many_calls_cost_a_few_tensors(tmp_path):
-    router = TopKRouter(HIDDEN, EXPERTS, TOP_K)
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
     with record_routing(router) as trace:
         for _ in range(50):
             router(torch.randn(1, HIDDEN))
@@ -147,41 +133,12 @@ def test_many_calls_cost_a_few_tensors(tmp_path):
         assert file.get_slice("0.index").get_dtype() == "I16"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"0.index": torch.zeros(5).short()}, "damaged"),
-        ({"0.index": torch.zeros(9).short()}, "damaged.*add up"),
-        ({"0.index": None}, "damaged"),
-        ({"0.sizes": torch.tensor([[4, 2, 0, 6]])}, "damaged"),
-        ({"0.sizes": None}, "damaged"),
-    ],
-)
-def test_a_damaged_trace_is_refused(tmp_path, change, says):
-    path = tmp_path / "trace"
-    router = TopKRouter(HIDDEN, EXPERTS, TOP_K)
-    with record_routing(router) as trace:
-        router(torch.randn(4, HIDDEN))
-    trace.save(path)
-    with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    save_file({n: t for n, t in {**tensors, **change}.items() if t is not None}, path, metadata)
-    with pytest.raises(InputError, match=says):
-        RoutingTrace.load(path)
-
-
 @pytest.mark.parametrize("paths", ["no json", "3", json.dumps(["a", "b"])])
 def test_a_trace_with_damaged_paths_is_refused(tmp_path, paths):
-    metadata = {"format": "kpt.routing_trace", "version": "1", "paths": paths}
-    save_file({"0.sizes": torch.zeros(0, 6).long()}, tmp_path / "t", metadata)
+    metadata = {"format": "kpt.routing", "version": "1", "paths": paths}
+    save_file({"0.sizes": torch.zeros(0, 7).long()}, tmp_path / "t", metadata)
     with pytest.raises(InputError, match="damaged"):
         RoutingTrace.load(tmp_path / "t")
-
-
-def test_a_routing_is_no_trace(tmp_path):
-    TopKRouter(HIDDEN, EXPERTS, TOP_K)(torch.randn(4, HIDDEN)).save(tmp_path / "r")
-    with pytest.raises(InputError, match=r"holds kpt\.routing, not kpt\.routing_trace"):
-        RoutingTrace.load(tmp_path / "r")
 
 
 def differ(a: RoutingTrace, b: RoutingTrace) -> bool:
@@ -229,14 +186,14 @@ def test_replays_prefill_and_decoding_call_by_call():
 
 
 def test_expert_choices_are_replayed_by_token():
-    router = TopKRouter(HIDDEN, EXPERTS, 1)
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=1)
     x, token = torch.randn(4, HIDDEN), torch.tensor([0, 3, 3])
     recorded = Routing(torch.tensor([[1], [0], [5]]), torch.ones(3, 1), torch.zeros(4, EXPERTS), None, token)
     with replay_routing(router, RoutingTrace({"": [recorded]})):
         routing = router(x)
     assert torch.equal(routing.token, token)
     with (
-        pytest.raises(InputError, match="recorded with 4 tokens and has 2"),
+        pytest.raises(InputError, match="recorded with 4 tokens and 6 experts, and has 2 and"),
         replay_routing(router, RoutingTrace({"": [recorded]})),
     ):
         router(x[:2])
@@ -278,13 +235,13 @@ def test_other_tokens_experts_or_paths_are_errors():
     with replay_routing(model, RoutingTrace({})), pytest.raises(InputError, match="call 1: only 0 calls"):
         model(torch.randn(5, HIDDEN))
     with (
-        pytest.raises(InputError, match="call 1: was recorded with 5 tokens and has 4 now"),
+        pytest.raises(InputError, match=r"call 1: was recorded with 5 tokens and \d+ experts, and has 4 and"),
         replay_routing(model, trace),
     ):
         model(torch.randn(4, HIDDEN))
-    larger = TopKRouter(HIDDEN, EXPERTS + 1, TOP_K)
+    larger = TopKRouter(HIDDEN, num_experts=EXPERTS + 1, top_k=TOP_K)
     with (
-        pytest.raises(InputError, match=f"recorded with {EXPERTS} experts and has {EXPERTS + 1} now"),
+        pytest.raises(InputError, match=f"and {EXPERTS} experts, and has 5 and {EXPERTS + 1} now"),
         replay_routing(larger, RoutingTrace({"": trace.calls[PATHS[0]]})),
     ):
         larger(torch.randn(5, HIDDEN))
@@ -294,7 +251,7 @@ def test_other_tokens_experts_or_paths_are_errors():
     ):
         pass
     for context in (record_routing(nn.Linear(2, 2)), replay_routing(nn.Linear(2, 2), trace)):
-        with pytest.raises(InputError, match=r"Linear has neither a kpt_moe\.Router"), context:
+        with pytest.raises(InputError, match=r"Linear has neither a kpt_moe\.routers\.Router"), context:
             pass
 
 
@@ -368,12 +325,6 @@ def test_backward_may_come_twice_under_checkpointing():
         model.zero_grad()
         out.backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], first)
-
-
-def test_a_trace_is_pickled():
-    trace = recorded_trace(Stack(), 3)
-    again = pickle.loads(pickle.dumps(trace))
-    assert not differ(again, trace)
 
 
 @pytest.mark.usefixtures("quiet")

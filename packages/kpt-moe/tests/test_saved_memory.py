@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kpt_moe import composed_experts, experts
+from kpt_moe.composed_experts import composed_experts
+from kpt_moe.experts import experts
 from kpt_moe.transformers import NAME
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, TOKENS = 256, 96, 16, 8, 256

@@ -15,7 +15,7 @@ HIDDEN, EXPERTS, TOP_K = 16, 6, 2
 
 def make(top_k: int = TOP_K, seed: int = 0, **choices) -> SinkhornRouter:
     torch.manual_seed(seed)
-    return SinkhornRouter(HIDDEN, EXPERTS, top_k, **choices)
+    return SinkhornRouter(HIDDEN, num_experts=EXPERTS, top_k=top_k, **choices)
 
 
 def skewed(top_k: int = TOP_K) -> SinkhornRouter:
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_finite_differences(top_k):
 
 
 def test_capacity_limits_what_is_left_of_imbalance():
-    routing = SinkhornRouter(HIDDEN, EXPERTS, TOP_K, capacity_factor=1.0)(torch.randn(60, HIDDEN))
+    routing = SinkhornRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, capacity_factor=1.0)(torch.randn(60, HIDDEN))
     assert routing.tokens_per_expert().max() <= 20
     assert routing.tokens_per_expert().sum() + routing.dropped() == 120
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError
-from kpt_moe import Router, Routing, TopKRouter
+from kpt_moe import Routing, TopKRouter
+from kpt_moe.routers import Router
 from kpt_moe.statistics import RouterStatistics, RouterSummary
 
 HIDDEN, EXPERTS, TOP_K = 8, 5, 2
@@ -21,8 +22,8 @@ class Routers(nn.Module):
 
     def __init__(self, **choices) -> None:
         super().__init__()
-        self.first = TopKRouter(HIDDEN, EXPERTS, TOP_K)
-        self.second = TopKRouter(HIDDEN, EXPERTS + 1, 1, **choices)
+        self.first = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
+        self.second = TopKRouter(HIDDEN, num_experts=EXPERTS + 1, top_k=1, **choices)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return self.first(x, mask=mask).weights.sum() + self.second(x.tanh(), mask=mask).weights.square().sum()
@@ -86,7 +87,7 @@ class Chosen(Router):
 
 
 def test_experts_that_choose_tokens_are_counted_by_rows_and_tokens_by_themselves():
-    router = Chosen(HIDDEN, EXPERTS, 1)
+    router = Chosen(HIDDEN, num_experts=EXPERTS, top_k=1)
     batches = [(torch.randn(4, HIDDEN), mask) for mask in (None, torch.tensor([True, False, False, True]))]
     with RouterStatistics(router) as statistics:
         for x, mask in batches:
@@ -104,7 +105,7 @@ def test_nothing_counted_is_zeros():
 
 
 def test_a_collapsed_router_shows():
-    router = TopKRouter(HIDDEN, EXPERTS, 1)
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=1)
     nn.init.zeros_(router.weight)
     with RouterStatistics(router) as statistics:
         router(torch.randn(9, HIDDEN))
@@ -158,7 +159,7 @@ def test_counts_survive_other_dtypes_inference_mode_and_a_copy():
 
 
 def test_a_model_without_routers_is_refused():
-    with pytest.raises(InputError, match=r"Linear has no kpt_moe\.Router"):
+    with pytest.raises(InputError, match=r"Linear has no kpt_moe\.routers\.Router"):
         RouterStatistics(nn.Linear(2, 2))
 
 
@@ -167,7 +168,7 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = TopKRouter(HIDDEN, EXPERTS, TOP_K)
+        self.router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return self.router(x, mask=mask).weights.square().sum()
@@ -223,7 +224,7 @@ def test_what_checkpointing_repeats_is_not_counted_again(compiled, reentrant):
 
 
 def test_counts_follow_the_tokens_to_their_device():
-    router = TopKRouter(HIDDEN, EXPERTS, TOP_K)
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
     with RouterStatistics(router) as statistics:
         router.to("meta")(torch.randn(4, HIDDEN, device="meta"))
     assert all(counter.total.is_meta for counter in statistics._counters.values())

@@ -10,7 +10,7 @@ HIDDEN, EXPERTS = 16, 5
 
 
 def make(**choices) -> SwitchRouter:
-    return SwitchRouter(HIDDEN, EXPERTS, **choices)
+    return SwitchRouter(HIDDEN, num_experts=EXPERTS, **choices)
 
 
 def test_defaults_are_those_of_the_paper():

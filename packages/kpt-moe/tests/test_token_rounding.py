@@ -16,7 +16,7 @@ roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 def make(top_k: int = TOP_K, seed: int = 0, tile: int = TILE, **choices) -> TokenRoundingRouter:
     torch.manual_seed(seed)
-    return TokenRoundingRouter(HIDDEN, EXPERTS, top_k, tile=tile, **choices)
+    return TokenRoundingRouter(HIDDEN, num_experts=EXPERTS, top_k=top_k, tile=tile, **choices)
 
 
 def scores_of(router: TokenRoundingRouter, x: torch.Tensor) -> torch.Tensor:
@@ -99,14 +99,11 @@ def test_rows_depend_on_shapes_alone(rounding):
     assert shapes == {(60 + EXPERTS * {"nearest": 4, "up": 7, "down": 0}[rounding], 1)}
 
 
-def test_evaluation_is_plain_top_k_unless_asked_otherwise():
+def test_evaluation_is_plain_top_k():
     x = torch.randn(30, HIDDEN)
     plain = make().eval()(x)
     assert plain.token is None
     assert torch.equal(plain.index, plain.logits.topk(TOP_K).indices)
-    rounded, training = make(in_evaluation=True).eval()(x), make()(x)
-    assert torch.equal(rounded.index, training.index)
-    assert torch.equal(rounded.token, training.token)
 
 
 @roundings
@@ -202,5 +199,5 @@ def test_tile_must_be_positive(tile):
 
 
 def test_prints_its_choices():
-    shown = repr(make(in_evaluation=True))
-    assert shown == ("TokenRoundingRouter(16, num_experts=6, top_k=2, tile=8, rounding='nearest', in_evaluation=True)")
+    shown = repr(make(rounding="up"))
+    assert shown == ("TokenRoundingRouter(16, num_experts=6, top_k=2, tile=8, rounding='up')")

@@ -12,7 +12,7 @@ HIDDEN, EXPERTS, TOP_K = 16, 6, 3
 
 def make(**choices) -> TopKRouter:
     torch.manual_seed(0)
-    return TopKRouter(HIDDEN, EXPERTS, TOP_K, **choices)
+    return TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, **choices)
 
 
 def parts(routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,11 +39,15 @@ def expected(router: TopKRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return torch.tensor(indices), torch.tensor(weights), logits
 
 
+def _renormalising(score: str, renormalize: bool) -> dict[str, bool]:
+    return {} if score == "softmax_after" else {"renormalize": renormalize}
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("score", SCORES)
 def test_is_the_definition(score, renormalize, bias):
-    router = make(score=score, renormalize=renormalize, bias=bias)
+    router = make(score=score, bias=bias, **_renormalising(score, renormalize))
     if router.bias is not None:
         torch.nn.init.normal_(router.bias)
     x = torch.randn(40, HIDDEN)
@@ -57,7 +61,7 @@ def test_is_the_definition(score, renormalize, bias):
 
 def test_softmax_after_equals_renormalised_softmax():
     x = torch.randn(40, HIDDEN)
-    before, after = make(score="softmax")(x), make(score="softmax_after", renormalize=False)(x)
+    before, after = make(score="softmax")(x), make(score="softmax_after")(x)
     assert torch.equal(before.index, after.index)
     torch.testing.assert_close(before.weights, after.weights)
 
@@ -65,7 +69,7 @@ def test_softmax_after_equals_renormalised_softmax():
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients_are_those_of_the_definition(score, renormalize):
-    router, x = make(score=score, renormalize=renormalize), torch.randn(7, HIDDEN, requires_grad=True)
+    router, x = make(score=score, **_renormalising(score, renormalize)), torch.randn(7, HIDDEN, requires_grad=True)
     routing = router(x)
     index, weights = routing.index, routing.weights
     logits = x.double() @ router.weight.double().t()
@@ -116,19 +120,19 @@ def test_any_number_of_tokens(tokens):
 
 
 def test_top_k_may_be_all_experts():
-    routing = TopKRouter(HIDDEN, EXPERTS, EXPERTS)(torch.randn(4, HIDDEN))
+    routing = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=EXPERTS)(torch.randn(4, HIDDEN))
     assert (routing.index.sort(-1).values == torch.arange(EXPERTS)).all()
 
 
 def test_initial_logits_of_normalised_tokens_have_unit_variance():
     torch.manual_seed(0)
-    router = TopKRouter(256, 64, 2)
+    router = TopKRouter(256, num_experts=64, top_k=2)
     x = F.rms_norm(torch.randn(512, 256), (256,))
     assert router(x).logits.std().item() == pytest.approx(1, abs=0.05)
 
 
 def test_device_and_dtype_are_taken_at_construction():
-    router = TopKRouter(HIDDEN, EXPERTS, TOP_K, device="meta", dtype=torch.bfloat16, bias=True)
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, device="meta", dtype=torch.bfloat16, bias=True)
     assert all(p.device.type == "meta" and p.dtype is torch.bfloat16 for p in router.parameters())
     routing = router(torch.empty(7, HIDDEN, device="meta", dtype=torch.bfloat16))
     assert routing.index.shape == (7, TOP_K)
@@ -169,7 +173,13 @@ def test_top_k_must_fit(top_k):
     with pytest.raises(
         InputError, match=rf"top_k (must be a positive integer; got {top_k}|\(7\) must not exceed num_experts \(6\))"
     ):
-        TopKRouter(HIDDEN, EXPERTS, top_k)
+        TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=top_k)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_softmax_after_is_normalised_whatever_is_asked(renormalize):
+    with pytest.raises(InputError, match=rf"renormalize={renormalize} has no effect with score='softmax_after'"):
+        make(score="softmax_after", renormalize=renormalize)
 
 
 def test_unknown_score_offers_the_nearest():

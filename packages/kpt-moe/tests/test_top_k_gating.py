@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from kpt_core import InputError
-from kpt_moe import TopKRouter, batch_invariant
+from kpt_moe import TopKRouter
+from kpt_moe.batch_invariant import batch_invariant
 from kpt_moe.routers import top_k as of_router
 from kpt_moe.top_k_gating import SCORES, top_k_gating
 
@@ -110,7 +111,7 @@ def test_top_k_must_be_a_positive_integer(top_k):
 
 ROUTERS = {
     "plain": {},
-    "softmax_after": {"score": "softmax_after", "renormalize": False, "bias": True},
+    "softmax_after": {"score": "softmax_after", "bias": True},
     "groups": {"score": "sigmoid", "correction_bias": True, "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }
 
@@ -129,7 +130,7 @@ def calls(monkeypatch) -> list[Tensor]:
 
 
 def make_router(**choices) -> TopKRouter:
-    router = TopKRouter(16, EXPERTS, TOP_K, **choices)
+    router = TopKRouter(16, num_experts=EXPERTS, top_k=TOP_K, **choices)
     if router.correction_bias is not None:
         router.correction_bias.normal_()
     return router
@@ -171,8 +172,8 @@ class OwnScores(TopKRouter):
 
 @pytest.mark.parametrize("kind", [OwnChoice, OwnWeights, OwnScores])
 def test_a_subclass_keeps_its_own_steps(kind, calls):
-    router, x = kind(16, EXPERTS, TOP_K), torch.randn(TOKENS, 16)
-    plain = TopKRouter(16, EXPERTS, TOP_K)
+    router, x = kind(16, num_experts=EXPERTS, top_k=TOP_K), torch.randn(TOKENS, 16)
+    plain = TopKRouter(16, num_experts=EXPERTS, top_k=TOP_K)
     plain.load_state_dict(router.state_dict())
     have, want = router(x), plain(x)
     assert len(calls) == 1, "that of the plain one"

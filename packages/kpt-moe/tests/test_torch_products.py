@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_moe import grouped_mm, grouped_mm_wgrad
+from kpt_moe.grouped_mm import grouped_mm, grouped_mm_wgrad
 from kpt_moe.torch_kernels import grouped_mm as kernels
 from kpt_moe.torch_kernels import tiles
 from test_grouped_mm import ends, make

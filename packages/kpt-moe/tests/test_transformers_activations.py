@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.activations import ACT2FN
 
 from kpt_core import record
-from kpt_moe import Activation
+from kpt_moe.activations import Activation
 from kpt_moe.transformers import NAME, known_activation
 
 #: Classes whose gating or norm is their own; everything else must be one of our activations.

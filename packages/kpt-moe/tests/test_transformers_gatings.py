@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kpt_moe import Activation
+from kpt_moe.activations import Activation
 from kpt_moe.transformers import NAME, known_activation
 from test_transformers_activations import INNER, build, routed, run
 

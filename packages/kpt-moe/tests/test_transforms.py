@@ -12,7 +12,10 @@ from transformers import PreTrainedModel
 
 from families import FAMILIES, experts_of
 from kpt_core import record
-from kpt_moe import MoEConfig, MoELayer, experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm
+from kpt_moe import MoEConfig, MoELayer
+from kpt_moe.experts import experts
+from kpt_moe.grouped_mm import grouped_mm, grouped_mm_wgrad
+from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 from kpt_moe.top_k_gating import top_k_gating
 from kpt_moe.transformers import NAME
 from oracle import CLAMPED, make_inputs, naive_experts

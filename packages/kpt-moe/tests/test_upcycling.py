@@ -1,6 +1,7 @@
 """Dense models made sparse."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -245,6 +246,15 @@ def test_in_place():
     assert upcycle(dense, 4, 2, inplace=True) is dense
     assert len(layers_of(dense)) == 4
     assert_same(logits(dense), want)
+
+
+def test_copies_and_pickles():
+    sparse = upcycle(llama(), 4, 2, layers=[1])
+    for same in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+        assert torch.equal(logits(same), logits(sparse))
+        assert same.config.to_diff_dict() == sparse.config.to_diff_dict()
+        assert (same.config.model_type, same.config.to_diff_dict()["model_type"]) == ("llama", "kpt_upcycled")
+    assert llama().config.to_diff_dict()["model_type"] == "llama"
 
 
 @pytest.mark.parametrize("training", [False, True])

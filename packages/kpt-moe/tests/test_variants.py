@@ -219,7 +219,7 @@ def test_parts_must_fit_the_configuration():
     with pytest.raises(
         InputError, match="TopKRouter is for hidden_size 8 and 4 experts, the configuration for 16 and 4"
     ):
-        MoELayer(MoEConfig(**SIZES), router=TopKRouter(8, 4, 2))
+        MoELayer(MoEConfig(**SIZES), router=TopKRouter(8, num_experts=4, top_k=2))
 
 
 def test_parameters_are_made_anew():

@@ -1,11 +1,12 @@
 """Counts of what routers decide, kept on their device and read nowhere on the host."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.hooks import RemovableHandle
 
 from .routers import Router
 from .routing import Routing
@@ -35,28 +36,23 @@ def _accumulate_fake(total: Tensor, counts: Tensor) -> None:
 
 
 class Counter:
-    """A forward hook of a router that sums what `measure` says of its routings; pickled and copied with its module.
+    """A forward hook of a router that counts what it decides; pickled and copied with its module.
 
-    The sum is no buffer: DistributedDataParallel would give every rank the first one's. It follows the tokens.
-
-    Args:
-        router: the module that is counted, not hooked yet.
-        size: how many numbers.
-        measure: gives `[size]` int64 for a routing.
-        training_only: leave out what the router decides outside of training.
+    `total` is int64: load and asked of each expert, dropped, tokens. It is no buffer: DistributedDataParallel would
+    give every rank the first one's. It follows the tokens.
     """
 
-    def __init__(self, router: Router, size: int, measure: Callable[[Routing], Tensor], training_only: bool) -> None:
+    def __init__(self, router: Router, training_only: bool) -> None:
         device = next((tensor.device for tensor in router.parameters()), torch.device("cpu"))
-        self.total = torch.zeros(size, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        self.measure = measure
+        device = torch.device("cpu") if device.type == "meta" else device
+        self.total = torch.zeros(2 * router.num_experts + 2, dtype=torch.int64, device=device)
         self.training_only = training_only
 
     def __call__(self, router: nn.Module, args: Any, routing: Routing) -> None:
-        """Count a routing."""
         if self.training_only and not router.training:
             return
-        counts = self.measure(routing)
+        numbers = torch.stack((routing.dropped(), routing.counted_tokens()))
+        counts = torch.cat((routing.tokens_per_expert(), routing.asked_per_expert(), numbers))
         if self.total.device != counts.device:
             # A tensor that inference mode makes could not be added to outside of it.
             with torch.inference_mode(False):
@@ -64,42 +60,40 @@ class Counter:
         torch.ops.kpt_moe.accumulate(self.total, counts)
 
 
-class RouterCounts:
-    """Counters on some routers of a model, until they are detached; a context manager that detaches them.
+class Hooked:
+    """Hooks on modules, until they are detached; a context manager that detaches them."""
 
-    What `torch.compile` has compiled so far is compiled again at its next call: it would not run the new hooks.
-
-    Args:
-        routers: the modules by path.
-        size: how many numbers to count for a router.
-        measure: gives them for a routing.
-        training_only: leave out what routers decide outside of training.
-    """
-
-    def __init__(
-        self,
-        routers: Mapping[str, Router],
-        size: Callable[[Router], int],
-        measure: Callable[[Routing], Tensor],
-        *,
-        training_only: bool = False,
-    ) -> None:
-        self._counters = {path: Counter(r, size(r), measure, training_only) for path, r in routers.items()}
-        self._handles = [routers[path].register_forward_hook(c) for path, c in self._counters.items()]
-        _compile_again()
+    _handles: list[RemovableHandle]
 
     def detach(self) -> None:
-        """Stop counting; the counts stay. Doing it twice does no harm."""
+        """Remove the hooks. Doing it twice does no harm."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        _compile_again()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.detach()
+
+
+class RouterCounts(Hooked):
+    """Counters on some routers of a model, until they are detached; a context manager that detaches them.
+
+    What `torch.compile` has compiled so far is compiled again at its next call: it would not run the new hooks.
+    """
+
+    def __init__(self, routers: Mapping[str, Router], *, training_only: bool) -> None:
+        self._routers = dict(routers)
+        self._counters = {path: Counter(router, training_only) for path, router in routers.items()}
+        self._handles = [routers[path].register_forward_hook(c) for path, c in self._counters.items()]
+        _compile_again()
+
+    def detach(self) -> None:
+        """Stop counting; the counts stay. Doing it twice does no harm."""
+        super().detach()
+        _compile_again()
 
     def reset(self) -> None:
         """Set every count to zero."""

@@ -48,19 +48,25 @@ class SortedPairs(NamedTuple):
         """The pairs `[pairs, size]` as the routing has them, `[rows, K, size]`."""
         return rows[inverse(self.order)].view(*self.routing.index.shape, rows.shape[1])
 
-    def combine(self, rows: Tensor, tokens: int) -> Tensor:
+    def combine(self, rows: Tensor, x: Tensor) -> Tensor:
         """The sum of each token's pairs by the routing's weights, `[tokens, size]`, in float32 at least.
 
-        Args:
-            rows: `[pairs, size]`; what pairs of no expert hold does not matter, nor what comes back for them.
-            tokens: number of tokens.
+        What pairs `[pairs, size]` of no expert hold does not matter, nor what comes back for them. The tokens `x` are
+        as in `Routing.by_token`.
         """
         wide = torch.promote_types(rows.dtype, torch.float32)
         here = inside(self.offsets, rows.shape[0]).unsqueeze(1)
         weights = torch.where(here, self.routing.weights.reshape(-1, 1)[self.order].to(wide), 0)
         # Once more after the product: a gradient that is NaN would reach the rows even by a weight of zero.
-        summed = self.unsort(torch.where(here, rows * weights, 0)).sum(1)
-        if self.routing.token is None:
-            return summed
-        out = torch.zeros(tokens, rows.shape[1], dtype=wide, device=rows.device)
-        return out.index_add(0, self.routing.token, summed)
+        return self.routing.by_token(self.unsort(torch.where(here, rows * weights, 0)).sum(1), x)
+
+
+def sum_in_order(pairs: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """The weighted sum of each row's pairs `[rows, K, size]`, one choice after the other, in float32 at least."""
+    wide = torch.promote_types(torch.promote_types(pairs.dtype, weights.dtype), torch.float32)
+    known = (index >= 0) & (index < num_experts)
+    factors = torch.where(known, weights, 0).to(wide).unsqueeze(-1)
+    total: Tensor = pairs[:, 0] * factors[:, 0]
+    for choice in range(1, index.shape[1]):
+        total = total + pairs[:, choice] * factors[:, choice]
+    return total

@@ -9,7 +9,6 @@ from kpt_core import InputError
 
 from ._counting import RouterCounts
 from .routers import Router
-from .routing import Routing
 
 
 class BiasBalancer(RouterCounts):
@@ -17,10 +16,9 @@ class BiasBalancer(RouterCounts):
 
     An expert that was asked for more often than the average loses `rate`, one that was asked for less gains it
     (auxiliary-loss-free load balancing, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437). Loads are summed over the
-    micro-batches between two steps and over ranks. What is decided outside of training is not counted, nor again what
-    activation checkpointing repeats. Nothing is read on the host. The biases are buffers of the routers, so that they
-    are saved with the model: the balancer has no state of its own to save. What `torch.compile` has compiled so far is
-    compiled again. An expert that `ExpertWarmup` has not opened yet keeps its bias, and counts in no average.
+    micro-batches between two steps and over ranks; in training alone, as `RouterStatistics` counts. Nothing is read on
+    the host. The biases are buffers of the routers, so that they are saved with the model: the balancer has no state of
+    its own to save. An expert that `ExpertWarmup` has not opened yet keeps its bias, and counts in no average.
 
     Args:
         model: its routers with a `correction_bias` are balanced (`TopKRouter(..., correction_bias=True)`).
@@ -28,7 +26,6 @@ class BiasBalancer(RouterCounts):
         group: ranks that route different tokens by the same layers, the data-parallel ones; several groups are summed
             over one after the other; None is all ranks. With pipeline parallelism it must be given, since other ranks
             then have other layers.
-        centre: keep the biases' mean at zero, which changes no choice but keeps them small.
 
     Raises:
         InputError: no router has a `correction_bias`, or the rate is not positive.
@@ -47,24 +44,22 @@ class BiasBalancer(RouterCounts):
         *,
         rate: float = 1e-3,
         group: distributed.ProcessGroup | Sequence[distributed.ProcessGroup] | None = None,
-        centre: bool = False,
     ) -> None:
         if not 0 < rate < float("inf"):
             raise InputError(f"BiasBalancer: rate must be a positive number; got {rate}")
-        self._routers: dict[str, Router] = {
+        routers = {
             path: module
             for path, module in model.named_modules()
             if isinstance(module, Router) and getattr(module, "correction_bias", None) is not None
         }
-        if not self._routers:
+        if not routers:
             raise InputError(
                 f"BiasBalancer: no router of {type(model).__name__} has a correction_bias: make them with "
                 "correction_bias=True"
             )
         self.rate = rate
         self.groups = tuple(group) if isinstance(group, Sequence) else (group,)
-        self.centre = centre
-        super().__init__(self._routers, lambda router: router.num_experts, Routing.asked_per_expert, training_only=True)
+        super().__init__(routers, training_only=True)
 
     def step(self) -> None:
         """Sum the loads over ranks, move the biases, and start to count anew; to be called after `optimizer.step()`.
@@ -73,7 +68,7 @@ class BiasBalancer(RouterCounts):
         """
         self._sum_over_ranks(self.groups)
         for path, router in self._routers.items():
-            load = self._counters[path].total
+            load = self._counters[path].total[router.num_experts : -2]  # what was asked for
             bias = router.get_buffer("correction_bias")
             closed = router.unavailable
             # By 0 or 1: an expert that no token may choose would rise until it opens, and then take every token.
@@ -82,6 +77,4 @@ class BiasBalancer(RouterCounts):
             # The sign of mean - load, in whole numbers: no rounding on which ranks could differ.
             direction = (load.sum() - load * counts.sum()).sign() * counts
             bias.add_(direction.to(bias), alpha=self.rate)
-            if self.centre:
-                bias.sub_(bias.mean())
         self.reset()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import Call, InputError
-from kpt_core.dispatch.autocast import converted, without_autocast
+from kpt_core import InputError
+from kpt_core.autocast import converted, without_autocast
 
 from ._experts_check import check_experts
+from ._pairs import sum_in_order
 from .activations import activation_of
 from .experts import experts
 from .permutation import expert_of_rows, sort_by_expert
@@ -106,97 +107,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` in blocks of 32 rows, so that a row's result depends on that row alone.
 
-    Memory is bounded: besides the output, a padded copy of `x` and one block. Differentiable, any number of times;
-    the gradient of `x` has the same property. Autocast does not reach inside.
-
-    Args:
-        x: `[rows, K]`.
-        weight: `[N, K]` of x's dtype.
-        bias: `[N]`.
-
-    Returns:
-        `[rows, N]` of x's dtype.
-
-    Raises:
-        InputError: a shape or dtype does not fit.
+    `x` is `[rows, K]`, and the weight of its dtype. Memory is bounded: besides the output, a padded copy of `x` and one
+    block. Differentiable, any number of times; the gradient of `x` has the same property. Autocast does not reach
+    inside.
     """
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype is not weight.dtype:
-        raise InputError(
-            "invariant_linear: x must be [rows, K] and weight [N, K] of one dtype; "
-            f"got {x.dtype} {list(x.shape)} and {weight.dtype} {list(weight.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"invariant_linear: bias must be [{weight.shape[0]}]; got {list(bias.shape)}")
     rows = (x.shape[0] + BLOCK - 1) // BLOCK * BLOCK
     ends = torch.full((1,), rows, dtype=torch.int32, device=x.device)
     padded = F.pad(x, (0, 0, 0, rows - x.shape[0]))
-    out: Tensor = _BlockMM.apply(padded, weight.t().unsqueeze(0), ends)[: x.shape[0]]  # type: ignore[no-untyped-call]
+    out: Tensor = _block_mm(padded, weight.t().unsqueeze(0), ends)[: x.shape[0]]
     return out if bias is None else out + bias
 
 
-def invariant_experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_proj_bias: Tensor | None = None,
-    down_proj_bias: Tensor | None = None,
-    *,
-    activation: str = "swiglu",
-) -> Tensor:
+def invariant_experts(*tensors: Tensor | None, activation: str = "swiglu") -> Tensor:
     """What `moe.experts` computes, a token's result and gradient depending on that token and its routing alone.
 
     Each expert's rows are padded to blocks of 32, so that every matrix product has the same shape, and the results of
     a token are summed in the order of its choices. The number of blocks follows from shapes; nothing is read on the
-    host of an accelerator, where one expert's matrix is copied for each block. Saves every intermediate result.
-
-    Args:
-        x: `[tokens, hidden_size]`.
-        top_k_index: `[tokens, K]`; ids that are negative or at and above the number of experts contribute nothing.
-        top_k_weights: `[tokens, K]`.
-        gate_up_proj: `[num_experts, width, hidden_size]`.
-        down_proj: `[num_experts, hidden_size, intermediate_size]`.
-        gate_up_proj_bias: `[num_experts, width]`.
-        down_proj_bias: `[num_experts, hidden_size]`.
-        activation: as in `moe.experts`.
-
-    Returns:
-        `[tokens, hidden_size]` of x's dtype.
-
-    Raises:
-        InputError: as in `moe.experts`.
-        UnknownNameError: as in `moe.experts`.
+    host of an accelerator, where one expert's matrix is copied for each block. Saves every intermediate result. Takes,
+    gives and raises what `moe.experts` does.
     """
-    tensors = (x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     call = converted(experts, experts.bind(*tensors, activation=activation))
     check_experts(call)
-    with without_autocast(x.device.type):
-        return _experts(call)
-
-
-def _experts(call: Call) -> Tensor:
     x, index, weights, up, down, up_bias, down_bias = call[:7]
-    top_k = index.shape[1]
-    source, slot, ends = _blocks(index, up.shape[0])
-    # Stacked rather than expanded or indexed: autograd then adds up a token's gradients one by one, in fixed order.
-    pairs = torch.stack((x,) * top_k, dim=1).flatten(0, 1)
-    rows = _Take.apply(pairs, source, slot)  # type: ignore[no-untyped-call]
-    expert = expert_of_rows(ends, rows.shape[0])
-    h = _BlockMM.apply(rows, up.mT, ends)  # type: ignore[no-untyped-call]
-    if up_bias is not None:
-        h = h + up_bias[expert]
-    y = _BlockMM.apply(by_rows(activation_of(call), h), down.mT, ends)  # type: ignore[no-untyped-call]
-    if down_bias is not None:
-        y = y + down_bias[expert]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    given = _Take.apply(y, slot, source).view(*index.shape, x.shape[1]).to(wide)  # type: ignore[no-untyped-call]
-    known = (index >= 0) & (index < up.shape[0])
-    factors = torch.where(known, weights, 0).to(wide).unsqueeze(-1)
-    total: Tensor = given[:, 0] * factors[:, 0]
-    for choice in range(1, top_k):
-        total = total + given[:, choice] * factors[:, choice]
-    return total.to(x.dtype)
+    with without_autocast(x.device.type):
+        source, slot, ends = _blocks(index, up.shape[0])
+        # Stacked rather than expanded or indexed: autograd then adds up a token's gradients one by one, in fixed order.
+        pairs = torch.stack((x,) * index.shape[1], dim=1).flatten(0, 1)
+        rows = _take(pairs, source)
+        expert = expert_of_rows(ends, rows.shape[0])
+        h = _block_mm(rows, up.mT, ends)
+        if up_bias is not None:
+            h = h + up_bias[expert]
+        y = _block_mm(by_rows(activation_of(call), h), down.mT, ends)
+        if down_bias is not None:
+            y = y + down_bias[expert]
+        given = _take(y, slot).view(*index.shape, x.shape[1])
+        return sum_in_order(given, index, weights, up.shape[0]).to(x.dtype)
 
 
 def _blocks(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,75 +166,23 @@ def _blocks(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return source, slot, ends
 
 
-class _Take(torch.autograd.Function):
-    """Rows `x[index]`, zeros where `index` is past the end; `back` is where each row of `x` went."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(index, back)
-        return F.pad(x, (0, 0, 0, 1)).index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        index, back = ctx.saved_tensors
-        return _Take.apply(grads[0], back, index), None, None  # type: ignore[no-untyped-call]
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Rows `x[index]`, zeros where `index` is past the end; none is taken twice, so that no gradients are summed."""
+    return F.pad(x, (0, 0, 0, 1)).index_select(0, index)
 
 
-class _BlockMM(torch.autograd.Function):
-    """Op `kpt_moe::block_mm`: `moe.grouped_mm` for experts that own whole blocks of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return torch.ops.kpt_moe.block_mm.default(x, weight, ends)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_x = _BlockMM.apply(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None  # type: ignore[no-untyped-call]
-        grad_weight = wgrad_like(weight, x, grad, ends) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
-
-
-_library = torch.library.Library("kpt_moe", "FRAGMENT")
-_library.define("block_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
-
-
-@torch.library.impl(_library, "block_mm", "CPU")
-def _block_mm_on_host(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    def owners() -> Iterator[tuple[Tensor, range]]:
-        for expert, start, end in segments(ends):
-            yield _padded(weight[expert]), range(start, end, BLOCK)
-
-    return _products(x, weight.shape[2], owners())
-
-
-@torch.library.impl(_library, "block_mm", "CompositeExplicitAutograd")
-def _block_mm_elsewhere(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    starts = torch.arange(0, x.shape[0], BLOCK, device=x.device)
-    expert = torch.searchsorted(ends, starts, right=True).clamp_(max=weight.shape[0] - 1)
-
-    def owners() -> Iterator[tuple[Tensor, range]]:
-        for block, start in enumerate(range(0, x.shape[0], BLOCK)):
-            yield _padded(weight.index_select(0, expert[block : block + 1])[0]), range(start, start + BLOCK, BLOCK)
-
-    return _products(x, weight.shape[2], owners())
-
-
-@torch.library.register_fake("kpt_moe::block_mm", lib=_library)  # type: ignore[untyped-decorator]
-def _block_mm_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _products(x: Tensor, columns: int, owners: Iterator[tuple[Tensor, range]]) -> Tensor:
-    """For each padded matrix, multiply the blocks that start at the rows named; zeros elsewhere."""
-    out = x.new_zeros(x.shape[0], columns)
+@torch.library.custom_op("kpt_moe::block_mm", mutates_args=())
+def _block_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`moe.grouped_mm` for experts that own whole blocks of rows."""
+    rows, columns = x.shape[0], weight.shape[2]
+    out = x.new_zeros(rows, columns)
     with torch.no_grad():
         # Both sides of every product lie in the same memory: alignment, too, decides on kernels.
         block = x.new_zeros(BLOCK, x.shape[1] + -x.shape[1] % _MULTIPLE)
         product = x.new_empty(BLOCK, columns + -columns % _MULTIPLE)
-        for matrix, starts in owners:
+        for matrix, starts in (_on_host if x.device.type == "cpu" else _elsewhere)(weight, ends, rows):
+            if matrix.shape != (block.shape[1], product.shape[1]):
+                matrix = F.pad(matrix, (0, -columns % _MULTIPLE, 0, -x.shape[1] % _MULTIPLE))
             for start in starts:
                 block[:, : x.shape[1]] = x[start : start + BLOCK]
                 torch.mm(block, matrix, out=product)
@@ -296,9 +190,31 @@ def _products(x: Tensor, columns: int, owners: Iterator[tuple[Tensor, range]]) -
     return out
 
 
-def _padded(matrix: Tensor) -> Tensor:
-    """`[K, N]` with both sizes multiples, in place if they are."""
-    rows, columns = matrix.shape
-    if rows % _MULTIPLE == 0 and columns % _MULTIPLE == 0:
-        return matrix
-    return F.pad(matrix, (0, -columns % _MULTIPLE, 0, -rows % _MULTIPLE))
+def _on_host(weight: Tensor, ends: Tensor, rows: int) -> Iterator[tuple[Tensor, range]]:
+    """Each expert's matrix, and where its blocks start."""
+    for expert, start, end in segments(ends):
+        yield weight[expert], range(start, end, BLOCK)
+
+
+def _elsewhere(weight: Tensor, ends: Tensor, rows: int) -> Iterator[tuple[Tensor, range]]:
+    """Each block's matrix, and where it starts; no value is read on the host."""
+    owners = torch.searchsorted(ends, torch.arange(0, rows, BLOCK, device=ends.device), right=True)
+    for block, owner in enumerate(owners.clamp_(max=weight.shape[0] - 1).split(1)):
+        yield weight.index_select(0, owner)[0], range(block * BLOCK, (block + 1) * BLOCK, BLOCK)
+
+
+@_block_mm.register_fake
+def _block_mm_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _block_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_x = _block_mm(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
+    return grad_x, wgrad_like(weight, x, grad, ends) if ctx.needs_input_grad[1] else None, None
+
+
+_block_mm.register_autograd(
+    _block_mm_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)

@@ -2,14 +2,15 @@
 
 import math
 from fractions import Fraction
-from typing import Literal, TypeVar
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError
 
+from ._checks import require_known
 from .permutation import sort_by_expert
 
 #: Who comes first: earlier tokens, all first choices before any second one (GShard, arXiv:2006.16668); or the choices
@@ -19,10 +20,11 @@ Priority = Literal["position", "weight"]
 PRIORITIES: tuple[Priority, ...] = ("position", "weight")
 
 
-Count = TypeVar("Count", int, Tensor)
-
-
-def expert_capacity(tokens: Count, top_k: int, num_experts: int, factor: float) -> Count:
+@overload
+def expert_capacity(tokens: int, *, top_k: int, num_experts: int, factor: float) -> int: ...
+@overload
+def expert_capacity(tokens: int | Tensor, *, top_k: int, num_experts: int, factor: float) -> int | Tensor: ...
+def expert_capacity(tokens: int | Tensor, *, top_k: int, num_experts: int, factor: float) -> int | Tensor:
     """Tokens that each expert takes at most: `ceil(tokens * top_k / num_experts * factor)`.
 
     Computed in integers, with the factor as a fraction of a denominator up to a million: a number of tokens and a 0-d
@@ -42,7 +44,7 @@ def expert_capacity(tokens: Count, top_k: int, num_experts: int, factor: float) 
 
 
 def limit_capacity(
-    index: Tensor, weights: Tensor, num_experts: int, capacity: int | Tensor, priority: Priority = "position"
+    index: Tensor, weights: Tensor, *, num_experts: int, capacity: int | Tensor, priority: Priority = "position"
 ) -> Tensor:
     """Refuse the choices that exceed what their expert takes.
 
@@ -61,8 +63,7 @@ def limit_capacity(
     Raises:
         UnknownNameError: no such priority.
     """
-    if priority not in PRIORITIES:
-        raise UnknownNameError("priority", priority, PRIORITIES)
+    require_known("priority", priority, PRIORITIES)
     tokens, top_k = index.shape
     # Choices in the order in which they are served: all first ones, then all second ones; or by weight.
     turns = None

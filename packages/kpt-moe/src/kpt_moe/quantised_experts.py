@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError
 
+from ._checks import require_known
 from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8, wide_dtype
 from ._scales import SCALE_BLOCK, in_blocks
 
@@ -40,8 +41,7 @@ def quantise_weights(
 
     Source: DeepSeek-V3 (arXiv:2412.19437); the formats are those of arXiv:2209.05433.
     """
-    if scheme not in SCHEMES:
-        raise UnknownNameError("scheme", scheme, SCHEMES)
+    require_known("scheme", scheme, SCHEMES)
     if dtype not in FLOAT8:
         raise InputError(f"quantise_weights: dtype must be {NAMES_OF_FLOAT8}; got {dtype}")
     if weight.dim() != 3 or weight.dtype not in DTYPES:

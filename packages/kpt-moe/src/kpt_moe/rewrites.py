@@ -1,7 +1,7 @@
 """What `kpt_core.optimize` may do to the experts of a Hugging Face model."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,13 @@ def is_transformers_experts(module: nn.Module) -> bool:
     return all(hasattr(module, mark) for mark in _MARKS) and hasattr(module.config, "_experts_implementation")
 
 
+def parameter_names(module: Any) -> dict[str, str]:
+    """What the parameters of an experts module are called, by their names in `moe.experts`."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    names = {"gate_up_proj": up, "down_proj": "down_proj"}
+    return names | ({"gate_up_proj_bias": f"{up}_bias", "down_proj_bias": "down_proj_bias"} if module.has_bias else {})
+
+
 @dataclass(frozen=True)
 class KptExperts:
     """Serve an experts module by `moe.experts`; its weights are shared with the original."""
@@ -30,58 +37,51 @@ class KptExperts:
     lossless: bool = True
     level: str = "conservative"
 
-    def sites(self, model: nn.Module) -> "Iterable[Site]":
-        """Every experts module that another implementation serves."""
-        return _sites(model, lambda module: module.config._experts_implementation != "kpt")
+    def sites(self, model: nn.Module) -> "Iterator[Site]":
+        """Every experts module that this would change."""
+        from kpt_core.optimization import Site
+
+        for path, module in model.named_modules():
+            # A `forward` of the instance (accelerate's hooks) is bound to it: a twin would run the original.
+            if path and is_transformers_experts(module) and "forward" not in vars(module) and self._changes(module):
+                yield Site(path, "moe.experts")
+
+    def _changes(self, module: Any) -> bool:
+        return bool(module.config._experts_implementation != "kpt")
 
     def replacement(self, module: nn.Module) -> nn.Module:
-        """The module with its own configuration, in which the implementation is `kpt`."""
-        return _served_by_kpt(module)
+        """A twin that shares parameters, children and hooks so far, and whose configuration alone differs."""
+        if not is_transformers_experts(module):
+            raise InputError(f"{type(module).__name__} is no experts module of transformers")
+        from . import transformers  # noqa: F401  registers the implementation
+
+        clone: Any = copy.copy(module)
+        for name, registry in vars(module).items():
+            if isinstance(registry, dict | set):  # parameters, children and hooks: what one gets, the other must not
+                vars(clone)[name] = registry.copy()
+        clone.config = copy.copy(module.config)
+        clone.config._experts_implementation_internal = "kpt"
+        return clone  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class Bfloat16Experts:
+class Bfloat16Experts(KptExperts):
     """Hold an experts module's float32 weights in bfloat16 and multiply in it: half the bytes, twice the rate."""
 
     name: str = "moe.experts_bfloat16"
     lossless: bool = False
     level: str = "balanced"
 
-    def sites(self, model: nn.Module) -> "Iterable[Site]":
-        """Every experts module with float32 weights."""
-        return _sites(model, lambda m: any(p.dtype is torch.float32 for p in m.parameters(recurse=False)))
+    def _changes(self, module: Any) -> bool:
+        return module.down_proj.dtype is torch.float32
 
     def replacement(self, module: nn.Module) -> nn.Module:
-        """A module with converted copies of the weights."""
-        clone = _served_by_kpt(module)
+        """Such a twin with converted copies of the weights."""
+        clone = super().replacement(module)
         for name, parameter in module.named_parameters(recurse=False):
             converted = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
             clone.register_parameter(name, converted)
         return clone
-
-
-def _sites(model: nn.Module, wanted: Callable[[Any], bool]) -> "Iterator[Site]":
-    from kpt_core.optimization import Site
-
-    for path, module in model.named_modules():
-        # A `forward` of the instance (accelerate's hooks) is bound to it: a twin would run the original.
-        if path and is_transformers_experts(module) and "forward" not in vars(module) and wanted(module):
-            yield Site(path, "moe.experts")
-
-
-def _served_by_kpt(module: nn.Module) -> nn.Module:
-    """A twin that shares parameters, children and hooks so far, and whose configuration alone differs."""
-    if not is_transformers_experts(module):
-        raise InputError(f"{type(module).__name__} is no experts module of transformers")
-    from . import transformers  # noqa: F401  registers the implementation
-
-    clone: Any = copy.copy(module)
-    for name, registry in vars(module).items():
-        if isinstance(registry, dict | set):  # parameters, children and hooks: what one gets, the other must not
-            vars(clone)[name] = registry.copy()
-    clone.config = copy.copy(module.config)
-    clone.config._experts_implementation_internal = "kpt"
-    return clone  # type: ignore[no-any-return]
 
 
 REWRITES = (KptExperts(), Bfloat16Experts())

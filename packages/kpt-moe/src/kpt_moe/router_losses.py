@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError
 
-from ._counting import in_recomputation
+from ._checks import require_known
+from ._counting import Hooked, in_recomputation
 from .losses import (
     GlobalLoad,
     Score,
@@ -24,12 +26,20 @@ from .losses import (
 from .routers import Router
 from .routing import Routing
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 #: How the losses of routers become one: their mean, their sum (Switch, Megatron), or one loss of all tokens together
 #: (transformers).
 Reduction = Literal["mean", "sum", "pooled"]
+
+#: The losses that `RouterLosses` weighs.
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "switch": switch_loss,
+    "gshard": gshard_loss,
+    "global_batch": global_batch_loss,
+    "sequence": sequence_loss,
+    "entropy": entropy_loss,
+    "token_entropy": partial(entropy_loss, per_token=True),
+    "z": z_loss,
+}
 
 
 def outer_routers(model: nn.Module) -> dict[str, Router]:
@@ -44,11 +54,11 @@ def outer_routers(model: nn.Module) -> dict[str, Router]:
         if isinstance(module, Router) and not within:
             found[path] = module
     if not found:
-        raise InputError(f"{type(model).__name__} has no module that is a kpt_moe.Router")
+        raise InputError(f"{type(model).__name__} has no module that is a kpt_moe.routers.Router")
     return found
 
 
-class RouterLosses:
+class RouterLosses(Hooked):
     """Collect what the routers of a model decide, and give the weighted sum of their losses.
 
     Forward hooks collect, from construction on until `close`, or the end of a `with` block. Models under
@@ -66,65 +76,43 @@ class RouterLosses:
 
     Args:
         model: its routers are found when this is made.
-        switch: weight of `switch_loss`; those below are the weights of the losses of their names.
-        gshard: of `gshard_loss`.
-        global_batch: of `global_batch_loss`, counted for each router by itself, or for all if `pooled`.
-        sequence: of `sequence_loss`; `total` then needs `cu_seqlens` or `batch_size`.
-        entropy: of `entropy_loss`.
-        token_entropy: of `entropy_loss(per_token=True)`.
-        z: of `z_loss`.
-        score: how logits become probabilities; None is `sigmoid` for routers that score so, `softmax` for others.
+        score: as in the losses.
         reduction: `mean` over the calls of routers since the last `total`, their `sum`, or `pooled`: the tokens of all
             calls together, as transformers does.
         group: the data-parallel ranks, see `kpt_moe.losses`; `global_batch_loss` counts over them. Every rank must
             then run as many routers.
         training_only: leave alone what routers decide outside of training. If False, a forward without `total()` after
             it keeps its routings.
+        weights: of the losses, by their names without `_loss`: `switch`, `gshard`, `entropy`, `z`; `global_batch`,
+            counted for each router by itself, or for all if `pooled`; `sequence`, for which `total` needs `cu_seqlens`
+            or `batch_size`; and `token_entropy`, which is `entropy_loss(per_token=True)`.
 
     Raises:
-        InputError: the model has no router, no weight is other than zero, one is no finite number, or routers that
-            score differently are to be pooled.
-        UnknownNameError: no such `reduction`.
+        InputError: the model has no router, no weight is other than zero, or one is no finite number.
+        UnknownNameError: no such `reduction` or loss.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        switch: float = 0.0,
-        gshard: float = 0.0,
-        global_batch: float = 0.0,
-        sequence: float = 0.0,
-        entropy: float = 0.0,
-        token_entropy: float = 0.0,
-        z: float = 0.0,
         score: Score | None = None,
         reduction: Reduction = "mean",
-        group: "ProcessGroup | None" = None,
+        group: dist.ProcessGroup | None = None,
         training_only: bool = True,
+        **weights: float,
     ) -> None:
-        weights = {
-            "switch": switch,
-            "gshard": gshard,
-            "global_batch": global_batch,
-            "sequence": sequence,
-            "entropy": entropy,
-            "token_entropy": token_entropy,
-            "z": z,
-        }
+        for name in weights:
+            require_known("loss", name, LOSSES)
         if not all(math.isfinite(weight) for weight in weights.values()) or not any(weights.values()):
             raise InputError(f"RouterLosses: weights must be finite, and one of them other than zero; got {weights}")
-        if reduction not in get_args(Reduction):
-            raise UnknownNameError("reduction", reduction, get_args(Reduction))
+        require_known("reduction", reduction, get_args(Reduction))
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.score = score
         self.reduction: Reduction = reduction
         self.group = group
         self.training_only = training_only
         self._routers = outer_routers(model)
-        scores = sorted({self._score_of(path) for path in self._routers})
-        if reduction == "pooled" and len(scores) > 1:
-            raise InputError(f"RouterLosses: routers that score by {scores} can't be pooled unless score says by which")
         self._loads: dict[str, GlobalLoad] = {}
         self._calls: list[tuple[str, Routing]] = []
         self._values: dict[str, Tensor] = {}
@@ -168,18 +156,12 @@ class RouterLosses:
         """Begin a new global batch: for after each step of the optimizer; `global_batch_loss` alone needs it."""
         self._loads.clear()
 
-    def close(self) -> None:
+    def detach(self) -> None:
         """Collect no more, and forget what was collected. Doing it twice does no harm."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().detach()
         self._calls.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    close = detach
 
     def _collect(self, path: str, router: nn.Module, args: Any, routing: Routing) -> None:
         if (router.training or not self.training_only) and not in_recomputation():
@@ -212,25 +194,11 @@ class RouterLosses:
     def _loss(
         self, name: str, path: str, batch: list[Routing], cu_seqlens: Tensor | None, batch_size: int | None
     ) -> Tensor:
-        score = self._score_of(path)
+        options: dict[str, Any] = {} if name == "z" else {"score": self.score}
         if name == "global_batch":
-            load = self._loads.setdefault("" if self.reduction == "pooled" else path, GlobalLoad(self.group))
-            return global_batch_loss(batch, load, score=score)
+            options["load"] = self._loads.setdefault("" if self.reduction == "pooled" else path, GlobalLoad(self.group))
+        else:
+            options["group"] = self.group
         if name == "sequence":
-            return sequence_loss(batch, cu_seqlens=cu_seqlens, batch_size=batch_size, score=score, group=self.group)
-        if name == "z":
-            return z_loss(batch, group=self.group)
-        return _BALANCE[name](batch, score=score, group=self.group)
-
-    def _score_of(self, path: str) -> Score:
-        if self.score is not None:
-            return self.score
-        return "sigmoid" if getattr(self._routers[path], "score_function", None) == "sigmoid" else "softmax"
-
-
-_BALANCE: dict[str, Callable[..., Tensor]] = {
-    "switch": switch_loss,
-    "gshard": gshard_loss,
-    "entropy": entropy_loss,
-    "token_entropy": partial(entropy_loss, per_token=True),
-}
+            options |= {"cu_seqlens": cu_seqlens, "batch_size": batch_size}
+        return LOSSES[name](batch, **options)

@@ -1,12 +1,20 @@
 """What a router decides: which experts a token goes to, and with what weight."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_dataclass, tree_map_only
+from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_map_only
+
+from kpt_core import InputError
+
+#: By what routers score experts: a softmax over all of them or over the chosen ones, sigmoids, roots of softplus.
+SCORES = ("softmax", "softmax_after", "sigmoid", "sqrtsoftplus")
+#: The tensors of a routing.
+PARTS = ("index", "weights", "logits", "mask", "token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,7 @@ class Routing:
             need.
         mask: `[tokens]` bool, False for padding; None if every token counts.
         token: `[rows]` int64, the token of each row, where experts choose tokens; None if row `t` is token `t`.
+        score: by what the router scores experts, of `SCORES`; a loss makes probabilities of the logits by it.
     """
 
     index: Tensor
@@ -30,6 +39,7 @@ class Routing:
     logits: Tensor
     mask: Tensor | None = None
     token: Tensor | None = None
+    score: str = "softmax"
 
     @property
     def num_experts(self) -> int:
@@ -41,6 +51,13 @@ class Routing:
         """Choices per row."""
         return self.index.shape[1]
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were routed, with or without logits."""
+        if self.token is None:
+            return self.index.shape[0]
+        return self.logits.shape[0] if self.mask is None else self.mask.shape[0]
+
     def asked(self) -> Tensor:
         """`[rows, K]` int64: the expert that each choice asked for, whether it was refused or not."""
         return torch.where(self.index < 0, ~self.index, self.index)
@@ -50,6 +67,12 @@ class Routing:
         if self.mask is None:
             return torch.ones(self.index.shape[0], dtype=torch.bool, device=self.index.device)
         return self.mask if self.token is None else self.mask[self.token]
+
+    def counted_tokens(self) -> Tensor:
+        """0-d int64: tokens that count."""
+        if self.mask is not None:
+            return self.mask.sum()
+        return torch.full((), self.logits.shape[0], dtype=torch.int64, device=self.logits.device)
 
     def tokens_per_expert(self) -> Tensor:
         """`[num_experts]` int64: choices that each expert serves; read nowhere on the host."""
@@ -72,39 +95,86 @@ class Routing:
         """The routing without its gradients."""
         return tree_map_only(Tensor, Tensor.detach, self)  # type: ignore[no-any-return]
 
-    def save(self, path: str | os.PathLike[str], *, logits: bool = True) -> None:
-        """Write it to a safetensors file, see `kpt_moe.routing_files.save_routing`."""
-        from .routing_files import save_routing
+    def without_logits(self) -> "Routing":
+        """The routing with logits `[0, num_experts]`: all that it takes to count, to move tokens and to replay.
 
-        save_routing(self, path, logits=logits)
+        Where experts chose tokens, a missing mask becomes one of ones: it then tells how many tokens there are.
+        """
+        mask = self.mask
+        if mask is None and self.token is not None:
+            mask = torch.ones(self.num_tokens, dtype=torch.bool, device=self.index.device)
+        return replace(self, logits=self.logits.new_empty(0, self.num_experts), mask=mask)
+
+    def save(self, path: str | os.PathLike[str], *, logits: bool = True) -> None:
+        """Write it to a safetensors file, without gradients, see `kpt_moe.routing_trace.RoutingTrace`.
+
+        Args:
+            path: replaced if it exists; its folder must exist.
+            logits: store them too: `num_experts` numbers per token, where a choice is `top_k` small ones.
+        """
+        from .routing_trace import RoutingTrace
+
+        RoutingTrace({"": [self if logits else self.without_logits()]}).save(path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Routing":
-        """Read what `save` wrote, on the CPU, see `kpt_moe.routing_files.load_routing`."""
-        from .routing_files import load_routing
+        """Read what `save` wrote, on the CPU.
 
-        return load_routing(path)
+        Raises:
+            InputError: as `RoutingTrace.load`, or the file holds another number of routings.
+        """
+        from .routing_trace import RoutingTrace
+
+        calls = [routing for each in RoutingTrace.load(path).calls.values() for routing in each]
+        if len(calls) != 1:
+            raise InputError(f"{path} holds {len(calls)} routings, not one: read it with RoutingTrace.load")
+        return calls[0]
 
     def apply(self, x: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Send tokens through experts that take `(rows, index, weights)`.
+        """Send tokens `[tokens, hidden_size]` through experts, and get the same size in the experts' dtype.
 
-        Args:
-            x: `[tokens, hidden_size]`.
-            experts: gives the weighted sum of each row `[rows, hidden_size]`.
+        The experts take `(rows, index, weights)` and give the weighted sum of each row `[rows, hidden_size]`.
+        """
+        rows = x if self.token is None else x.index_select(0, self.token)
+        out = experts(rows, self.index, self.weights)
+        return self.by_token(out, x).to(out.dtype)
 
-        Returns:
-            `[tokens, hidden_size]` of the experts' dtype.
+    def by_token(self, rows: Tensor, x: Tensor) -> Tensor:
+        """What the tokens `x` `[tokens, ...]` get from the results `[rows, size]` of rows, `[tokens, size]`.
+
+        Summed in float32 at least, where experts choose tokens. They choose none that holds NaN or infinity, or whose
+        logits do, so it gets NaN here.
         """
         if self.token is None:
-            return experts(x, self.index, self.weights)
-        rows = experts(x.index_select(0, self.token), self.index, self.weights)
+            return rows
+        lost = ~x.isfinite().all(-1, keepdim=True)
+        if self.logits.shape[0] == x.shape[0]:
+            lost = lost | ~self.logits.isfinite().all(-1, keepdim=True)
+        if self.mask is not None:
+            lost = lost & self.mask.unsqueeze(1)
         total = torch.promote_types(rows.dtype, torch.float32)
-        out = torch.zeros(x.shape[0], rows.shape[1], dtype=total, device=x.device)
-        return out.index_add(0, self.token, rows.to(total)).to(rows.dtype)
+        out = torch.zeros(x.shape[0], rows.shape[1], dtype=total, device=x.device).masked_fill(lost, float("nan"))
+        return out.index_add(0, self.token, rows.to(total))
 
 
-# So that torch.export and tree_map see its tensors.
-register_dataclass(Routing)
+def _flatten(routing: Routing) -> tuple[list[Tensor], Any]:
+    names = [name for name in PARTS if getattr(routing, name) is not None]
+    return [getattr(routing, name) for name in names], [names, routing.score]
+
+
+def _unflatten(tensors: Iterable[Any], context: Any) -> Routing:
+    names, score = context
+    return Routing(**dict(zip(names, tensors, strict=True)), score=score)
+
+
+# So that torch.export and tree_map see its tensors, and vmap nothing else.
+register_pytree_node(
+    Routing,
+    _flatten,
+    _unflatten,
+    serialized_type_name="kpt_moe.routing.Routing",
+    flatten_with_keys_fn=lambda r: ([(GetAttrKey(n), getattr(r, n)) for n in _flatten(r)[1][0]], _flatten(r)[1]),
+)
 
 
 def _count(ids: Tensor, counted: Tensor, num_experts: int) -> Tensor:

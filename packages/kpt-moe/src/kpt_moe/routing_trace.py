@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,25 +15,17 @@ from torch.utils.hooks import RemovableHandle
 from kpt_core import InputError
 
 from ._counting import in_recomputation
+from ._tensor_files import appearing, open_tensors
 from .rewrites import is_transformers_experts
 from .routers import Router
-from .routing import Routing
-from .routing_files import (
-    PACKED,
-    num_tokens,
-    pack_routings,
-    read_tensors,
-    unpack_routings,
-    without_logits,
-    write_tensors,
-)
-
-FORMAT = "kpt.routing_trace"
+from .routing import PARTS, SCORES, Routing
 
 #: What modules are wrapped in has its own part in their path, which the model of another program may lack.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-#: Where experts modules of transformers take index and weights, and what they call them.
-_TOLD = ((1, ("top_k_index", "router_indices")), (2, ("top_k_weights", "routing_weights")))
+#: What experts modules of transformers call index and weights, which they take after the hidden states.
+_TOLD = (("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
+_HEADER = {"format": "kpt.routing", "version": "1"}
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,43 +38,45 @@ class RoutingTrace:
 
     calls: Mapping[str, list[Routing]]
 
-    def loads(self) -> dict[str, Tensor]:
-        """`[calls, num_experts]` int64 by path: choices that each expert served, on the routings' device.
-
-        Paths without calls are left out.
-        """
-        return {
-            path: torch.stack([routing.tokens_per_expert() for routing in routings])
-            for path, routings in self.calls.items()
-            if routings
-        }
-
-    def to(self, device: torch.device | str) -> "RoutingTrace":
-        """The trace on a device."""
-        return RoutingTrace({path: [r.to(device) for r in routings] for path, routings in self.calls.items()})
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to one safetensors file that appears whole or not at all.
+        """Write it, without gradients, to a safetensors file that appears whole or not at all.
 
-        The calls of a path are stored as one tensor of each kind, so that thousands of short ones (generation) do not
-        cost a header entry each.
+        The `n`th module's calls are stored in one flat tensor for each part of a routing, `n.index`, `n.weights` and so
+        on, so that thousands of short calls (generation) do not cost a header entry each. A row of `n.sizes` tells of
+        each call: rows, choices per row, rows of logits, experts, length of the mask (-1: none), 1 if experts chose
+        tokens, the place of the score in `SCORES`. Ids take as few bytes as they fit in. The metadata has the modules'
+        paths, as JSON. Waits for the routings' device.
 
         Args:
             path: replaced if it exists; its folder must exist.
         """
-        tensors: dict[str, Tensor] = {}
-        for number, routings in enumerate(self.calls.values()):
-            tensors |= {f"{number}.{name}": tensor for name, tensor in pack_routings(routings).items()}
-        write_tensors(path, FORMAT, tensors, {"paths": json.dumps(list(self.calls))})
+        from safetensors.torch import save
+
+        modules = enumerate(self.calls.values())
+        tensors = {f"{n}.{name}": part for n, calls in modules for name, part in _packed(calls).items()}
+        data = save(tensors, {**_HEADER, "paths": json.dumps(list(self.calls))})
+        with appearing(path) as temporary:
+            # Not safetensors' `save_file`: its files are for their owner only, whatever the umask says.
+            temporary.write_bytes(data)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "RoutingTrace":
         """Read what `save` wrote, on the CPU.
 
         Raises:
-            InputError: there is no such file, or it holds no trace of this version.
+            InputError: there is no such file, or it is damaged or of another format or version.
         """
-        return read_tensors(path, FORMAT, _read_trace)
+        with open_tensors(path) as file:
+            metadata = file.metadata() or {}
+            found = {name: metadata.get(name) for name in _HEADER}
+            if found != _HEADER:
+                raise InputError(f"{path} must be of {_HEADER}; got {found}: read it with what wrote it")
+            # Copies: the file's own pages would change with the file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  it is no mapping
+        try:
+            return RoutingTrace({name: _unpacked(tensors, n) for n, name in enumerate(json.loads(metadata["paths"]))})
+        except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"{path}: is damaged ({error}): write it again") from error
 
 
 @contextmanager
@@ -109,20 +104,17 @@ def record_routing(
     modules = _deciding(model, "record_routing")
     trace = RoutingTrace({path: [] for path in modules})
 
-    def keep(path: str, routing: Routing) -> None:
-        if not in_recomputation():
-            routing = routing.detach() if logits else without_logits(routing.detach())
-            # A copy: what goes on with these tensors may write to them.
-            trace.calls[path].append(routing.to(device or routing.index.device, copy=True))
+    def keep(path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if in_recomputation():
+            return
+        if not isinstance(module, Router):
+            index, weights = _told(args, kwargs)
+            out = Routing(index.long(), weights, weights.new_empty(0, module.num_experts))
+        routing = out.detach() if logits else out.detach().without_logits()
+        # A copy: what goes on with these tensors may write to them.
+        trace.calls[path].append(routing.to(device or routing.index.device, copy=True))
 
-    def hook(path: str, module: nn.Module) -> RemovableHandle:
-        if isinstance(module, Router):
-            return module.register_forward_hook(lambda module, args, routing: keep(path, routing))
-        return module.register_forward_pre_hook(
-            lambda module, args, kwargs: keep(path, _given(module, args, kwargs)), with_kwargs=True
-        )
-
-    with _hooked([hook(path, module) for path, module in modules.items()]):
+    with _hooked([m.register_forward_hook(partial(keep, path), with_kwargs=True) for path, m in modules.items()]):
         yield trace
 
 
@@ -155,25 +147,19 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
                 f"routers are {', '.join(map(repr, modules))}"
             )
     replays = {path: _Replay(path, trace.calls.get(path, [])) for path in modules}
-
-    def hook(module: nn.Module, replay: _Replay) -> RemovableHandle:
-        if isinstance(module, Router):
-            return module.register_forward_pre_hook(
-                lambda module, args, kwargs: _with_replay(module, args, kwargs, replay), with_kwargs=True
-            )
-        return module.register_forward_pre_hook(
-            lambda module, args, kwargs: _with_given(module, args, kwargs, replay), with_kwargs=True
-        )
-
-    with _hooked([hook(module, replays[path]) for path, module in modules.items()]):
+    with _hooked([m.register_forward_pre_hook(replays[path], with_kwargs=True) for path, m in modules.items()]):
         yield
     # Not reached while an exception is under way.
-    for replay in replays.values():
-        replay.require_end()
+    for path, replay in replays.items():
+        if replay.played < len(replay.routings):
+            raise InputError(
+                f"replay_routing: {path!r} was called {replay.played} times, and {len(replay.routings)} calls were "
+                "recorded; replay all of them, or a trace of fewer"
+            )
 
 
 class _Replay:
-    """The recorded calls of one module, one after the other."""
+    """A hook before the calls of one module, which makes it choose as in the recorded calls, one after the other."""
 
     def __init__(self, path: str, routings: list[Routing]) -> None:
         self.path = path
@@ -183,7 +169,20 @@ class _Replay:
         self.open: dict[int, list[Routing]] = {}
         self.repeating: set[int] = set()
 
-    def next(self, tokens: int, num_experts: int) -> Routing:
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, the recorded routing among them."""
+        if isinstance(module, Router):
+            x: Tensor = args[0] if args else kwargs["x"]
+            return args, {**kwargs, "replay": self._next(x.shape[0], module.num_experts).to(x.device)}
+        index, weights = _told(args, kwargs)
+        routing = self._next(index.shape[0], module.num_experts)
+        recorded = routing.index.to(index.device), routing.weights.to(weights)
+        named = {name: value for names, value in zip(_TOLD, recorded, strict=True) for name in names if name in kwargs}
+        return (*args[:1], *recorded[: max(len(args) - 1, 0)]), {**kwargs, **named}
+
+    def _next(self, tokens: int, num_experts: int) -> Routing:
         """The routing of the call that comes now."""
         if in_recomputation():
             return self._repeat(tokens)
@@ -191,15 +190,11 @@ class _Replay:
         if self.played == len(self.routings):
             raise InputError(f"{what}: only {self.played} calls were recorded; replay the calls that were recorded")
         routing = self.routings[self.played]
-        for name, recorded, here in (
-            ("tokens", num_tokens(routing), tokens),
-            ("experts", routing.num_experts, num_experts),
-        ):
-            if recorded != here:
-                raise InputError(
-                    f"{what}: was recorded with {recorded} {name} and has {here} now; replay the batches and the "
-                    "model that were recorded"
-                )
+        if (routing.num_tokens, routing.num_experts) != (tokens, num_experts):
+            raise InputError(
+                f"{what}: was recorded with {routing.num_tokens} tokens and {routing.num_experts} experts, and has "
+                f"{tokens} and {num_experts} now; replay the batches and the model that were recorded"
+            )
         self.played += 1
         if tokens in self.repeating:
             self.repeating.remove(tokens)
@@ -216,14 +211,6 @@ class _Replay:
             )
         self.repeating.add(tokens)
         return calls[0]
-
-    def require_end(self) -> None:
-        """Raise `InputError` if calls are left over."""
-        if self.played < len(self.routings):
-            raise InputError(
-                f"replay_routing: {self.path!r} was called {self.played} times, and {len(self.routings)} calls were "
-                "recorded; replay all of them, or a trace of fewer"
-            )
 
 
 @contextmanager
@@ -245,48 +232,56 @@ def _deciding(model: nn.Module, caller: str) -> dict[str, Any]:
     }
     if not modules:
         raise InputError(
-            f"{caller}: {type(model).__name__} has neither a kpt_moe.Router nor an experts module of transformers"
+            f"{caller}: {type(model).__name__} has neither a kpt_moe.routers.Router nor an experts module of "
+            "transformers"
         )
     return modules
 
 
-def _with_replay(
-    router: Router, args: tuple[Any, ...], kwargs: dict[str, Any], replay: _Replay
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    x: Tensor = args[0] if args else kwargs["x"]
-    routing = replay.next(x.shape[0], router.num_experts)
-    return args, {**kwargs, "replay": routing.to(x.device)}
+def _told(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Index and weights that an experts module is told."""
+    return [*args[1:], *(kwargs[name] for names in _TOLD for name in names if name in kwargs)]
 
 
-def _given(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routing:
-    """The routing that an experts module is told."""
-    index, weights = (
-        args[position] if position < len(args) else kwargs[_name(kwargs, names)] for position, names in _TOLD
-    )
-    return Routing(index.long(), weights, weights.new_empty(0, module.num_experts))
+def _packed(routings: Sequence[Routing]) -> dict[str, Tensor]:
+    sizes = []
+    for r in routings:
+        masked = -1 if r.mask is None else len(r.mask)
+        sizes.append([*r.index.shape, *r.logits.shape, masked, int(r.token is not None), SCORES.index(r.score)])
+    packed = {"sizes": torch.tensor(sizes, dtype=torch.int64, device="cpu").view(-1, 7)}
+    for name in PARTS:
+        parts = [part.detach().reshape(-1).cpu() for r in routings if (part := getattr(r, name)) is not None]
+        if parts:
+            whole = torch.cat(parts)
+            fitting = (whole.to(dtype) for dtype in _INTEGERS if torch.equal(whole.to(dtype).long(), whole))
+            packed[name] = next(fitting) if name in ("index", "token") else whole
+    return packed
 
 
-def _with_given(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replay: _Replay
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    told = _given(module, args, kwargs)
-    routing = replay.next(told.index.shape[0], told.num_experts)
-    index, weights = routing.index.to(told.index.device), routing.weights.to(told.weights)
-    for (position, names), recorded in zip(_TOLD, (index, weights), strict=True):
-        if position < len(args):
-            args = (*args[:position], recorded, *args[position + 1 :])
-        else:
-            kwargs = {**kwargs, _name(kwargs, names): recorded}
-    return args, kwargs
+def _unpacked(tensors: Mapping[str, Tensor], number: int) -> list[Routing]:
+    """The routings of a module; raises KeyError, TypeError, ValueError or RuntimeError where parts don't fit."""
+    at = dict.fromkeys(PARTS, 0)
 
+    def take(name: str, *shape: int) -> Tensor:
+        start, at[name] = at[name], at[name] + torch.Size(shape).numel()
+        return tensors[f"{number}.{name}"][start : at[name]].view(shape)
 
-def _name(kwargs: dict[str, Any], names: tuple[str, ...]) -> str:
-    return next(name for name in names if name in kwargs)
-
-
-def _read_trace(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> RoutingTrace:
-    calls = {}
-    for number, path in enumerate(json.loads(metadata["paths"])):
-        of_path = {name: tensors[f"{number}.{name}"] for name in PACKED if f"{number}.{name}" in tensors}
-        calls[path] = unpack_routings(of_path)
-    return RoutingTrace(calls)
+    routings = []
+    for rows, top_k, tokens, num_experts, masked, by_token, score in tensors[f"{number}.sizes"].tolist():
+        routing = Routing(
+            take("index", rows, top_k).long(),
+            take("weights", rows, top_k),
+            take("logits", tokens, num_experts),
+            take("mask", masked) if masked >= 0 else None,
+            take("token", rows).long() if by_token else None,
+            SCORES[score],
+        )
+        token, mask, routed = routing.token, routing.mask, routing.num_tokens
+        fits = routing.weights.is_floating_point() and num_experts > 0 and tokens in (0, routed)
+        fits &= mask is None or (mask.dtype is torch.bool and masked == routed)
+        if not fits or (token is not None and not bool(((token >= 0) & (token < routed)).all())):
+            raise ValueError("its tensors do not fit together")
+        routings.append(routing)
+    if any(len(tensors.get(f"{number}.{name}", ())) != end for name, end in at.items()):
+        raise ValueError("its sizes do not add up")
+    return routings

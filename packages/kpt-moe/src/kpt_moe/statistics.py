@@ -4,14 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, distributed, nn
 
 from kpt_core import InputError
 
 from ._counting import RouterCounts
 from .routers import Router
-from .routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +24,11 @@ class RouterSummary:
         asked: choices of tokens that counted, of each expert, served or refused.
         dropped: those that were refused for want of capacity.
         share: of each expert in all that was asked; zeros if nothing was.
-        imbalance: greatest over mean of `asked`: 1 is perfect balance, the number of experts is collapse; 0 if nothing
-            was asked.
+        imbalance: greatest over mean of `asked`, of experts that may be chosen: 1 is perfect balance, their number is
+            collapse; 0 if nothing was asked.
         dropped_share: `dropped` in all that was asked; 0 if nothing was.
         entropy: of `share`, in nats: the logarithm of the number of experts is perfect balance.
-        dead: experts that no token asked for.
+        dead: experts that were asked for too seldom, though they may be chosen.
     """
 
     tokens: int
@@ -52,9 +50,10 @@ class RouterStatistics(RouterCounts):
 
     Args:
         model: its modules that are a `Router` are hooked; it may be one itself.
+        training_only: leave out what routers decide outside of training.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no router.
 
     Example:
         >>> with RouterStatistics(model) as statistics:
@@ -62,17 +61,22 @@ class RouterStatistics(RouterCounts):
         ...     statistics.snapshot()["router"].imbalance
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, training_only: bool = False) -> None:
         routers = {path: module for path, module in model.named_modules() if isinstance(module, Router)}
         if not routers:
-            raise InputError(f"RouterStatistics: {type(model).__name__} has no kpt_moe.Router to count")
-        super().__init__(routers, _size, _measure)
+            raise InputError(f"RouterStatistics: {type(model).__name__} has no kpt_moe.routers.Router to count")
+        super().__init__(routers, training_only=training_only)
 
-    def snapshot(self) -> dict[str, RouterSummary]:
-        """The summary of each router by path; the only method that waits for the device."""
+    def snapshot(self, *, dead_below: float = 0.0) -> dict[str, RouterSummary]:
+        """The summary of each router by path; the only method that waits for the device.
+
+        Args:
+            dead_below: an expert is dead if it is asked for at most this many times the average; one that
+                `ExpertWarmup` has not opened when this is called is not.
+        """
         return {
-            path: _summary(counts.tolist())
-            for path, counts in zip(self._counters, self._split(self._flat().cpu()), strict=True)
+            path: _summary(counts.tolist(), router.unavailable, dead_below)
+            for (path, router), counts in zip(self._routers.items(), self._split(self._flat().cpu()), strict=True)
         }
 
     def all_reduce(self, group: distributed.ProcessGroup | None = None) -> None:
@@ -86,25 +90,12 @@ class RouterStatistics(RouterCounts):
         self._sum_over_ranks([group])
 
 
-def _size(router: Router) -> int:
-    return 2 * router.num_experts + 2
-
-
-def _measure(routing: Routing) -> Tensor:
-    """Load and asked of each expert, dropped, tokens."""
-    dropped = routing.dropped().reshape(1)
-    if routing.mask is not None:
-        tokens = routing.mask.sum().reshape(1)
-    else:
-        tokens = torch.full_like(dropped, routing.logits.shape[0])
-    return torch.cat((routing.tokens_per_expert(), routing.asked_per_expert(), dropped, tokens))
-
-
-def _summary(counts: Sequence[int]) -> RouterSummary:
+def _summary(counts: Sequence[int], closed: Tensor | None, dead_below: float) -> RouterSummary:
     num_experts = len(counts) // 2 - 1
     load, asked = tuple(counts[:num_experts]), tuple(counts[num_experts:-2])
     dropped, tokens = counts[-2:]
-    total = sum(asked)
+    may = [True] * num_experts if closed is None else (~closed).tolist()
+    total, least = sum(asked), dead_below * sum(asked) / max(sum(may), 1)
     share = tuple(count / max(total, 1) for count in asked)
     return RouterSummary(
         tokens=tokens,
@@ -112,8 +103,8 @@ def _summary(counts: Sequence[int]) -> RouterSummary:
         asked=asked,
         dropped=dropped,
         share=share,
-        imbalance=max(share) * num_experts,
+        imbalance=max(share) * sum(may),
         dropped_share=dropped / max(total, 1),
         entropy=-sum(part * math.log(part) for part in share if part),
-        dead=tuple(expert for expert, count in enumerate(asked) if not count),
+        dead=tuple(expert for expert, count in enumerate(asked) if count <= least and may[expert]),
     )

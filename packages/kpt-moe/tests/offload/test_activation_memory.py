@@ -158,7 +158,7 @@ def test_models_of_transformers(name, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_networks_that_autograd_composes(mode):
-    model = nn.ModuleList([AttentionExpert(4, HIDDEN, 8)])
+    model = nn.ModuleList([AttentionExpert(HIDDEN, num_experts=4, head_dim=8)])
     router = MoELayer(MoEConfig(hidden_size=HIDDEN, num_experts=4)).router
     x = torch.randn(TOKENS, HIDDEN)
     routing = router(x)

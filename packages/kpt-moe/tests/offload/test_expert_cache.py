@@ -1,6 +1,5 @@
 """The cache keeps to its budget, drops the least recently used, and survives failures and threads."""
 
-import random
 import threading
 from collections import OrderedDict
 
@@ -10,45 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kpt_core import InputError, KptError
-from kpt_moe.offload import ExpertCache
-from kpt_moe.offload.cache import bytes_of
-from kpt_moe.offload.transfer import ExpertWeights
+from kpt_moe.offload.cache import ExpertCache, ExpertWeights, Key, bytes_of
 
 SIZES = (10, 30)
 
 
-def weights(key: tuple[int, int]) -> ExpertWeights:
-    return ExpertWeights({"w": torch.tensor(key)})
+def weights(key: Key) -> ExpertWeights:
+    return lambda: {"w": torch.tensor(key)}
 
 
-def make(budget: int, load=weights) -> ExpertCache:
-    return ExpertCache(budget, load, SIZES, ("first", "second"))
+def make(budget: int, load=weights, background: bool = False) -> ExpertCache:
+    return ExpertCache(budget, load, SIZES, ("first", "second"), background=background)
 
 
-def use(cache: ExpertCache, *keys: tuple[int, int]) -> None:
+def use(cache: ExpertCache, *keys: Key) -> None:
     for key in keys:
         cache.begin([key])
-        with cache.use(key) as held:
-            assert held.parameters["w"].tolist() == list(key)
-
-
-def run_all(*targets) -> None:
-    """Threads that must all end."""
-    errors = []
-
-    def guarded(target):
-        try:
-            target()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(target,), daemon=True) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a deadlock"
-    assert errors == []
+        assert cache.use(key)["w"].tolist() == list(key)
 
 
 @pytest.mark.parametrize(
@@ -98,136 +75,94 @@ def test_least_recently_used_go_first(budget, keys):
         assert count.hit_rate == (hits[layer] / calls if calls else 0)
 
 
-def test_what_is_in_use_is_not_dropped():
+def test_what_is_there_comes_first():
     cache = make(30)
-    waited = []
-
-    def other():
-        with cache.use((1, 1)):
-            waited.append(cache.used)
-
-    with cache.use((0, 0)) as held:
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
-        thread.join(0.2)
-        assert waited == []
-        assert held.parameters["w"].tolist() == [0, 0]
-    thread.join(60)
-    assert waited == [30]
+    use(cache, (0, 2), (0, 0))
+    assert cache.begin([(0, 0), (0, 1), (0, 2)]) == [(0, 0), (0, 2), (0, 1)]
 
 
-def test_ahead_of_need_nothing_is_dropped_that_the_call_touched():
-    cache = make(30)
-    use(cache, (0, 0), (0, 1))
-    call, there = cache.begin([(0, 1), (0, 2)])
-    assert there == [True, False]
-    cache.load_ahead((0, 2), call, predicted=False)
-    assert cache.used == 30
-    cache.load_ahead((0, 3), call, predicted=True)  # takes the place of (0, 0)
-    assert cache.begin([(0, 0), (0, 1), (0, 2), (0, 3)])[1] == [False, True, True, True]
-    cache.load_ahead((0, 4), call, predicted=True)
-    assert cache.begin([(0, 4)])[1] == [False]
-    count = cache.statistics[0]
-    assert (count.loaded_ahead, count.loaded_ahead_used, count.evictions) == (1, 1, 1)
+class Loads:
+    """A load that waits to be let go, and may fail."""
 
+    def __init__(self) -> None:
+        self.begun: list[Key] = []
+        self.go = threading.Event()
+        self.broken: set[Key] = set()
 
-def test_a_failed_load_names_the_expert_and_the_cache_goes_on():
-    broken = {(0, 3)}
-
-    def load(key):
-        if key in broken:
+    def __call__(self, key: Key) -> ExpertWeights:
+        self.begun.append(key)
+        assert self.go.wait(60)
+        if key in self.broken:
             raise OSError("no such sector")
         return weights(key)
 
-    cache = make(30, load)
+
+def test_ahead_of_need_nothing_is_dropped_that_the_call_needs():
+    loads = Loads()
+    loads.go.set()
+    cache = make(30, loads, background=True)
+    use(cache, (0, 0), (0, 1))
+    assert cache.begin([(0, 1), (0, 2)], [(0, 3), (0, 4)]) == [(0, 1), (0, 2)]
+    assert cache.used == 30, "what was predicted takes the place of (0, 0), and there is none for (0, 4)"
+    for key in ((0, 1), (0, 2), (0, 3)):
+        assert cache.use(key)["w"].tolist() == list(key)
+    assert sorted(loads.begun) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    count = cache.statistics[0]
+    assert (count.hits, count.misses, count.evictions, count.bytes_moved) == (1, 3, 1, 40)
+    cache.close()
+    assert cache.used == 0
+
+
+def test_what_waits_is_loaded_by_who_needs_it_and_forgotten_if_nobody_does():
+    loads = Loads()
+    cache = make(50, loads, background=True)
+    cache.begin([(0, 0)], [(0, 1), (0, 2)])
+    while not loads.begun:
+        pass
+    assert cache.begin([(0, 2)]) == [(0, 2)], "it is on its way"
+    assert (cache.used, cache.statistics[0].bytes_moved) == (20, 20)
+    loads.go.set()
+    for key in ((0, 2), (0, 0)):
+        assert cache.use(key)["w"].tolist() == list(key)
+    cache.close()
+    assert sorted(loads.begun) == [(0, 0), (0, 2)]
+
+
+def test_room_is_made_once_the_load_of_what_goes_is_over():
+    loads = Loads()
+    cache = make(30, loads, background=True)
+    cache.begin([(1, 0)])
+    while not loads.begun:
+        pass
+    cache.begin([(1, 1)])
+    threading.Timer(0.05, loads.go.set).start()
+    assert cache.use((1, 1))["w"].tolist() == [1, 1]
+    assert (cache.used, cache.statistics[1].evictions) == (30, 1)
+    cache.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_load_names_the_expert_and_the_cache_goes_on(background):
+    loads = Loads()
+    loads.go.set()
+    cache = make(30, loads, background)
     use(cache, (0, 0))
+    loads.broken = {(0, 3)}
     for _ in range(2):
         with pytest.raises(KptError, match="expert 3 of 'first' could not be loaded: no such sector") as raised:
             use(cache, (0, 3))
         assert isinstance(raised.value.__cause__, OSError)
-    assert cache.used == 10
-    broken.clear()
+    assert (cache.used, cache.statistics[0].bytes_moved) == (10, 10)
+    loads.broken.clear()
     use(cache, (0, 3), (0, 0), (1, 0))
+    cache.close()
 
 
-def use_3(cache: ExpertCache) -> None:
-    with cache.use((0, 3)):
-        pass
-
-
-@pytest.mark.parametrize("surface", [use_3, lambda cache: cache.begin([(0, 1)])], ids=["its use", "the next call"])
-def test_a_load_that_failed_in_the_background_is_raised_once(surface):
-    broken = {(0, 3)}
-
-    def load(key):
-        if key in broken:
-            raise OSError("no such sector")
-        return weights(key)
-
-    cache = make(30, load)
-    call, _ = cache.begin([(0, 3)])
-    cache.load_ahead((0, 3), call, predicted=True)
-    broken.clear()
-    with pytest.raises(KptError, match="expert 3 of 'first' could not be loaded: no such sector"):
-        surface(cache)
-    use(cache, (0, 1), (0, 3))
-
-
-def test_who_waits_for_a_load_that_fails_hears_of_it():
-    loading, fail = threading.Event(), threading.Event()
-
-    def load(key):
-        loading.set()
-        assert fail.wait(60)
-        raise OSError("no such sector")
-
-    cache = make(30, load)
-    call, _ = cache.begin([(0, 3)])
-
-    def background():
-        cache.load_ahead((0, 3), call, predicted=False)
-
-    def caller():
-        assert loading.wait(60)
-        threading.Timer(0.05, fail.set).start()
-        with pytest.raises(KptError, match="expert 3"), cache.use((0, 3)):
-            pass
-
-    run_all(background, caller)
-    assert cache.used == 0
-
-
-def test_an_exception_while_an_expert_is_held_lets_it_go():
-    cache = make(30)
-    with pytest.raises(ZeroDivisionError), cache.use((1, 0)):
-        _ = 1 / 0
-    use(cache, (1, 1))
-
-
-@pytest.mark.parametrize("budget", [30, 50])
-def test_many_threads(budget):
-    most, lock = [0], threading.Lock()
-
-    def load(key):
-        with lock:
-            most[0] = max(most[0], cache.used)
-        return weights(key)
-
-    cache = make(budget, load)
-
-    def work(seed):
-        draw = random.Random(seed)
-        for i in range(150):
-            keys = [(draw.randrange(2), draw.randrange(5)) for _ in range(3)]
-            call, _ = cache.begin(keys)
-            if i % 3 == 0:
-                cache.load_ahead(keys[2], call, predicted=True)
-            for key in keys:
-                with cache.use(key) as held:
-                    assert held.parameters["w"].tolist() == list(key)
-
-    run_all(*(lambda seed=seed: work(seed) for seed in range(6)))
-    assert most[0] <= budget
-    assert sum(count.hits + count.misses for count in cache.statistics) == 6 * 150 * 3
-    cache.clear()
-    assert cache.used == 0
+def test_a_wrong_prediction_that_cannot_be_loaded_disturbs_nobody():
+    loads = Loads()
+    loads.go.set()
+    loads.broken = {(0, 3)}
+    cache = make(30, loads, background=True)
+    cache.begin([], [(0, 3)])
+    use(cache, (1, 0), (0, 1))
+    cache.close()

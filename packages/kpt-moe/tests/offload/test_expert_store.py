@@ -6,19 +6,15 @@ import pytest
 import torch
 
 from kpt_core import InputError
-from kpt_moe.offload import DiskStore, HostStore
-from kpt_moe.offload.store import StackedExperts
+from kpt_moe.offload.store import DiskStore, HostStore
 
 
-def weights(dtype: torch.dtype = torch.float32) -> dict[str, dict[str, torch.Tensor]]:
+def weights(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {
-        "layers.0.experts": {"up": torch.randn(4, 6, 3).to(dtype), "bias": torch.randn(4, 6).to(dtype)},
-        "layers.1.experts": {"up": torch.randn(2, 3, 6).to(dtype).mT},
+        "layers.0.experts.up": torch.randn(4, 6, 3).to(dtype),
+        "layers.0.experts.bias": torch.randn(4, 6).to(dtype),
+        "layers.1.experts.up": torch.randn(2, 3, 6).to(dtype).mT,
     }
-
-
-def described(parameters: dict[str, dict[str, torch.Tensor]]) -> dict[str, StackedExperts]:
-    return {name: StackedExperts.of(name, len(next(iter(own.values()))), own) for name, own in parameters.items()}
 
 
 @pytest.mark.parametrize(
@@ -32,26 +28,19 @@ def test_gives_back_every_slice(kind, dtype, tmp_path):
         store = HostStore(parameters)
     else:
         DiskStore.write(tmp_path / "experts", parameters)
-        store = DiskStore(tmp_path / "experts", described(parameters))
-    for name, own in parameters.items():
-        for key, stacked in own.items():
-            assert torch.equal(store.stacked(name, key).double(), stacked.double())
-            for expert in range(len(stacked)):
-                part = store.expert(name, key, expert)
-                assert part.dtype is dtype
-                assert torch.equal(part.double(), stacked[expert : expert + 1].double())
+        store = DiskStore(tmp_path / "experts", parameters)
+    for name, stacked in parameters.items():
+        assert torch.equal(store.read(name).double(), stacked.double())
+        for expert in range(len(stacked)):
+            part = store.read(name, expert)
+            assert part.dtype is dtype
+            assert torch.equal(part.double(), stacked[expert : expert + 1].double())
 
 
 def test_host_memory_is_not_copied():
     parameters = weights()
-    store = HostStore(parameters)
-    stacked = parameters["layers.0.experts"]["up"]
-    assert store.stacked("layers.0.experts", "up").data_ptr() == stacked.data_ptr()
-
-
-def test_bytes_of_an_expert():
-    sizes = [what.expert_bytes for what in described(weights(torch.bfloat16)).values()]
-    assert sizes == [2 * (6 * 3 + 6), 2 * 18]
+    read = HostStore(parameters).read("layers.0.experts.up")
+    assert read.data_ptr() == parameters["layers.0.experts.up"].data_ptr()
 
 
 def test_writing_leaves_a_whole_file_or_none(tmp_path, monkeypatch):
@@ -78,8 +67,8 @@ def test_a_folder_that_is_missing_is_named(tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match="gone does not exist: the experts' weights were to be read from it"):
-        DiskStore(tmp_path / "gone", described(weights()))
+    with pytest.raises(InputError, match="gone is no file: name one that exists"):
+        DiskStore(tmp_path / "gone", weights())
 
 
 @pytest.mark.parametrize("damage", ["empty", "noise", "truncated"])
@@ -88,21 +77,21 @@ def test_a_damaged_file_is_named(damage, tmp_path):
     DiskStore.write(path, weights())
     whole = path.read_bytes()
     path.write_bytes({"empty": b"", "noise": b"\xff" * len(whole), "truncated": whole[:-8]}[damage])
-    with pytest.raises(InputError, match=r"experts is no readable safetensors file .*: write it anew"):
-        DiskStore(path, described(weights()))
+    with pytest.raises(InputError, match=r"experts is no whole safetensors file .*: write it again"):
+        DiskStore(path, weights())
 
 
 def test_a_file_of_another_model_is_refused(tmp_path):
     path = tmp_path / "experts"
     DiskStore.write(path, weights())
     other = weights()
-    other["layers.0.experts"]["up"] = torch.randn(4, 6, 5)
+    other["layers.0.experts.up"] = torch.randn(4, 6, 5)
     with pytest.raises(
-        InputError, match=r"'layers.0.experts.up' must be torch.float32 \[4, 6, 5\]; .* F32 \[4, 6, 3\]"
+        InputError, match=r"'layers.0.experts.up' must be torch.float32 \[4, 6, 5\]; .* torch.float32 \[4, 6, 3\]"
     ):
-        DiskStore(path, described(other))
-    with pytest.raises(InputError, match=r"F32 \[4, 6, 3\]"):
-        DiskStore(path, described(weights(torch.bfloat16)))
-    other = {"layers.2.experts": other["layers.1.experts"]}
+        DiskStore(path, other)
+    with pytest.raises(InputError, match=r"the file has torch.float32 \[4, 6, 3\]"):
+        DiskStore(path, weights(torch.bfloat16))
+    other = {"layers.2.experts.up": other["layers.1.experts.up"]}
     with pytest.raises(InputError, match=r"holds no 'layers.2.experts.up': it was written for another model"):
-        DiskStore(path, described(other))
+        DiskStore(path, other)

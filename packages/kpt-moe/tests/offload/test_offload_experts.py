@@ -25,13 +25,19 @@ HIDDEN = 16
 BUDGETS = ("least", "30%", "100%")
 
 NETWORKS = {
-    "swiglu": lambda: FeedForwardExpert(EXPERTS, HIDDEN, 12),
-    "gelu_bias": lambda: FeedForwardExpert(EXPERTS, HIDDEN, 12, activation="gelu", bias=True),
-    "attention": lambda: AttentionExpert(EXPERTS, HIDDEN, 8, bias=True),
-    "convolutional": lambda: ConvolutionalExpert(EXPERTS, HIDDEN, 12, bias=True),
-    "lora": lambda: ParameterEfficientExpert(EXPERTS, HIDDEN, 12, rank=2, bias=True),
-    "lora_of_experts": lambda: ParameterEfficientExpert.from_feed_forward(FeedForwardExpert(EXPERTS, HIDDEN, 12), 2),
-    "adapter": lambda: ParameterEfficientExpert(EXPERTS, HIDDEN, 12, mode="adapter", rank=2),
+    "swiglu": lambda: FeedForwardExpert(HIDDEN, num_experts=EXPERTS, intermediate_size=12),
+    "gelu_bias": lambda: FeedForwardExpert(
+        HIDDEN, num_experts=EXPERTS, intermediate_size=12, activation="gelu", bias=True
+    ),
+    "attention": lambda: AttentionExpert(HIDDEN, num_experts=EXPERTS, head_dim=8, bias=True),
+    "convolutional": lambda: ConvolutionalExpert(HIDDEN, num_experts=EXPERTS, intermediate_size=12, bias=True),
+    "lora": lambda: ParameterEfficientExpert(HIDDEN, num_experts=EXPERTS, intermediate_size=12, rank=2, bias=True),
+    "lora_of_experts": lambda: ParameterEfficientExpert.from_feed_forward(
+        FeedForwardExpert(HIDDEN, num_experts=EXPERTS, intermediate_size=12), rank=2
+    ),
+    "adapter": lambda: ParameterEfficientExpert(
+        HIDDEN, num_experts=EXPERTS, intermediate_size=12, mode="adapter", rank=2
+    ),
 }
 
 
@@ -120,7 +126,7 @@ def test_value_is_that_of_the_definition():
 def test_budget_is_kept_and_shared_by_all_layers():
     model = make(layers=3)
     handle = offload_experts(model, "25%", prefetch=False)
-    cache = handle._sources[0].cache
+    cache = handle._cache
     assert handle.budget * 4 == handle.expert_bytes == 3 * 8 * 4 * (24 * HIDDEN + HIDDEN * 12)
     with torch.no_grad():
         one, other = torch.randn(1, HIDDEN), torch.randn(8, HIDDEN)
@@ -197,6 +203,9 @@ def test_attributes_hooks_and_mode_are_those_of_the_network():
     assert calls == [(3, HIDDEN)]
     model(torch.randn(3, HIDDEN))
     assert len(calls) == 1
+    with offload_experts(model, "25%"):
+        model.train()
+    assert experts.training, "what was set while the model was offloaded stays"
 
 
 def test_a_layer_that_is_used_twice_is_replaced_twice():
@@ -252,11 +261,9 @@ def test_a_file_that_disappears_is_named_and_the_model_goes_on(tmp_path):
     with torch.no_grad():
         want = model(x)
         path.rename(tmp_path / "elsewhere")
-        with pytest.raises(
-            KptError, match=r"expert \d of '0.moe.experts' could not be loaded: .*experts does not exist"
-        ):
+        with pytest.raises(KptError, match=r"expert \d of '0.moe.experts' could not be loaded: .*experts is no file"):
             model(x)
-        with pytest.raises(InputError, match="does not exist"):
+        with pytest.raises(InputError, match="experts is no file"):
             handle.restore()
         (tmp_path / "elsewhere").rename(path)
         assert torch.equal(model(x), want)
@@ -265,7 +272,7 @@ def test_a_file_that_disappears_is_named_and_the_model_goes_on(tmp_path):
 
 class Mixed(FeedForwardExpert):
     def __init__(self, **extra) -> None:
-        super().__init__(8, HIDDEN, 12)
+        super().__init__(HIDDEN, num_experts=8, intermediate_size=12)
         for name, value in extra.items():
             if isinstance(value, nn.Parameter):
                 self.register_parameter(name, value)
@@ -280,15 +287,25 @@ def refused() -> dict[str, tuple[nn.Module, str]]:
     hooked = make()
     hooked[0].moe.experts.forward = lambda x, routing: x
     quantised = nn.Sequential(Mixed(scales=torch.ones(8)))
-    other = nn.Sequential(Mixed(norm=nn.Parameter(torch.ones(HIDDEN))))
+    other, below = nn.Sequential(Mixed(norm=nn.Parameter(torch.ones(HIDDEN)))), nn.Sequential(Mixed())
+    below[0].inner = nn.Sequential(
+        FeedForwardExpert(HIDDEN, num_experts=8, intermediate_size=12), nn.Linear(HIDDEN, HIDDEN)
+    )
     return {
         "none": (nn.Linear(2, 2), "Linear has no experts that can be offloaded"),
-        "itself": (FeedForwardExpert(8, HIDDEN, 12), "is itself a module of experts: pass the module that holds it"),
+        "itself": (
+            FeedForwardExpert(HIDDEN, num_experts=8, intermediate_size=12),
+            "is itself a module of experts: pass the module that holds it",
+        ),
         "tied": (tied, "0.moe.experts cannot be offloaded: it shares parameters with 1.moe.experts"),
         "twice": (twice, r"0.moe.experts is offloaded already: restore\(\) it first"),
         "hooked": (hooked, "0.moe.experts has a forward of its own"),
-        "buffers": (quantised, "cannot be offloaded: Mixed has buffers"),
-        "shared": (other, r"beside matrices of 8 experts Mixed has norm \[16\], which has no slice for each"),
+        "buffers": (quantised, r"each parameter of Mixed must be \[8, ...\], .*; got scales"),
+        "shared": (other, r"each parameter of Mixed must be \[8, ...\], .*; got norm \[16\]"),
+        "shared below": (
+            below,
+            r"each parameter of Linear must be \[8, ...\], .*; got inner.1.weight \[16, 16\], inner",
+        ),
     }
 
 

@@ -5,6 +5,7 @@ import torch
 
 from families import FAMILIES, VOCABULARY, Family, experts_of
 from kpt_moe.offload import offload_experts
+from test_transformers_fp8 import load, logits, qwen3, write
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -56,3 +57,13 @@ def test_routers_of_transformers_predict(name):
     with offload_experts(FAMILIES[name].build(), "50%") as handle:
         reasons = [layer.prefetch for layer in handle.statistics().values()]
     assert reasons == ["no prefetch: no module of experts comes before", "router lookahead"]
+
+
+def test_8_bit_experts_of_a_checkpoint_stay_8_bit(tmp_path):
+    checkpoint = write(tmp_path / "checkpoint", qwen3(256, 128))
+    model = load(checkpoint.path)
+    with torch.no_grad():
+        want = logits(model)
+        with offload_experts(model, "50%") as handle:
+            torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+            assert handle.total().misses > 0

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from kpt_moe import FeedForwardExpert, Routing
+from kpt_moe.expert_networks import ParameterEfficientExpert
 from kpt_moe.parallel import parallelize_experts
 
 HIDDEN, WIDTH, TOP_K = 6, 5, 3
@@ -38,9 +39,20 @@ def tokens_of(load, rank, ranks, num_experts, seed):
 
 def network(num_experts, dtype, activation="swiglu", bias=True):
     torch.manual_seed(7)
-    made = FeedForwardExpert(num_experts, HIDDEN, WIDTH, activation=activation, bias=bias, dtype=dtype)
+    made = FeedForwardExpert(
+        HIDDEN, num_experts=num_experts, intermediate_size=WIDTH, activation=activation, bias=bias, dtype=dtype
+    )
     with torch.no_grad():
         for parameter in made.parameters():
+            parameter.normal_()
+    return made
+
+
+def adapted(num_experts, dtype):
+    """LoRA on every expert, with updates that are not zero."""
+    made = ParameterEfficientExpert.from_feed_forward(network(num_experts, dtype), rank=2, freeze_base=False)
+    with torch.no_grad():
+        for parameter in (*made.up.parameters(), *made.down.parameters()):
             parameter.normal_()
     return made
 
@@ -62,9 +74,11 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def equals_one_process(rank, ranks, mesh, num_experts, dtype, *, seeds=(0,), loads=LOADS, tolerance=None, **options):
+def equals_one_process(
+    rank, ranks, mesh, num_experts, dtype, *, seeds=(0,), loads=LOADS, tolerance=None, make=network, **options
+):
     tolerance = tolerance or (1e-12 if dtype is torch.float64 else 2e-6)
-    place = partial(network, num_experts, dtype)
+    place = partial(make, num_experts, dtype)
     for seed in seeds:
         for load in loads:
             single, spread = place(), parallelize_experts(place(), mesh, **options)
@@ -97,7 +111,7 @@ def sends_ahead_and_once_per_rank(rank, monkeypatch):
     index = torch.stack([torch.randperm(6)[:TOP_K] for _ in range(9 + rank)])
     x, weights = (torch.randn(9 + rank, n, requires_grad=True) for n in (HIDDEN, TOP_K))
     out = spread(x, Routing(index, weights, torch.zeros(9 + rank, 6)))
-    sent = ["x", "id", "w"]
+    sent = ["id", "x", "w"]
     assert log == [*sent, *sent, "compute", "x", *sent, "compute", "x", "compute", "x"]
     once = sum(len({int(e) // 3 for e in row}) for row in index)
     assert sum(n for n, kind in zip(rows_sent, [e for e in log if e != "compute"], strict=True) if kind == "id") == once
@@ -146,6 +160,7 @@ def on_two(rank):
     for chunks in (2, 3):
         equals_one_process(rank, 2, mesh, 6, torch.float64, chunks=chunks)
     equals_one_process(rank, 2, mesh, 7, torch.float64)
+    equals_one_process(rank, 2, mesh, 7, torch.float64, make=adapted)
     with pytest.MonkeyPatch.context() as monkeypatch:
         sends_ahead_and_once_per_rank(rank, monkeypatch)
     works_in_other_modes(rank)
@@ -163,8 +178,7 @@ def on_four(rank):
     equals_one_process(rank, 4, nodes, 7, torch.float64)
     # 3, 2, 3, 2 experts; in one level 3, 3, 3, 1.
     equals_one_process(rank, 4, nodes, 10, torch.float64, loads=["random"])
-    equals_one_process(rank, 4, nodes, 10, torch.float64, loads=["random"], hierarchical=False)
-    equals_one_process(rank, 4, nodes, 8, torch.float64, hierarchical=False)
+    equals_one_process(rank, 4, flat, 10, torch.float64, loads=["random"])
     return True
 
 

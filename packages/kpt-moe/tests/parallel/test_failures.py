@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from kpt_core import InputError, KptError
-from kpt_moe import ExpertNetwork, FeedForwardExpert, MoEConfig, MoELayer
+from kpt_moe import FeedForwardExpert, MoEConfig, MoELayer
+from kpt_moe.expert_networks import ExpertNetwork, ParameterEfficientExpert
 from kpt_moe.parallel import average_gradients, dispatch, experts_per_rank, fully_shard_experts, parallelize_experts
 
 
@@ -50,8 +51,8 @@ class Neighbours(FeedForwardExpert):
 
 
 class Shared(FeedForwardExpert):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
+    def __init__(self, hidden_size, **sizes):
+        super().__init__(hidden_size, **sizes)
         self.scale = torch.nn.Parameter(torch.ones(3))
 
 
@@ -65,17 +66,26 @@ def refuses(rank):
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
     flipped = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "tp"))
     cube = init_device_mesh("cpu", (2, 1, 1))
-    odd = FeedForwardExpert(4, 4, 3)
+    odd = FeedForwardExpert(4, num_experts=4, intermediate_size=3)
     spread = parallelize_experts(layer(), line)
     rows = torch.randn(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     wrong = [
         (lambda: parallelize_experts(torch.nn.Linear(2, 2), line), "contains no ExpertNetwork"),
         (lambda: parallelize_experts(layer(), cube), "one dimension, or two"),
-        (lambda: parallelize_experts(layer(), line, hierarchical=True), "two dimensions"),
-        (lambda: parallelize_experts(Neighbours(4, 4, 4), line), "neighbours"),
-        (lambda: parallelize_experts(Opaque(4, 4), line), "neighbours"),
-        (lambda: parallelize_experts(Shared(4, 4, 4), line), "Shared.scale must begin with 4 experts"),
-        (lambda: parallelize_experts(FeedForwardExpert(1, 4, 4), line), "leave nothing for some of 2 ranks"),
+        (lambda: parallelize_experts(Neighbours(4, num_experts=4, intermediate_size=4), line), "neighbours"),
+        (lambda: parallelize_experts(Opaque(4, num_experts=4), line), "Opaque has no method rows(x, index, weights)"),
+        (
+            lambda: parallelize_experts(Shared(4, num_experts=4, intermediate_size=4), line),
+            "Shared.scale must begin with 4 experts",
+        ),
+        (
+            lambda: parallelize_experts(ParameterEfficientExpert(4, num_experts=4, intermediate_size=4), line),
+            "base.gate_up_proj must begin with 4 experts to be split by them; got [1, 8, 4]: what all experts share",
+        ),
+        (
+            lambda: parallelize_experts(FeedForwardExpert(4, num_experts=1, intermediate_size=4), line),
+            "leave nothing for some of 2 ranks",
+        ),
         (
             lambda: parallelize_experts(odd, flipped["one"], tensor_parallel_mesh=flipped["tp"]),
             "size=3 does not divide by 2",
@@ -113,6 +123,6 @@ def test_no_rank_is_left_without_experts(experts, ranks):
 
 
 def test_without_groups_experts_are_called_right_away():
-    made = FeedForwardExpert(4, 4, 4)
+    made = FeedForwardExpert(4, num_experts=4, intermediate_size=4)
     x, index, weights = torch.randn(3, 4), torch.randint(0, 4, (3, 2)), torch.rand(3, 2)
     assert torch.equal(dispatch(x, index, weights, made.rows, num_experts=4, groups=[]), made.rows(x, index, weights))

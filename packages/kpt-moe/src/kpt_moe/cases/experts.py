@@ -11,7 +11,7 @@ from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_moe.activations import GATED, PLAIN, Activation
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights
 
-from .common import normal
+from .common import MANY, normal
 
 #: Which projections have a bias.
 _BOTH = ("gate_up", "down")
@@ -21,17 +21,20 @@ _GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 0.7, "interleaved": True, "tra
 
 
 def _routing(generator: torch.Generator, tokens: int, num_experts: int, top_k: int, load: str) -> Tensor:
-    """`[tokens, top_k]` ids, distinct for each token unless the load is `one`."""
+    """`[tokens, top_k]` ids, distinct for each token unless the load is `one`; `far` has some beyond 32 bits."""
     if load == "one":
         return torch.full((tokens, top_k), num_experts // 2)
     if load == "away":  # of other ranks: beyond the experts and negative
         away = torch.tensor([-1, num_experts, num_experts + 7, -5])
         return away[torch.arange(tokens * top_k) % 4].view(tokens, top_k)
-    known = num_experts + 2 if load == "partly away" else num_experts
+    known = num_experts + 2 if load in ("partly away", "far") else num_experts
     scores = torch.rand(tokens, known, generator=generator, dtype=torch.float64)
     if load == "skewed":
         scores = scores + torch.arange(known).flip(0) / 3
     index = scores.argsort(dim=1, descending=True)[:, :top_k]
+    if load == "far":  # whose lower 32 bits are an expert's id
+        index = torch.where(index == num_experts, 2**32 + num_experts - 1, index)
+        return torch.where(index == num_experts + 1, num_experts // 2 - 2**32, index)
     return torch.where(index == num_experts + 1, -1, index)
 
 
@@ -55,6 +58,8 @@ def _away_from_kinks(x: Tensor, up: Tensor, inputs: int, quantised: bool) -> tup
 def _quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Stored matrices in 8-bit numbers, and their scales."""
     codes, scale = quantise_weights(weight.mT if transposed else weight, scheme, dtype)
+    # No option of its own, or there would be more cases: the second of the dtypes has the wider scales.
+    scale = scale.to(torch.float64 if dtype is torch.float8_e5m2 else torch.float32)
     if not transposed:
         return codes, scale
     return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "block128" else scale
@@ -97,7 +102,8 @@ def _build_experts(
     return {
         "x": x,
         "top_k_index": _routing(generator, tokens, num_experts, chosen, load).to(ids),
-        "top_k_weights": torch.rand(tokens, chosen, generator=generator, dtype=torch.float64).to(weights),
+        # A router of one's own may weigh an expert by less than nothing.
+        "top_k_weights": (torch.rand(tokens, chosen, generator=generator, dtype=torch.float64) - 0.25).to(weights),
         "gate_up_proj": up,
         "down_proj": down,
         "gate_up_proj_bias": normal(generator, num_experts, width).round() / 4 if "gate_up" in biases else None,
@@ -113,8 +119,10 @@ def _allowed(values: Mapping[str, Any]) -> bool:
     parameters = (values["alpha"], values["beta"], values["limit"]) != (1.0, 0.0, None)
     if (parameters and activation.name != "swiglu") or (values["interleaved"] and not activation.gated):
         return False
+    if values["load"] == "far" and values["ids"] is torch.int32:
+        return False
     quantised = values["up_scheme"] is not None or values["down_scheme"] is not None
-    pairs = values.get("tokens", 1) * (values.get("num_experts", 1) if values["top_k"] == "every" else 1)
+    pairs = values.get("tokens", 1) * values.get("num_experts", 1) if values["top_k"] == "every" else 1
     return (quantised or values["float8"] is torch.float8_e4m3fn) and pairs <= _MOST_PAIRS
 
 
@@ -122,11 +130,11 @@ def _allowed(values: Mapping[str, Any]) -> bool:
 _MOST_PAIRS = 1024
 
 _DOMAIN = Domain(
-    sizes={"tokens": Sizes(), "hidden": Sizes(1), "inner": Sizes(1), "num_experts": Sizes(1, 257)},
+    sizes={"tokens": Sizes(many=MANY), "hidden": Sizes(1), "inner": Sizes(1), "num_experts": Sizes(1, 257)},
     options={
         "activation": ("swiglu", *sorted((GATED | PLAIN) - {"swiglu"})),
         "biases": ((), _BOTH, ("gate_up",), ("down",)),
-        "load": ("random", "one", "skewed", "partly away"),
+        "load": ("random", "one", "skewed", "partly away", "far"),
         "weights": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
         "up_scheme": (None, *SCHEMES),
         "down_scheme": (None, *SCHEMES),
@@ -182,11 +190,18 @@ EXPERTS = CaseTable(
         Case(name="8-bit", sizes={"tokens": 19, "up_scheme": "row", "down_scheme": "row"}),
         Case(
             name="8-bit blocks",
-            sizes={"tokens": 13, "hidden": 136, "inner": 72, "up_scheme": "block128", "down_scheme": "block128"},
+            sizes={"tokens": 13, "hidden": 136, "inner": 136, "up_scheme": "block128", "down_scheme": "block128"},
         ),
         Case(
             name="8-bit, transposed",
-            sizes={"up_scheme": "block128", "down_scheme": "block128", "transposed": True, "biases": _BOTH},
+            sizes={
+                "hidden": 136,
+                "inner": 72,
+                "up_scheme": "block128",
+                "down_scheme": "block128",
+                "transposed": True,
+                "biases": _BOTH,
+            },
         ),
         Case(
             name="granite-3.1-1b-a400m",
@@ -269,5 +284,7 @@ EXPERTS = CaseTable(
     gradients=("x", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
     padding=_padding_of_experts,
     reduction=_reduction_of_experts,
+    rare=(torch.float64,),
     domain=_DOMAIN,
+    kept=frozenset({"gate_up_scale", "down_scale"}),
 )

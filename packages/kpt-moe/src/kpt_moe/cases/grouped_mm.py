@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
-from .common import normal
+from .common import MANY, normal
 
 #: How rows are shared out among groups, and which part of them belongs to any: see `offsets_of`. Where none does there
 #: is nothing to do, which a named case tries.
@@ -110,7 +110,7 @@ _GROUPED_CASES = (
 
 
 #: Of the products of groups.
-SIZES = {"rows": Sizes(), "inner": Sizes(), "columns": Sizes(), "groups": Sizes(1)}
+SIZES = {"rows": Sizes(many=MANY), "inner": Sizes(), "columns": Sizes(), "groups": Sizes(1)}
 
 
 def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:
@@ -159,6 +159,7 @@ GROUPED_MM = CaseTable(
     gradients=("x", "weight"),
     padding=lambda arguments: _rows_of_nobody(arguments, "x"),
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
+    rare=(torch.float64,),
     domain=Domain(sizes=SIZES, options={**SHARES, "stored": ("KN", "NK")}),
 )
 
@@ -170,5 +171,6 @@ GROUPED_MM_WGRAD = CaseTable(
     gradients=("x", "grad"),
     padding=lambda arguments: _rows_of_nobody(arguments, "x", "grad"),
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["grad"].shape[1]),
+    rare=(torch.float64,),
     domain=Domain(sizes=SIZES, options=SHARES),
 )

@@ -12,18 +12,8 @@ from kpt_moe.conversion import VariantFeedForwardExpert
 from kpt_moe.expert_networks import FeedForwardExpert, QuantisedFeedForwardExpert
 from kpt_moe.layers import LAYERS as KINDS
 from kpt_moe.layers import MoEConfig, MoELayer, create_moe_layer
-from kpt_moe.routers import (
-    DynamicCapacityRouter,
-    ExpertChoiceRouter,
-    GShardRouter,
-    HashRouter,
-    LearnedRouter,
-    Router,
-    SinkhornRouter,
-    SwitchRouter,
-    TokenRoundingRouter,
-    TopKRouter,
-)
+from kpt_moe.routers import ROUTERS as ROUTER_KINDS
+from kpt_moe.routers import Router
 from kpt_moe.routing import Routing
 
 HIDDEN, EXPERTS, TOP_K = 16, 4, 2
@@ -51,11 +41,16 @@ def _sequences(generator: torch.Generator) -> tuple[Any, ...]:
     return (torch.randn(2, 5, HIDDEN, generator=generator),)
 
 
-def _router(kind: Callable[..., Router], *sizes: int, **options: Any) -> LayerCase:
+def _router(kind: str, *, inputs: Callable[..., tuple[Any, ...]] = _tokens, **options: Any) -> LayerCase:
+    router: Any = ROUTER_KINDS[kind]
+    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, **options}
+    # One draws no random numbers in evaluation; one goes by ids.
+    special: dict[str, Callable[[Any], nn.Module]] = {"gshard": nn.Module.eval, "hash": _ByToken}
+    finish: Callable[[Any], nn.Module] = special.get(kind, lambda made: made)
     return LayerCase(
-        name=f"moe.{getattr(kind, '__name__', kind)}",
-        make=lambda device, dtype: kind(HIDDEN, EXPERTS, *sizes, device=device, dtype=dtype, **options),
-        inputs=_tokens,
+        name=f"moe.{router.__name__}",
+        make=lambda device, dtype: finish(router(**sizes, device=device, dtype=dtype)),
+        inputs=inputs,
     )
 
 
@@ -80,7 +75,7 @@ def _variant(kind: str) -> LayerCase:
 
 
 def _network(name: str, **options: Any) -> LayerCase:
-    return _layer(name, lambda: MoEConfig(**_SIZES, **options))
+    return _layer(name, lambda: MoEConfig(**{**_SIZES, **options}))
 
 
 def _routed(generator: torch.Generator) -> tuple[Any, ...]:
@@ -88,26 +83,29 @@ def _routed(generator: torch.Generator) -> tuple[Any, ...]:
     return *_tokens(generator), Routing(torch.tensor([[0, 1]] * 7), weights, logits)
 
 
+def _ids(generator: torch.Generator) -> tuple[Any, ...]:
+    return *_tokens(generator), torch.randint(0, 11, (7,), generator=generator)
+
+
+def _quantised(**options: Any) -> QuantisedFeedForwardExpert:
+    return QuantisedFeedForwardExpert.from_feed_forward(FeedForwardExpert(**options))
+
+
+def _experts(make: Callable[..., nn.Module], name: str, **options: Any) -> LayerCase:
+    sizes = {**_SIZES, **options}
+    return LayerCase(name=name, make=lambda device, dtype: make(**sizes, device=device, dtype=dtype), inputs=_routed)
+
+
 ROUTERS = (
-    _router(TopKRouter, TOP_K, score="sigmoid", bias=True, correction_bias=True, num_groups=2),
-    _router(SwitchRouter, jitter=0.0),
-    _router(LearnedRouter, TOP_K, activation="swiglu", normalize=True, bias=True),
-    _router(DynamicCapacityRouter, TOP_K, complexity="learned", adaptive_top_k=True, threshold=0.7),
-    _router(ExpertChoiceRouter, TOP_K),
-    _router(SinkhornRouter, TOP_K),
-    _router(TokenRoundingRouter, TOP_K, tile=4),
-    LayerCase(
-        name="moe.GShardRouter",
-        make=lambda device, dtype: GShardRouter(HIDDEN, EXPERTS, device=device, dtype=dtype).eval(),
-        inputs=_tokens,
-    ),
-    LayerCase(
-        name="moe.HashRouter",
-        make=lambda device, dtype: _ByToken(
-            HashRouter(HIDDEN, EXPERTS, TOP_K, vocab_size=11, learned_weights=True, device=device, dtype=dtype)
-        ),
-        inputs=lambda generator: (*_tokens(generator), torch.randint(0, 11, (7,), generator=generator)),
-    ),
+    _router("top_k", top_k=TOP_K, score="sigmoid", bias=True, correction_bias=True, num_groups=2),
+    _router("switch", jitter=0.0),
+    _router("learned", top_k=TOP_K, activation="swiglu", bias=True),
+    _router("dynamic_capacity", top_k=TOP_K, adaptive_top_k=True, threshold=0.7),
+    _router("expert_choice", top_k=TOP_K),
+    _router("sinkhorn", top_k=TOP_K),
+    _router("token_rounding", top_k=TOP_K, tile=4),
+    _router("gshard"),
+    _router("hash", top_k=TOP_K, vocab_size=11, learned_weights=True, inputs=_ids),
 )
 
 LAYERS = (
@@ -115,22 +113,15 @@ LAYERS = (
     _layer("MoELayer with shared experts", lambda: MoEConfig(**_SIZES, num_shared_experts=2, shared_gate=True)),
     *(_variant(kind) for kind in ("sparse", "switch", "glam", "adaptive")),
     _network("ConvolutionalExpert", expert="convolutional", expert_options={"kernel_size": 3}),
-    _network("AttentionExpert", expert="attention", expert_options={"head_dim": 8, "num_heads": 2}),
+    _network(
+        "AttentionExpert",
+        expert="attention",
+        intermediate_size=None,
+        expert_options={"head_dim": 8, "num_heads": 2},
+    ),
     _network("ParameterEfficientExpert", expert="parameter_efficient", expert_options={"rank": 4}),
     _network("ParameterEfficientExpert adapter", expert="parameter_efficient", expert_options={"mode": "adapter"}),
-    LayerCase(
-        name="moe.QuantisedFeedForwardExpert",
-        make=lambda device, dtype: QuantisedFeedForwardExpert.from_feed_forward(
-            FeedForwardExpert(EXPERTS, HIDDEN, 24, bias=True, device=device, dtype=dtype)
-        ),
-        inputs=_routed,
-    ),
-    LayerCase(
-        name="moe.VariantFeedForwardExpert",
-        make=lambda device, dtype: VariantFeedForwardExpert(
-            EXPERTS, HIDDEN, 24, activation=_GPT_OSS, transposed=True, bias=True, device=device, dtype=dtype
-        ),
-        inputs=_routed,
-    ),
+    _experts(_quantised, "moe.QuantisedFeedForwardExpert"),
+    _experts(VariantFeedForwardExpert, "moe.VariantFeedForwardExpert", activation=_GPT_OSS, transposed=True),
     *ROUTERS,
 )

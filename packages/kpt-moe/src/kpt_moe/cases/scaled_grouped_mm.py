@@ -18,6 +18,11 @@ def codes(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.fl
     return normal(generator, *shape, scale=32).to(dtype)
 
 
+def _near_one(generator: torch.Generator, *shape: int) -> Tensor:
+    """Numbers between a half and one and a half, in float64: none of them is one of float32."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+
+
 def _build(
     generator: torch.Generator,
     rows: int = 24,
@@ -40,8 +45,8 @@ def _build(
     if x_scales is not None:
         blocks = 1 if x_scales == "row" else in_blocks(inner)[0]
         x = {"x": codes(generator, rows, inner, dtype=x_dtype)}
-        x["x_scale"] = ((torch.rand(rows, blocks, generator=generator) + 0.5) / 32).to(scale_dtype)
-    scale = (torch.rand(groups, *shapes[scales], generator=generator) + 0.5) / 32 * max(inner, 1) ** -0.5
+        x["x_scale"] = (_near_one(generator, rows, blocks) / 32).to(scale_dtype)
+    scale = _near_one(generator, groups, *shapes[scales]) / 32 * max(inner, 1) ** -0.5
     if x_scales is not None or out_dtype != "of the run":
         # A result in the dtype of the run is in float64 where that is the truth.
         x["out_dtype"] = _OUT_DTYPES[out_dtype]
@@ -88,7 +93,10 @@ SCALED_GROUPED_MM = CaseTable(
         Case(name="scales of input channels", sizes={"inner": 33, "columns": 17, "scales": "column"}),
         Case(name="e5m2", sizes={"dtype": torch.float8_e5m2}),
         Case(name="8-bit x", sizes={"x_scales": "row", "rows": 40, "owned": 0.675}),
-        Case(name="8-bit x, blocks", sizes={"x_scales": "block", "inner": 144, "columns": 136, "scales": "block"}),
+        Case(
+            name="8-bit x, square blocks of matrices stored as NK",
+            sizes={"x_scales": "block", "inner": 144, "columns": 136, "scales": "block", "stored": "NK"},
+        ),
         Case(name="e5m2 x", sizes={"x_scales": "row", "dtype": torch.float8_e5m2, "x_dtype": torch.float8_e5m2}),
         Case(name="one group", sizes={"groups": 1}),
         Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
@@ -179,6 +187,7 @@ SCALED_GROUPED_MM = CaseTable(
     gradients=("x",),
     padding=_scaled_rows_of_nobody,
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
+    rare=(torch.float64,),
     domain=Domain(
         sizes=SIZES,
         options={

@@ -11,6 +11,8 @@ from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_core.tuning import next_power_of_two
 from kpt_moe.top_k_gating import SCORES, score_experts
 
+from .common import MANY
+
 #: More of them bfloat16 can't tell apart, see `_distinct`.
 _MOST_EXPERTS = 512
 #: Choices of an expert for a token among all experts, so that cases stay small in an interpreter too.
@@ -46,16 +48,18 @@ def _distinct(generator: torch.Generator, tokens: int, experts: int, spread: str
 
 
 def _bias(generator: torch.Generator, experts: int, kind: str | None) -> Tensor | None:
-    """A correction bias: of zeros and ones, of distinct fractions up to 1, or far larger than any score."""
+    """A correction bias: of zeros and ones, of distinct fractions up to 1, in float64 too, or far above any score."""
     if kind is None:
         return None
     if kind == "ones":
         # Scores lie between 0 and 1: what one more makes of them is distinct still.
         return torch.randint(0, 2, (experts,), generator=generator).float()
-    places = torch.randperm(experts, generator=generator).float()
-    return (
-        (places + 1) / (experts + 1) if kind == "fractions" else torch.rand(experts, generator=generator) * 2000 - 1000
+    if kind == "large":
+        return torch.rand(experts, generator=generator) * 2000 - 1000
+    places = torch.randperm(experts, generator=generator).to(
+        torch.float64 if kind == "wide fractions" else torch.float32
     )
+    return (places + 1) / (experts + 1)
 
 
 def _clear(judged: Tensor, top_k: int, num_groups: int, top_groups: int, biased: bool) -> Tensor:
@@ -249,12 +253,13 @@ TOP_K_GATING = CaseTable(
     ),
     gradients=("logits",),
     reduction=lambda arguments: arguments["logits"].shape[1],
+    rare=(torch.float64,),
     domain=Domain(
-        sizes={"tokens": Sizes(), "experts": Sizes(1, _MOST_EXPERTS), "num_groups": Sizes(1)},
+        sizes={"tokens": Sizes(many=MANY), "experts": Sizes(1, _MOST_EXPERTS), "num_groups": Sizes(1)},
         options={
             "score": SCORES,
             "spread": ("near", "far", "masked"),
-            "bias": (None, "fractions", "large"),
+            "bias": (None, "fractions", "large", "wide fractions"),
             "top_groups": (1, "half", "every"),
             "top_k": (2, 1, "every"),
             "renormalize": (True, False),
@@ -263,4 +268,5 @@ TOP_K_GATING = CaseTable(
         allowed=_allowed,
     ),
     specified=_specified,
+    kept=frozenset({"correction_bias"}),
 )

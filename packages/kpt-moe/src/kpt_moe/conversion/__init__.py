@@ -1,8 +1,20 @@
 """Models of transformers with KPT's layers, converted there and back, and dense ones made sparse."""
 
+from ._names import accept_checkpoint_names
+from .converting import to_kpt_layers, to_transformers
 from .experts import VariantFeedForwardExpert
-from .to_kpt import KptMoEBlock, to_kpt_layers
-from .to_transformers import to_transformers
-from .upcycling import Layers, upcycle
+from .kpt_block import KptMoEBlock
+from .quantising import quantise_experts
+from .upcycling import Layers, load_upcycled, upcycle
 
-__all__ = ["KptMoEBlock", "Layers", "VariantFeedForwardExpert", "to_kpt_layers", "to_transformers", "upcycle"]
+__all__ = [
+    "KptMoEBlock",
+    "Layers",
+    "VariantFeedForwardExpert",
+    "accept_checkpoint_names",
+    "load_upcycled",
+    "quantise_experts",
+    "to_kpt_layers",
+    "to_transformers",
+    "upcycle",
+]

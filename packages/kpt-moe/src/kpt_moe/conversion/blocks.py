@@ -1,7 +1,7 @@
 """What a Mixture-of-Experts block of a transformers model computes, asked of the block itself."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._dtypes import DTYPES
 from kpt_moe.activations import Activation
-from kpt_moe.rewrites import is_transformers_experts
+from kpt_moe.rewrites import is_transformers_experts, parameter_names
 from kpt_moe.routers import TopKRouter
 from kpt_moe.routing import Routing
 
@@ -27,64 +27,46 @@ _LOW = 12.0
 
 @dataclass(frozen=True, slots=True)
 class MoEBlock:
-    """Where the parts of a block are, and which options make them ours.
+    """Where the parts of a block are, and which options make them ours; None is what it has not."""
 
-    Attributes:
-        experts: name of the experts module.
-        gate: name of the module that decides.
-        weight: path of the gate's matrix.
-        bias: path of the gate's bias, None if it has none.
-        correction: path of what is added to scores where experts are chosen, likewise.
-        router: options of `TopKRouter`, and `top_k`.
-        activation: of the experts.
-        shared: name of the shared experts, None if there are none.
-        shared_gate: name of the linear module that weighs them, likewise.
-        dense: what the shared experts are.
-        second: what the block returns beside tokens: `weights`, `logits` or None.
-    """
-
-    experts: str
-    gate: str
-    weight: str
-    bias: str | None
-    correction: str | None
-    router: dict[str, Any]
-    activation: Activation
-    shared: str | None
-    shared_gate: str | None
-    dense: DenseBlock | None
-    second: str | None
+    experts: str  # name of the experts module
+    gate: str  # name of the module that decides
+    weight: str  # path of the gate's matrix
+    bias: str | None  # path of the gate's bias
+    correction: str | None  # path of what is added to scores where experts are chosen
+    router: dict[str, Any]  # options of `TopKRouter`, and `top_k`
+    activation: Activation  # of the experts
+    shared: str | None  # name of the shared experts
+    shared_gate: str | None  # name of the linear module that weighs them
+    dense: DenseBlock | None  # what the shared experts are
+    second: str | None  # what the block returns beside tokens: `weights` or `logits`
 
     @classmethod
     def of(cls, block: nn.Module) -> "MoEBlock":
         """Read a block. Its class does not say what it computes: a twin with random numbers and stand-ins is run.
 
-        Raises:
-            InputError: it computes something else than a `MoELayer` can, with the reason.
+        Raises `InputError` if it computes something else than a `MoELayer` can, with the reason.
         """
         owner = type(block).__name__
         children = {name: child for name, child in block.named_children() if type(child) is not nn.Identity}
         names = [name for name, child in children.items() if is_transformers_experts(child)]
-        shared = {name: child for name, child in children.items() if name.startswith("shared")}
-        gates = [name for name, child in shared.items() if _weighs(child)]
-        denses = [name for name in shared if name not in gates]
-        deciding = [name for name in children if name not in names and name not in shared]
+        gates = [name for name, child in children.items() if name.startswith("shared") and _weighs(child)]
+        denses = [name for name in children if name.startswith("shared") and name not in gates]
+        deciding = [name for name in children if name not in (*names, *gates, *denses)]
         if len(names) != 1 or len(deciding) != 1 or len(gates) > 1 or len(denses) > 1 or len(gates) > len(denses):
             raise InputError(
                 f"{owner}: must consist of a router, experts and perhaps shared experts; it holds {sorted(children)}"
             )
         for name in ("", *names, *deciding):
             if "forward" in vars(block.get_submodule(name)):
-                raise InputError(
-                    f"{owner}: the forward of {name or 'the block'} was replaced (by hooks of accelerate?)"
-                )
-        activation = _activation(owner, block.get_submodule(names[0]))
-        parts = _parts(owner, block, deciding[0], block.get_submodule(names[0]))
-        shared_name, gate_name = next(iter(denses), None), next(iter(gates), None)
-        dense = None if shared_name is None else DenseBlock.of(block.get_submodule(shared_name))
-        twin = _Twin(block, names[0], deciding[0], shared_name, gate_name)
-        router, second = twin.ask(*parts)
-        return cls(names[0], deciding[0], *parts, router, activation, shared_name, gate_name, dense, second)
+                what = name or "the block"
+                raise InputError(f"{owner}: the forward of {what} was replaced (by hooks of accelerate?)")
+        (experts,), (gate,), shared, shared_gate = names, deciding, next(iter(denses), None), next(iter(gates), None)
+        activation = _activation(owner, children[experts])
+        parts = _parts(owner, block, gate, children[experts])
+        dense = None if shared is None else DenseBlock.of(children[shared])
+        router, second = _Twin(block, experts, gate, shared, shared_gate).ask(*parts)
+        return cls(experts, gate, *parts, router, activation, shared, shared_gate, dense, second)
 
 
 def moe_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -92,6 +74,27 @@ def moe_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules(remove_duplicate=False):
         if any(is_transformers_experts(child) for child in module.children()):
             yield path, module
+
+
+def replace_modules(
+    model: nn.Module, paths: Iterable[str], make: Callable[[str, Any], nn.Module], *, inplace: bool
+) -> nn.Module:
+    """Put what is made of the modules at `paths` in their place; of a module at several paths one is made.
+
+    Returns:
+        `model`, or a deep copy of it unless `inplace`; what takes its place if its own path `""` is among `paths`.
+    """
+    if not inplace:
+        model = copy.deepcopy(model)
+    made: dict[nn.Module, nn.Module] = {}
+    for path, module in [(path, model.get_submodule(path)) for path in paths]:
+        if module not in made:
+            made[module] = make(path, module)
+        if not path:
+            return made[module]
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = made[module]
+    return model
 
 
 def sizes_of(experts: Any) -> tuple[int, int, int]:
@@ -108,8 +111,7 @@ def _weighs(module: nn.Module) -> bool:
 def _activation(owner: str, module: Any) -> Activation:
     from kpt_moe.transformers import known_activation
 
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    known = {up, "down_proj", *((f"{up}_bias", "down_proj_bias") if module.has_bias else ())}
+    known = set(parameter_names(module).values())
     held = dict([*module.named_parameters(), *module.named_buffers()])
     what = None
     if module.has_post_expert_norm or held.keys() != known:
@@ -159,13 +161,6 @@ class _Experts(nn.Module):
         return hidden_states * (top_k_weights * self.factors[top_k_index]).sum(-1, keepdim=True)
 
 
-class _Shared(nn.Module):
-    """Stands in for shared experts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x)
-
-
 class _Twin:
     """A block on the CPU with random numbers in its router, and stand-ins for its experts."""
 
@@ -173,29 +168,27 @@ class _Twin:
         self.owner = type(block).__name__
         num_experts, self.hidden, _ = sizes_of(block.get_submodule(experts))
         self.generator = torch.Generator("cpu").manual_seed(0)
-        self.direction = self.hidden**-0.5 * torch.randn(self.hidden, device="cpu", generator=self.generator)
+        self.direction = self.hidden**-0.5 * self._random(self.hidden)
         self.gate = copy_without_hooks(block.get_submodule(gate))
         for module in self.gate.modules():
             self._randomise(module)
         self.gate.register_forward_hook(self._keep)
-        self.experts = _Experts(1 + torch.rand(num_experts, device="cpu", generator=self.generator))
+        self.experts = _Experts(1 + self._random(num_experts).sigmoid())
+        self.shared = None if shared is None else nn.Tanh()
+        self.shared_gate = None if shared_gate is None else nn.Linear(self.hidden, 1, bias=False, device="meta")
+        if self.shared_gate is not None:
+            self._randomise(self.shared_gate)
         self.block: Any = copy.copy(block)
         rest = {name: nn.Identity() for name, child in block.named_children() if type(child) is nn.Identity}
-        self.block._modules = {**block._modules, **rest, gate: self.gate, experts: self.experts}
-        self.shared = self.shared_gate = None
-        if shared is not None:
-            self.block._modules[shared] = self.shared = _Shared()
-        if shared_gate is not None:
-            self.shared_gate = nn.Linear(self.hidden, 1, bias=False, device="meta")
-            self._randomise(self.shared_gate)
-            self.block._modules[shared_gate] = self.shared_gate
+        ours = {gate: self.gate, experts: self.experts, shared: self.shared, shared_gate: self.shared_gate}
+        self.block._modules = {**block._modules, **rest, **{name: part for name, part in ours.items() if name}}
         self.block._parameters, self.block._buffers = dict(block._parameters), dict(block._buffers)
         self._randomise(self.block)
 
     def ask(self, weight: str, bias: str | None, correction: str | None) -> tuple[dict[str, Any], str | None]:
         """The router's options, and what the block returns beside tokens."""
         tensors = dict(_tensors(self.block))
-        x = torch.randn(2, _TOKENS, self.hidden, device="cpu", generator=self.generator)
+        x = self._random(2, _TOKENS, self.hidden)
         x[1] -= _LOW * self.direction / self.direction.square().sum()
         tokens = x.flatten(0, 1)
         router: dict[str, Any] = {}
@@ -207,10 +200,10 @@ class _Twin:
                 except Exception as error:
                     raise InputError(f"{self.owner}: does not go by tokens alone: {error}") from error
                 if not router:
-                    router, routing = self._router(tokens, told, tensors[weight], bias, correction, tensors)
-                elif not _same(
-                    _dense(*told, routing.num_experts), _dense(routing.index, routing.weights, routing.num_experts)
-                ):
+                    held = [None if path is None else tensors[path] for path in (bias, correction)]
+                    router, routing = self._router(tokens, told, tensors[weight], *held)
+                    decided = _dense(routing.index, routing.weights, routing.num_experts)
+                elif not _same(_dense(*told, routing.num_experts), decided):
                     raise InputError(f"{self.owner}: routes otherwise in training (jitter, or sampled experts)")
                 second = self._second(out, x, told, routing)
         return router, second
@@ -220,9 +213,8 @@ class _Twin:
         tokens: Tensor,
         told: tuple[Tensor, Tensor],
         weight: Tensor,
-        bias: str | None,
-        correction: str | None,
-        tensors: dict[str, Tensor],
+        bias: Tensor | None,
+        correction: Tensor | None,
     ) -> tuple[dict[str, Any], Routing]:
         """The options with which `TopKRouter` decides what the experts were told, and its decision."""
         top_k, num_experts = told[0].shape[-1], len(weight)
@@ -240,12 +232,11 @@ class _Twin:
                 "bias": bias is not None,
                 "correction_bias": correction is not None,
             }
-            router = TopKRouter(self.hidden, num_experts, **options, device="cpu", dtype=torch.float32)
-            router.weight.copy_(weight)
-            if bias is not None:
-                router.bias.copy_(tensors[bias])  # type: ignore[union-attr]
-            if correction is not None:
-                router.correction_bias.copy_(tensors[correction].view(-1))  # type: ignore[union-attr]
+            router = TopKRouter(self.hidden, num_experts=num_experts, **options, device="cpu", dtype=torch.float32)
+            own = router.weight, router.bias, router.correction_bias
+            for parameter, value in zip(own, (weight, bias, correction), strict=True):
+                if parameter is not None and value is not None:
+                    parameter.copy_(value.view_as(parameter))
             routing = router(tokens)
             have = _dense(routing.index, routing.weights, num_experts)
             scale = next((scale for scale in scales if _same(have * scale, want)), None)
@@ -273,12 +264,15 @@ class _Twin:
                 return name
         raise InputError(f"{self.owner}: what it returns beside tokens is neither weights nor logits")
 
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device="cpu", generator=self.generator)
+
     def _randomise(self, module: nn.Module) -> None:
         tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for held in tensors:
             for name, tensor in held.items():
                 if tensor is not None:
-                    random = torch.randn(tensor.shape, device="cpu", generator=self.generator)
+                    random = self._random(*tensor.shape)
                     random = 2 * self.hidden**-0.5 * random + self.direction if name == "weight" else 0.1 * random
                     held[name] = nn.Parameter(random) if isinstance(tensor, nn.Parameter) else random
 

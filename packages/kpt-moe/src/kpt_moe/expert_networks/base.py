@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from kpt_core import InputError
 from kpt_moe._checks import require_size
 from kpt_moe.routing import Routing
 
@@ -13,9 +14,12 @@ from kpt_moe.routing import Routing
 class ExpertNetwork(nn.Module, ABC):
     """The networks of `num_experts` experts, computed together.
 
+    A token with NaN or infinity gets what is not finite, and changes the result of no token that does not look at it;
+    only networks that say `needs_sequences` look at neighbours.
+
     Attributes:
-        num_experts: number of experts.
         hidden_size: size of a token, before and after.
+        num_experts: number of experts.
         has_batch_invariant_mode: whether it computes in blocks inside of `kpt_moe.batch_invariant()`.
         has_width: whether its constructor takes an `intermediate_size` and an `activation`.
         needs_sequences: whether a token's result depends on its neighbours, so that `cu_seqlens` matters.
@@ -25,9 +29,9 @@ class ExpertNetwork(nn.Module, ABC):
     has_width: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = False
 
-    def __init__(self, num_experts: int, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, *, num_experts: int) -> None:
         super().__init__()
-        for what, size in (("num_experts", num_experts), ("hidden_size", hidden_size)):
+        for what, size in (("hidden_size", hidden_size), ("num_experts", num_experts)):
             require_size(type(self).__name__, what, size)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
@@ -44,6 +48,9 @@ class ExpertNetwork(nn.Module, ABC):
 
         Returns:
             `[tokens, hidden_size]` of x's dtype.
+
+        Raises:
+            InputError: x or `cu_seqlens` is of another shape, dtype or device.
         """
 
 
@@ -54,7 +61,39 @@ def matrices(
     return nn.Parameter(torch.empty(num_experts, outputs, inputs, device=device, dtype=dtype))
 
 
-def init_fan_in(*weights: nn.Parameter) -> None:
-    """Normal with deviation `inputs ** -0.5` for matrices `[num_experts, outputs, inputs]`."""
+def vectors(
+    given: bool, num_experts: int, size: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Parameter | None:
+    """An unset parameter `[num_experts, size]`, such as biases; None unless it is to be given."""
+    return nn.Parameter(torch.empty(num_experts, size, device=device, dtype=dtype)) if given else None
+
+
+def init_fan_in(*weights: Tensor) -> None:
+    """Normal with deviation `inputs ** -0.5` for matrices `[..., outputs, inputs]`."""
     for weight in weights:
         nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+
+def init_zeros(*biases: Tensor | None) -> None:
+    """Zero, for those that there are."""
+    for bias in biases:
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+
+def sequence_of_tokens(owner: str, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """`[tokens]` int64: a number for the sequence of each token; tokens past the last sequence are one of their own."""
+    if cu_seqlens is None:
+        return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device != x.device:
+        raise InputError(
+            f"{owner}: cu_seqlens must be int32 of shape [sequences + 1] on {x.device}; "
+            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+        )
+    positions = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
+    return torch.searchsorted(cu_seqlens, positions, right=True)
+
+
+def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The tokens `[tokens, hidden_size]`, zero where `mask` `[tokens]` is False, whatever they hold there."""
+    return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)

@@ -1,17 +1,16 @@
 """Experts with a convolution over a token's neighbours."""
 
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kpt_moe._checks import require_size
+from kpt_moe._checks import require_size, require_tokens
 from kpt_moe.routing import Routing
 
-from ._sequences import require_tokens, sequence_of_tokens, without_padding
-from .base import ExpertNetwork
-from .feed_forward import FeedForwardExpert
+from .base import ExpertNetwork, init_zeros, matrices, sequence_of_tokens, vectors, without_padding
+from .feed_forward import FeedForwardExpert, FeedForwardOptions
 
 
 class ConvolutionalExpert(ExpertNetwork):
@@ -20,21 +19,18 @@ class ConvolutionalExpert(ExpertNetwork):
     `y = down_e(act(up_e(c)))` with `c = sum_j conv_weight[e, j] * x[t + j - before] + conv_bias[e]`: the depthwise
     separable convolution (MobileNets, arXiv:1704.04861) in one dimension, its pointwise part the gated or plain network
     of `FeedForwardExpert`. The neighbours are those of the token in its sequence, whichever experts they go to
-    themselves; beyond the sequence's ends, and where there is padding, they count as zero.
+    themselves; beyond the sequence's ends, and where there is padding, they count as zero. A neighbour with NaN or
+    infinity is NaN to those whose window it is in.
 
     Only the routed pairs are computed. Backward keeps the kernel of every pair, `[pairs, kernel_size, hidden_size]`.
 
     Args:
-        num_experts: number of experts.
-        hidden_size: size of a token.
-        intermediate_size: inner width of the feed-forward network; None gives four times `hidden_size`.
+        hidden_size, num_experts: size of a token, and number of experts.
         kernel_size: tokens that a convolution sees.
         causal: the window ends at the token; otherwise `(kernel_size - 1) // 2` tokens lie before it and
             `kernel_size // 2` after it.
-        activation: as of `FeedForwardExpert`.
-        bias: give the convolution and both projections a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        pointwise: `intermediate_size`, `activation`, `bias` (of the convolution too), `device` and `dtype`, as in
+            `FeedForwardExpert`.
 
     Raises:
         InputError: a size is not a positive integer.
@@ -45,34 +41,21 @@ class ConvolutionalExpert(ExpertNetwork):
 
     def __init__(
         self,
-        num_experts: int,
         hidden_size: int,
-        intermediate_size: int | None = None,
         *,
+        num_experts: int,
         kernel_size: int = 3,
         causal: bool = True,
-        activation: str = "swiglu",
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **pointwise: Unpack[FeedForwardOptions],
     ) -> None:
-        super().__init__(num_experts, hidden_size)
+        super().__init__(hidden_size, num_experts=num_experts)
         require_size(type(self).__name__, "kernel_size", kernel_size)
         self.kernel_size = kernel_size
         self.causal = causal
-        self.conv_weight = nn.Parameter(torch.empty(num_experts, kernel_size, hidden_size, device=device, dtype=dtype))
-        self.conv_bias: nn.Parameter | None = None
-        if bias:
-            self.conv_bias = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.pointwise = FeedForwardExpert(
-            num_experts,
-            hidden_size,
-            4 * hidden_size if intermediate_size is None else intermediate_size,
-            activation=activation,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
+        device, dtype = pointwise.get("device"), pointwise.get("dtype")
+        self.conv_weight = matrices(num_experts, kernel_size, hidden_size, device, dtype)
+        self.conv_bias = vectors(pointwise.get("bias", False), num_experts, hidden_size, device, dtype)
+        self.pointwise = FeedForwardExpert(hidden_size, num_experts=num_experts, **pointwise)
         self._reset_convolution()
 
     def reset_parameters(self) -> None:
@@ -82,15 +65,10 @@ class ConvolutionalExpert(ExpertNetwork):
 
     def _reset_convolution(self) -> None:
         nn.init.normal_(self.conv_weight, std=self.kernel_size**-0.5)
-        if self.conv_bias is not None:
-            nn.init.zeros_(self.conv_bias)
+        init_zeros(self.conv_bias)
 
     def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """As in `ExpertNetwork`; a token's neighbours are those of its sequence.
-
-        Raises:
-            InputError: x or `cu_seqlens` is of another shape, dtype or device.
-        """
+        """As in `ExpertNetwork`; a token's neighbours are those of its sequence."""
         require_tokens(type(self).__name__, x, self.hidden_size)
         windows = self._windows(without_padding(x, routing.mask), cu_seqlens)
         return routing.apply(windows.flatten(1), self.rows).to(x.dtype)

@@ -1,20 +1,85 @@
 """Feed-forward experts, gated and plain."""
 
-from typing import ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from kpt_core import InputError
 from kpt_moe._checks import require_size
 from kpt_moe.activations import Activation
 from kpt_moe.batch_invariant import batch_invariant_mode, invariant_experts
 from kpt_moe.experts import experts
 from kpt_moe.routing import Routing
 
-from .base import ExpertNetwork, init_fan_in, matrices
+from .base import ExpertNetwork, init_fan_in, init_zeros, matrices, vectors
 
 
-class FeedForwardExpert(ExpertNetwork):
+class FeedForwardOptions(TypedDict, total=False):
+    """Arguments of `FeedForwardExpert` that networks built upon it hand on."""
+
+    intermediate_size: int | None
+    activation: str
+    bias: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class TwoProducts(ExpertNetwork):
+    """What experts of op `moe.experts` have in common, whatever numbers their matrices hold.
+
+    Attributes:
+        intermediate_size: inner width of an expert.
+        width: outputs of the first product: `2 * intermediate_size` for gated activations, else `intermediate_size`.
+        activation: its name.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, *, num_experts: int, intermediate_size: int | None, activation: str) -> None:
+        super().__init__(hidden_size, num_experts=num_experts)
+        intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        require_size(type(self).__name__, "intermediate_size", intermediate_size)
+        self.intermediate_size = intermediate_size
+        self.width = 2 * intermediate_size if Activation(activation).gated else intermediate_size
+        self.activation = activation
+
+    def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """As in `ExpertNetwork`; each token is taken by itself."""
+        return routing.apply(x, self.rows).to(x.dtype)
+
+    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Op `moe.experts` with these weights: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`."""
+        tensors = (x, index, weights, self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+        if batch_invariant_mode() and self.has_batch_invariant_mode:
+            return invariant_experts(*tensors, activation=self.activation)
+        return experts(*tensors, activation=self.activation, **self._scales())
+
+    def _scales(self) -> dict[str, Any]:
+        return {}
+
+    def sizes(self) -> dict[str, Any]:
+        """The arguments that another network of the same sizes is made with."""
+        return {
+            "hidden_size": self.hidden_size,
+            "num_experts": self.num_experts,
+            "intermediate_size": self.intermediate_size,
+            "activation": self.activation,
+            "bias": self.down_proj_bias is not None,
+        }
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        return (
+            f"{self.num_experts}, {self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"activation={self.activation!r}, bias={self.down_proj_bias is not None}"
+        )
+
+
+class FeedForwardExpert(TwoProducts):
     """Two products with an activation between them, for every expert, by op `moe.experts`.
 
     Weights are stored as transformers stores them: `gate_up_proj` `[num_experts, width, hidden_size]`, where width is
@@ -22,13 +87,11 @@ class FeedForwardExpert(ExpertNetwork):
     `[num_experts, hidden_size, intermediate_size]`.
 
     Args:
-        num_experts: number of experts.
-        hidden_size: size of a token.
-        intermediate_size: inner width of an expert.
+        hidden_size, num_experts: size of a token, and number of experts.
+        intermediate_size: inner width of an expert; None gives four times `hidden_size`.
         activation: gated `swiglu`, `geglu`, `geglu_tanh`, `reglu`; plain `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2`.
         bias: give both projections a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         InputError: a size is not a positive integer.
@@ -39,57 +102,31 @@ class FeedForwardExpert(ExpertNetwork):
 
     def __init__(
         self,
-        num_experts: int,
         hidden_size: int,
-        intermediate_size: int,
         *,
+        num_experts: int,
+        intermediate_size: int | None = None,
         activation: str = "swiglu",
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_experts, hidden_size)
-        require_size(type(self).__name__, "intermediate_size", intermediate_size)
-        self.intermediate_size = intermediate_size
-        self.activation = activation
-        width = 2 * intermediate_size if Activation(activation).gated else intermediate_size
-        self.gate_up_proj = matrices(num_experts, width, hidden_size, device, dtype)
-        self.down_proj = matrices(num_experts, hidden_size, intermediate_size, device, dtype)
-        self.gate_up_proj_bias: nn.Parameter | None = None
-        self.down_proj_bias: nn.Parameter | None = None
-        if bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype))
-            self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        super().__init__(
+            hidden_size, num_experts=num_experts, intermediate_size=intermediate_size, activation=activation
+        )
+        self.gate_up_proj = matrices(num_experts, self.width, hidden_size, device, dtype)
+        self.down_proj = matrices(num_experts, hidden_size, self.intermediate_size, device, dtype)
+        self.gate_up_proj_bias = vectors(bias, num_experts, self.width, device, dtype)
+        self.down_proj_bias = vectors(bias, num_experts, hidden_size, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Normal with deviation `fan_in ** -0.5` for matrices, zero for biases."""
         init_fan_in(self.gate_up_proj, self.down_proj)
-        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        init_zeros(self.gate_up_proj_bias, self.down_proj_bias)
 
-    def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """As in `ExpertNetwork`; each token is taken by itself."""
-        return routing.apply(x, self.rows).to(x.dtype)
 
-    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Op `moe.experts` with these weights: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`."""
-        compute = invariant_experts if batch_invariant_mode() else experts
-        return compute(
-            x,
-            index,
-            weights,
-            self.gate_up_proj,
-            self.down_proj,
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
-            activation=self.activation,
-        )
-
-    def extra_repr(self) -> str:
-        """For `print(module)`."""
-        return (
-            f"{self.num_experts}, {self.hidden_size}, intermediate_size={self.intermediate_size}, "
-            f"activation={self.activation!r}, bias={self.down_proj_bias is not None}"
-        )
+def require_feed_forward(owner: str, experts: object) -> None:
+    """Raise `InputError` unless it is a `FeedForwardExpert`."""
+    if not isinstance(experts, FeedForwardExpert):
+        raise InputError(f"{owner}: experts must be a FeedForwardExpert; got {type(experts).__name__}")

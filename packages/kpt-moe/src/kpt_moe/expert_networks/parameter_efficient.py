@@ -1,25 +1,89 @@
 """Experts that add few parameters to a network that is there already."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kpt_core import InputError, UnknownNameError
-from kpt_moe._checks import require_size
+from kpt_core import InputError
+from kpt_moe._checks import require_known, require_size, require_tokens
 from kpt_moe._pairs import SortedPairs
 from kpt_moe.activations import Activation
 from kpt_moe.routing import Routing
 
-from ._adapters import BottleneckAdapter, LowRankUpdate
-from ._sequences import require_tokens, without_padding
-from .base import ExpertNetwork
-from .feed_forward import FeedForwardExpert
+from .base import ExpertNetwork, init_fan_in, init_zeros, matrices, vectors, without_padding
+from .feed_forward import FeedForwardExpert, FeedForwardOptions, require_feed_forward
 
 #: What is added to the base: low-rank updates of both its products, or a bottleneck after it.
 Mode = Literal["lora", "adapter"]
-MODES: tuple[Mode, ...] = ("lora", "adapter")
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class LowRankUpdate(nn.Module):
+    """`scale * lora_B[e] @ lora_A[e]` beside a product of expert `e` (LoRA, arXiv:2106.09685).
+
+    `lora_A` is `[num_experts, rank, inputs]`, random; `lora_B` `[num_experts, outputs, rank]`, zero at first.
+    """
+
+    def __init__(
+        self, num_experts: int, inputs: int, outputs: int, *, rank: int, scale: float, dropout: float, like: Tensor
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.dropout = dropout
+        self.lora_A = matrices(num_experts, rank, inputs, like.device, like.dtype)
+        self.lora_B = matrices(num_experts, outputs, rank, like.device, like.dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """No update: `lora_B` is zero."""
+        init_fan_in(self.lora_A)
+        nn.init.zeros_(self.lora_B)
+
+    def forward(self, rows: Tensor, pairs: SortedPairs) -> Tensor:
+        """The update of sorted pairs, `[pairs, inputs]` to `[pairs, outputs]`."""
+        inner = pairs.linear(F.dropout(rows, self.dropout, self.training), self.lora_A)
+        return pairs.linear(inner * self.scale, self.lora_B)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """`weight` `[num_experts or 1, outputs, inputs]` with the update in it, a new tensor of all experts."""
+        return torch.baddbmm(weight, self.lora_B, self.lora_A, alpha=self.scale)
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        experts, outputs, rank = self.lora_B.shape
+        return f"{experts}, {self.lora_A.shape[2]}, {outputs}, rank={rank}, scale={self.scale}"
+
+
+class BottleneckAdapter(nn.Module):
+    """`up[e](gelu(down[e](y)))`, with biases, beside the output `y` of a block (adapters, arXiv:1902.00751).
+
+    `up` and its bias are zero at first.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, *, rank: int, like: Tensor) -> None:
+        super().__init__()
+        self.down_proj = matrices(num_experts, rank, hidden_size, like.device, like.dtype)
+        self.down_proj_bias = vectors(True, num_experts, rank, like.device, like.dtype)
+        self.up_proj = matrices(num_experts, hidden_size, rank, like.device, like.dtype)
+        self.up_proj_bias = vectors(True, num_experts, hidden_size, like.device, like.dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Nothing is added: the projection up is zero."""
+        init_fan_in(self.down_proj)
+        init_zeros(self.down_proj_bias, self.up_proj, self.up_proj_bias)
+
+    def forward(self, rows: Tensor, pairs: SortedPairs) -> Tensor:
+        """What is added to sorted pairs, `[pairs, hidden_size]` to the same."""
+        inner = F.gelu(pairs.linear(rows, self.down_proj, self.down_proj_bias))
+        return pairs.linear(inner, self.up_proj, self.up_proj_bias)
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        experts, hidden, rank = self.up_proj.shape
+        return f"{experts}, {hidden}, rank={rank}"
 
 
 class ParameterEfficientExpert(ExpertNetwork):
@@ -37,18 +101,13 @@ class ParameterEfficientExpert(ExpertNetwork):
     `from_feed_forward` puts LoRA on experts that have weights of their own.
 
     Args:
-        num_experts: number of experts.
-        hidden_size: size of a token.
-        intermediate_size: inner width of the base; None gives four times `hidden_size`.
+        hidden_size, num_experts: size of a token, and number of experts.
         mode: `lora` or `adapter`.
         rank: of the low-rank updates, or inner width of the bottleneck.
         alpha: of `lora`; None is `rank`, a scale of one.
         dropout: of the inputs of the low-rank updates, in training.
         freeze_base: the base's parameters take no gradient.
-        activation: of the base, as of `FeedForwardExpert`. A bottleneck has `gelu`.
-        bias: give both projections of the base a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        base: its `intermediate_size`, `activation`, `bias`, `device` and `dtype`, as in `FeedForwardExpert`.
 
     Attributes:
         base: the `FeedForwardExpert` underneath, of one expert if it is shared. Load trained weights into it.
@@ -66,38 +125,26 @@ class ParameterEfficientExpert(ExpertNetwork):
 
     def __init__(
         self,
-        num_experts: int,
         hidden_size: int,
-        intermediate_size: int | None = None,
         *,
+        num_experts: int,
         mode: Mode = "lora",
         rank: int = 8,
         alpha: float | None = None,
         dropout: float = 0.0,
         freeze_base: bool = True,
-        activation: str = "swiglu",
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **base: Unpack[FeedForwardOptions],
     ) -> None:
-        super().__init__(num_experts, hidden_size)
-        base = FeedForwardExpert(
-            1,
-            hidden_size,
-            4 * hidden_size if intermediate_size is None else intermediate_size,
-            activation=activation,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-        self._build(base, mode, rank, alpha, dropout, freeze_base)
+        super().__init__(hidden_size, num_experts=num_experts)
+        shared = FeedForwardExpert(hidden_size, num_experts=1, **base)
+        self._build(shared, mode, rank, alpha, dropout, freeze_base)
 
     @classmethod
     def from_feed_forward(
         cls,
         experts: FeedForwardExpert,
-        rank: int = 8,
         *,
+        rank: int = 8,
         alpha: float | None = None,
         dropout: float = 0.0,
         freeze_base: bool = True,
@@ -108,33 +155,25 @@ class ParameterEfficientExpert(ExpertNetwork):
 
         Args:
             experts: the network.
-            rank: of the updates.
-            alpha: as for the constructor.
+            rank: as for the constructor.
+            alpha: likewise.
             dropout: likewise.
             freeze_base: likewise.
 
         Raises:
             InputError: as for the constructor, or `experts` is no `FeedForwardExpert`.
         """
-        if not isinstance(experts, FeedForwardExpert):
-            raise InputError(f"{cls.__name__}: experts must be a FeedForwardExpert; got {type(experts).__name__}")
+        require_feed_forward(cls.__name__, experts)
         network = cls.__new__(cls)
-        ExpertNetwork.__init__(network, experts.num_experts, experts.hidden_size)
+        ExpertNetwork.__init__(network, experts.hidden_size, num_experts=experts.num_experts)
         network._build(experts, "lora", rank, alpha, dropout, freeze_base)
         return network.train(experts.training)
 
     def _build(
-        self,
-        base: FeedForwardExpert,
-        mode: Mode,
-        rank: int,
-        alpha: float | None,
-        dropout: float,
-        freeze_base: bool,
+        self, base: FeedForwardExpert, mode: Mode, rank: int, alpha: float | None, dropout: float, freeze_base: bool
     ) -> None:
         name = type(self).__name__
-        if mode not in MODES:
-            raise UnknownNameError("mode", mode, MODES)
+        require_known("mode", mode, MODES)
         require_size(name, "rank", rank)
         if not 0 <= dropout < 1:
             raise InputError(f"{name}: dropout must be at least 0 and below 1; got {dropout}")
@@ -148,22 +187,12 @@ class ParameterEfficientExpert(ExpertNetwork):
         self.activation = Activation(base.activation)
         experts, hidden, weight = self.num_experts, self.hidden_size, base.gate_up_proj
         if mode == "adapter":
-            self.adapter = BottleneckAdapter(
-                experts, hidden, rank=rank, activation="gelu", device=weight.device, dtype=weight.dtype
-            )
+            self.adapter = BottleneckAdapter(experts, hidden, rank=rank, like=weight)
             return
-        for update, inputs, outputs in (("up", hidden, weight.shape[1]), ("down", base.intermediate_size, hidden)):
-            module = LowRankUpdate(
-                experts,
-                inputs,
-                outputs,
-                rank=rank,
-                alpha=rank if alpha is None else alpha,
-                dropout=dropout,
-                device=weight.device,
-                dtype=weight.dtype,
-            )
-            setattr(self, update, module)
+        scale = 1.0 if alpha is None else alpha / rank
+        lora: dict[str, Any] = {"rank": rank, "scale": scale, "dropout": dropout, "like": weight}
+        self.up = LowRankUpdate(experts, hidden, weight.shape[1], **lora)
+        self.down = LowRankUpdate(experts, base.intermediate_size, hidden, **lora)
 
     def reset_parameters(self) -> None:
         """The base as in `FeedForwardExpert`, and nothing added to it."""
@@ -171,35 +200,41 @@ class ParameterEfficientExpert(ExpertNetwork):
             part.reset_parameters()  # type: ignore[operator]
 
     def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """As in `ExpertNetwork`; each token is taken by itself.
-
-        Raises:
-            InputError: x is of another shape.
-        """
+        """As in `ExpertNetwork`; each token is taken by itself."""
         require_tokens(type(self).__name__, x, self.hidden_size)
         tokens = without_padding(x, routing.mask)
-        pairs = SortedPairs.of(routing, self.num_experts)
-        return (self._lora if self.mode == "lora" else self._adapter)(tokens, pairs).to(x.dtype)
+        return self._by_pairs(tokens, SortedPairs.of(routing, self.num_experts))
+
+    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of each row: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`.
+
+        Of as many experts as there are parameters for: those of a rank, where experts are spread.
+        """
+        held = (self.up.lora_A if self.mode == "lora" else self.adapter.up_proj).shape[0]
+        return self._by_pairs(x, SortedPairs.of(Routing(index, weights, weights.new_empty(0, held)), held))
+
+    def _by_pairs(self, x: Tensor, pairs: SortedPairs) -> Tensor:
+        return (self._lora if self.mode == "lora" else self._adapter)(x, pairs).to(x.dtype)
 
     def _lora(self, x: Tensor, pairs: SortedPairs) -> Tensor:
-        base, tokens = self.base, x.shape[0]
+        base = self.base
         rows = pairs.gather(x)
         if base.num_experts != 1:
             h = pairs.linear(rows, base.gate_up_proj, base.gate_up_proj_bias)
             a = self.activation(h + self.up(rows, pairs))
             y = pairs.linear(a, base.down_proj, base.down_proj_bias) + self.down(a, pairs)
-            return pairs.combine(y, tokens)
-        h = F.linear(x, base.gate_up_proj[0], _only(base.gate_up_proj_bias))
+            return pairs.combine(y, x)
+        h = F.linear(x, base.gate_up_proj[0], None if base.gate_up_proj_bias is None else base.gate_up_proj_bias[0])
         a = self.activation(pairs.gather(h) + self.up(rows, pairs))
-        out = F.linear(pairs.combine(a, tokens).to(x.dtype), base.down_proj[0])
+        out = F.linear(pairs.combine(a, x).to(x.dtype), base.down_proj[0])
         if base.down_proj_bias is not None:
             out = out + _total_weights(pairs, x) * base.down_proj_bias
-        return out + pairs.combine(self.down(a, pairs), tokens)
+        return out + pairs.combine(self.down(a, pairs), x)
 
     def _adapter(self, x: Tensor, pairs: SortedPairs) -> Tensor:
         every = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
         y = self.base.rows(x, every, torch.ones_like(every, dtype=x.dtype))
-        added = pairs.combine(self.adapter(pairs.gather(y), pairs), x.shape[0])
+        added = pairs.combine(self.adapter(pairs.gather(y), pairs), x)
         return y * _total_weights(pairs, x) + added
 
     def merge(self) -> FeedForwardExpert:
@@ -217,14 +252,7 @@ class ParameterEfficientExpert(ExpertNetwork):
             )
         base = self.base
         # On meta, so that nothing is allocated twice and no random numbers are drawn.
-        merged = FeedForwardExpert(
-            self.num_experts,
-            self.hidden_size,
-            base.intermediate_size,
-            activation=base.activation,
-            bias=base.down_proj_bias is not None,
-            device="meta",
-        )
+        merged = FeedForwardExpert(**(base.sizes() | {"num_experts": self.num_experts}), device="meta")
         with torch.no_grad():
             merged.gate_up_proj = nn.Parameter(self.up.merged(base.gate_up_proj))
             merged.down_proj = nn.Parameter(self.down.merged(base.down_proj))
@@ -240,11 +268,6 @@ class ParameterEfficientExpert(ExpertNetwork):
         return f"{self.num_experts}, {self.hidden_size}, mode={self.mode!r}, freeze_base={frozen}"
 
 
-def _only(bias: Tensor | None) -> Tensor | None:
-    """The bias of the one expert."""
-    return None if bias is None else bias[0]
-
-
 def _total_weights(pairs: SortedPairs, x: Tensor) -> Tensor:
     """`[tokens, 1]`: the sum of the weights of each token's experts."""
-    return pairs.combine(x.new_ones(pairs.order.shape[0], 1), x.shape[0])
+    return pairs.combine(x.new_ones(pairs.order.shape[0], 1), x)

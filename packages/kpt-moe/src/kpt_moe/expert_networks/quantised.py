@@ -1,24 +1,21 @@
 """Feed-forward experts with frozen 8-bit weights."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from kpt_core import InputError, UnknownNameError
-from kpt_moe._checks import require_size
+from kpt_core import InputError
+from kpt_moe._checks import require_known
 from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
-from kpt_moe.activations import Activation
-from kpt_moe.experts import experts
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights, scale_shape
-from kpt_moe.routing import Routing
 
-from .base import ExpertNetwork
-from .feed_forward import FeedForwardExpert
+from .base import init_zeros, vectors
+from .feed_forward import FeedForwardExpert, TwoProducts, require_feed_forward
 
 
-class QuantisedFeedForwardExpert(ExpertNetwork):
+class QuantisedFeedForwardExpert(TwoProducts):
     """`FeedForwardExpert` whose matrices are 8-bit floating-point numbers with scales: half the memory of bfloat16.
 
     Matrices and scales are frozen; gradients reach the tokens, the routing and the biases. Products are those of op
@@ -29,12 +26,11 @@ class QuantisedFeedForwardExpert(ExpertNetwork):
     A new one computes zeros, until a checkpoint is loaded; `from_feed_forward` quantises trained experts.
 
     Args:
-        num_experts: number of experts.
-        hidden_size: size of a token.
+        hidden_size, num_experts: size of a token, and number of experts.
         intermediate_size: inner width of an expert.
         activation: as in `FeedForwardExpert`.
         bias: give both projections a bias.
-        scheme: of the scales: `row` or `block128`, see `kpt_moe.quantise_weights`.
+        scheme: of the scales: `row` or `block128`, see `kpt_moe.quantised_experts.quantise_weights`.
         weight_dtype: of the matrices: float8_e4m3fn or float8_e5m2.
         device: of the parameters.
         dtype: of the biases.
@@ -46,10 +42,10 @@ class QuantisedFeedForwardExpert(ExpertNetwork):
 
     def __init__(
         self,
-        num_experts: int,
         hidden_size: int,
-        intermediate_size: int,
         *,
+        num_experts: int,
+        intermediate_size: int,
         activation: str = "swiglu",
         bias: bool = False,
         scheme: str = "block128",
@@ -57,16 +53,13 @@ class QuantisedFeedForwardExpert(ExpertNetwork):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_experts, hidden_size)
-        require_size(type(self).__name__, "intermediate_size", intermediate_size)
-        if scheme not in SCHEMES:
-            raise UnknownNameError("scheme", scheme, SCHEMES)
+        super().__init__(
+            hidden_size, num_experts=num_experts, intermediate_size=intermediate_size, activation=activation
+        )
+        require_known("scheme", scheme, SCHEMES)
         if weight_dtype not in FLOAT8:
             raise InputError(f"{type(self).__name__}: weight_dtype must be {NAMES_OF_FLOAT8}; got {weight_dtype}")
-        self.intermediate_size = intermediate_size
-        self.activation = activation
         self.scheme = scheme
-        width = 2 * intermediate_size if Activation(activation).gated else intermediate_size
 
         def frozen(outputs: int, inputs: int) -> tuple[nn.Parameter, nn.Parameter]:
             shape = torch.Size((num_experts, outputs, inputs))
@@ -74,17 +67,15 @@ class QuantisedFeedForwardExpert(ExpertNetwork):
             scales = torch.ones(scale_shape(shape, scheme), device=device, dtype=torch.float32)
             return nn.Parameter(matrices, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
-        self.gate_up_proj, self.gate_up_proj_scale_inv = frozen(width, hidden_size)
+        self.gate_up_proj, self.gate_up_proj_scale_inv = frozen(self.width, hidden_size)
         self.down_proj, self.down_proj_scale_inv = frozen(hidden_size, intermediate_size)
-        self.gate_up_proj_bias: nn.Parameter | None = None
-        self.down_proj_bias: nn.Parameter | None = None
-        if bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.zeros(num_experts, width, device=device, dtype=dtype))
-            self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size, device=device, dtype=dtype))
+        self.gate_up_proj_bias = vectors(bias, num_experts, self.width, device, dtype)
+        self.down_proj_bias = vectors(bias, num_experts, hidden_size, device, dtype)
+        init_zeros(self.gate_up_proj_bias, self.down_proj_bias)
 
     @classmethod
     def from_feed_forward(
-        cls, experts: FeedForwardExpert, scheme: str = "block128", dtype: torch.dtype = torch.float8_e4m3fn
+        cls, experts: FeedForwardExpert, *, scheme: str = "block128", dtype: torch.dtype = torch.float8_e4m3fn
     ) -> Self:
         """Quantise experts; they stay as they are, and share no memory with what is returned.
 
@@ -97,43 +88,16 @@ class QuantisedFeedForwardExpert(ExpertNetwork):
             InputError: no `FeedForwardExpert`, the weights hold NaN or infinity, or the dtype is none of the two.
             UnknownNameError: no such scheme.
         """
-        if not isinstance(experts, FeedForwardExpert):
-            raise InputError(f"{cls.__name__}: experts must be a FeedForwardExpert; got {type(experts).__name__}")
-        made = cls(
-            experts.num_experts,
-            experts.hidden_size,
-            experts.intermediate_size,
-            activation=experts.activation,
-            bias=experts.down_proj_bias is not None,
-            scheme=scheme,
-            weight_dtype=dtype,
-            device="meta",
-            dtype=experts.down_proj.dtype,
-        )
+        require_feed_forward(cls.__name__, experts)
+        made = cls(**experts.sizes(), scheme=scheme, weight_dtype=dtype, device="meta", dtype=experts.down_proj.dtype)
         state = {name: value.clone() for name, value in experts.state_dict().items() if name.endswith("_bias")}
         for name in ("gate_up_proj", "down_proj"):
             state[name], state[f"{name}_scale_inv"] = quantise_weights(getattr(experts, name), scheme, dtype)
         made.load_state_dict(state, assign=True)
         return made.train(experts.training)
 
-    def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """As in `ExpertNetwork`; each token is taken by itself."""
-        return routing.apply(x, self.rows).to(x.dtype)
-
-    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Op `moe.experts` with these weights: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`."""
-        return experts(
-            x,
-            index,
-            weights,
-            self.gate_up_proj,
-            self.down_proj,
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
-            activation=self.activation,
-            gate_up_scale=self.gate_up_proj_scale_inv,
-            down_scale=self.down_proj_scale_inv,
-        )
+    def _scales(self) -> dict[str, Any]:
+        return {"gate_up_scale": self.gate_up_proj_scale_inv, "down_scale": self.down_proj_scale_inv}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         frozen = (self.gate_up_proj, self.gate_up_proj_scale_inv, self.down_proj, self.down_proj_scale_inv)
@@ -151,8 +115,4 @@ class QuantisedFeedForwardExpert(ExpertNetwork):
 
     def extra_repr(self) -> str:
         """For `print(module)`."""
-        return (
-            f"{self.num_experts}, {self.hidden_size}, intermediate_size={self.intermediate_size}, "
-            f"activation={self.activation!r}, bias={self.down_proj_bias is not None}, scheme={self.scheme!r}, "
-            f"weight_dtype={self.gate_up_proj.dtype}"
-        )
+        return f"{super().extra_repr()}, scheme={self.scheme!r}, weight_dtype={self.gate_up_proj.dtype}"

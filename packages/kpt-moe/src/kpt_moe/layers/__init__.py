@@ -1,6 +1,6 @@
 """Layers: a router and its experts."""
 
-from .config import MoEConfig
+from .config import UNSET, MoEConfig
 from .layer import MoELayer
 from .shared import SharedExperts
 from .variants import (
@@ -14,6 +14,7 @@ from .variants import (
 
 __all__ = [
     "LAYERS",
+    "UNSET",
     "AdaptiveMoELayer",
     "GLaMStyleMoE",
     "MoEConfig",

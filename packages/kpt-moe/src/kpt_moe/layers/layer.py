@@ -1,21 +1,19 @@
 """The Mixture-of-Experts layer."""
 
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
 from kpt_moe.batch_invariant import batch_invariant_mode
-from kpt_moe.expert_networks import EXPERTS, ExpertNetwork
-from kpt_moe.routers import ROUTERS, Router
+from kpt_moe.expert_networks import ExpertNetwork, QuantisedFeedForwardExpert
+from kpt_moe.routers import Router
 from kpt_moe.routing import Routing
 
 from .config import MoEConfig
 from .shared import SharedExperts
-
-_Made = TypeVar("_Made")
 
 
 class MoELayer(nn.Module):
@@ -23,20 +21,22 @@ class MoELayer(nn.Module):
 
     Args:
         config: sizes and choices.
-        router: used instead of the one that the configuration describes.
-        experts: likewise.
-        device: of the parameters that are made here.
-        dtype: likewise.
+        router, experts: used instead of those that the configuration describes.
+        device, dtype: of the parameters that are made here.
 
     Raises:
-        InputError: the configuration has an option that its router or experts don't take, or a given router or network
-            of experts is of other sizes.
+        InputError: the configuration has an option that its router or experts don't take, or one that has no effect, or
+            a given router or network of experts is of other sizes.
 
     Example:
         >>> layer = MoELayer(MoEConfig(hidden_size=64, num_experts=8, top_k=2, intermediate_size=128))
         >>> layer(torch.randn(2, 10, 64)).shape
         torch.Size([2, 10, 64])
     """
+
+    #: What a kind of layer has always, and what it has unless the configuration says otherwise.
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     router: Router
     experts: ExpertNetwork
@@ -51,15 +51,14 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        place = {"device": device, "dtype": dtype}
-        self.router = router if router is not None else _router(config, **place)
-        self.experts = experts if experts is not None else _experts(config, **place)
+        self.config = config = config.filled(type(self), router, experts)
+        self.router = router if router is not None else config.make_router(device, dtype)
+        self.experts = experts if experts is not None else config.make_experts(device, dtype)
         self.shared_experts: SharedExperts | None = None
         if config.num_shared_experts:
             self.shared_experts = SharedExperts(
                 config.hidden_size,
-                config.shared_width,
+                intermediate_size=config.shared_intermediate_size or config.num_shared_experts * config.expert_width,
                 activation=config.activation,
                 bias=config.bias,
                 gated=config.shared_gate,
@@ -83,8 +82,8 @@ class MoELayer(nn.Module):
     def route(self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
         """The routing of `x` `[..., hidden_size]`, tokens flattened; the rest as for `forward`."""
         tokens = self._flatten(x)
-        flat = (None if t is None else t.reshape(-1) for t in (mask, token_ids))
-        return self.router(tokens, **dict(zip(("mask", "token_ids"), flat, strict=True)))  # type: ignore[no-any-return]
+        mask, token_ids = (None if t is None else t.reshape(-1) for t in (mask, token_ids))
+        return self.router(tokens, mask=mask, token_ids=token_ids)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -117,25 +116,36 @@ class MoELayer(nn.Module):
                 routing that was made without one.
         """
         tokens = self._flatten(x)
-        if batch_invariant_mode() and not self.experts.has_batch_invariant_mode:
+        network = _network(self.experts)
+        if batch_invariant_mode() and not network.has_batch_invariant_mode:
             raise InputError(
-                f"{type(self).__name__}: {type(self.experts).__name__} has no batch-invariant way of computing: "
+                f"{type(self).__name__}: {type(network).__name__} has no batch-invariant way of computing: "
                 "call it outside of batch_invariant(), or use FeedForwardExpert"
             )
         if routing is None:
             routing = self.route(x, mask=mask, token_ids=token_ids)
+        elif not isinstance(routing, Routing):
+            raise InputError(
+                f"{type(self).__name__}: the second argument is a Routing, as route() gives it; got a "
+                f"{type(routing).__name__}: give a mask as mask=..., ids as token_ids=..."
+            )
         elif mask is not None and routing.mask is None:
             raise InputError(
                 f"{type(self).__name__}: the routing was made without a mask, so that its padding has experts; got a "
                 "mask beside it: give it to route()"
             )
-        if cu_seqlens is None and self.experts.needs_sequences and x.dim() > 2:
+        if cu_seqlens is None and network.needs_sequences and x.dim() > 2:
             cu_seqlens = torch.arange(tokens.shape[0] // max(x.shape[-2], 1) + 1, device=x.device, dtype=torch.int32)
             cu_seqlens = cu_seqlens * x.shape[-2]
         out = self.experts(tokens, routing, cu_seqlens=cu_seqlens)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(tokens)
+        shared = self._shared(tokens)
+        if shared is not None:
+            out = out + shared
         return out.view(x.shape).to(x.dtype)  # type: ignore[no-any-return]
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        """What the shared experts give for `[tokens, hidden_size]`; None if there are none."""
+        return None if self.shared_experts is None else self.shared_experts(tokens)
 
     def _flatten(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
@@ -146,29 +156,17 @@ class MoELayer(nn.Module):
         return x.reshape(-1, x.shape[-1])
 
 
-def _router(config: MoEConfig, **place: Any) -> Router:
-    usual = {f.name: f.default for f in fields(MoEConfig)}
-    # What is left at its default is that of every router that has it; anything else, a router without it refuses.
-    changed = {name: getattr(config, name) for name in ("score", "renormalize") if getattr(config, name) != usual[name]}
-    factors = {name: getattr(config, name) for name in ("capacity_factor", "eval_capacity_factor")}
-    if config.capacity_factor is None:
-        factors = {name: factor for name, factor in factors.items() if factor is not None}
-    options = {**changed, **config.router_options, **factors}
-    sizes = (config.hidden_size, config.num_experts, config.top_k)
-    return _made(ROUTERS[config.router], "router_options", *sizes, **options, **place)
-
-
-def _experts(config: MoEConfig, **place: Any) -> ExpertNetwork:
-    kind = EXPERTS[config.expert]
-    sizes: tuple[int, ...] = (config.num_experts, config.hidden_size)
-    options: dict[str, Any] = {"bias": config.bias}
-    if kind.has_width:
-        sizes, options["activation"] = (*sizes, config.expert_width), config.activation
-    return _made(kind, "expert_options", *sizes, **{**options, **config.expert_options}, **place)
-
-
-def _made(kind: type[_Made], options: str, *sizes: int, **arguments: Any) -> _Made:
-    try:
-        return kind(*sizes, **arguments)
-    except TypeError as error:
-        raise InputError(f"MoEConfig: {kind.__name__} does not take these {options}: {error}") from error
+def _network(experts: nn.Module) -> ExpertNetwork:
+    """The network itself, where a wrapper (of an adapter, of a compiler) holds it."""
+    if isinstance(experts, ExpertNetwork) or hasattr(experts, "needs_sequences"):
+        return experts  # type: ignore[return-value]
+    network = next((module for module in experts.modules() if isinstance(module, ExpertNetwork)), None)
+    kind = type(experts).__name__
+    if network is None:
+        raise InputError(f"MoELayer: experts must be an ExpertNetwork, or a wrapper of one; got {kind}")
+    if isinstance(network, QuantisedFeedForwardExpert) and hasattr(experts, "parameter_name"):
+        raise InputError(
+            f"MoELayer: {kind} adds to {experts.parameter_name} of {type(network).__name__}, whose 8-bit numbers mean "
+            "nothing without their scales: adapt the experts before they are quantised, or other modules alone"
+        )
+    return network

@@ -1,10 +1,14 @@
 """Experts that every token goes through."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from kpt_core import InputError
 from kpt_moe.activations import Activation
 from kpt_moe.batch_invariant import batch_invariant_mode, by_rows, invariant_linear
+from kpt_moe.expert_networks.base import init_fan_in, init_zeros
 
 
 class SharedExperts(nn.Module):
@@ -18,15 +22,14 @@ class SharedExperts(nn.Module):
         activation: as of `FeedForwardExpert`.
         bias: give both projections a bias.
         gated: multiply by the sigmoid of a linear function of the token (Qwen2-MoE).
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
     """
 
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
         *,
+        intermediate_size: int,
         activation: str = "swiglu",
         bias: bool = False,
         gated: bool = False,
@@ -43,18 +46,33 @@ class SharedExperts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Normal with deviation `fan_in ** -0.5` for matrices, zero for biases, as routed experts."""
-        for linear in (self.gate_up_proj, self.down_proj, self.gate):
-            if linear is not None:
-                nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
-                if linear.bias is not None:
-                    nn.init.zeros_(linear.bias)
+        linears = [linear for linear in (self.gate_up_proj, self.down_proj, self.gate) if linear is not None]
+        init_fan_in(*(linear.weight for linear in linears))
+        init_zeros(*(linear.bias for linear in linears))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` to the same."""
-        if not batch_invariant_mode():
-            out: Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
-            return out if self.gate is None else out * torch.sigmoid(self.gate(x))
-        up, down = self.gate_up_proj, self.down_proj
-        a = by_rows(self.activation, invariant_linear(x, up.weight, up.bias))
-        out = invariant_linear(a, down.weight, down.bias)
-        return out if self.gate is None else out * by_rows(torch.sigmoid, invariant_linear(x, self.gate.weight))
+        if batch_invariant_mode():
+            return invariant_dense(x, [self.gate_up_proj], self.down_proj, self.activation, self.gate)
+        out: Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
+        return out if self.gate is None else out * torch.sigmoid(self.gate(x))
+
+
+def invariant_dense(
+    x: Tensor, ups: Sequence[nn.Module], down: nn.Module, activation: Activation, gate: nn.Module | None
+) -> Tensor:
+    """A dense feed-forward block on `x` `[tokens, hidden_size]`, each token by itself, times the sigmoid of `gate`.
+
+    Raises:
+        InputError: a module is no `nn.Linear` any more (an adapter's), whose rows may not be independent.
+    """
+
+    def linear(module: nn.Module, x: Tensor) -> Tensor:
+        if type(module) is not nn.Linear:
+            raise InputError(
+                f"{type(module).__name__} has no batch-invariant form: merge its adapters, or leave batch_invariant()"
+            )
+        return invariant_linear(x, module.weight, module.bias)
+
+    out = linear(down, by_rows(activation, torch.cat([linear(up, x) for up in ups], dim=-1)))
+    return out if gate is None else out * by_rows(torch.sigmoid, linear(gate, x))

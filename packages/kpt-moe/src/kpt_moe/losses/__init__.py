@@ -4,7 +4,15 @@ Each takes one `Routing` or several. Several are pooled: the tokens of all are t
 the layers of a model. To weigh layers alike whatever they decide, average the losses of single ones, as `RouterLosses`
 does unless told otherwise.
 
+- **Arguments.** `routings` is one routing, or several that are pooled. `score` is how logits become probabilities; None
+  is as each routing's router scores. `group` weighs ranks, see the last point; each docstring says what is exact then.
+- **One scale.** A loss of balance is 1 in perfect balance, for any `top_k` and number of experts, and the number of
+  experts where a single one has it all, so that a weight carries over between layers and between these losses:
+  `switch_loss`, `global_batch_loss`, `gshard_loss`, `sequence_loss`. `entropy_loss` is 0 in balance. `z_loss` tells
+  nothing of balance. Each docstring has the factor between its formula and its paper's.
+- No routing, or routings of different numbers of experts, raise `InputError`; an unknown `score`, `UnknownNameError`.
 - Tokens that a mask leaves out count nowhere; where no token counts, the loss is 0 with gradients of zero.
+- A token with NaN logits that counts makes the loss NaN: a mean over such tokens has no value. Mask it.
 - Results are 0-d and float32, or float64 where the logits are. Gradients flow through logits alone: counts have none.
 - **Micro-batches.** Each call is a mean over its own tokens. The mean of the losses of `n` micro-batches with equally
   many tokens is exact for `z_loss`, `sequence_loss` and `entropy_loss(per_token=True)`; the others are products or
@@ -16,10 +24,8 @@ does unless told otherwise.
   divide by the number of ranks. Every rank of the group has to call, in the same order; one number is all-reduced.
 """
 
-from .balance import GlobalLoad, global_batch_loss, gshard_loss, switch_loss
-from .base import SCORES, Routings, Score, routing_from_logits
-from .sequence import sequence_loss
-from .shape import entropy_loss, z_loss
+from .balance import GlobalLoad, entropy_loss, global_batch_loss, gshard_loss, sequence_loss, switch_loss, z_loss
+from .base import SCORES, Routings, Score
 
 __all__ = [
     "SCORES",
@@ -29,7 +35,6 @@ __all__ = [
     "entropy_loss",
     "global_batch_loss",
     "gshard_loss",
-    "routing_from_logits",
     "sequence_loss",
     "switch_loss",
     "z_loss",

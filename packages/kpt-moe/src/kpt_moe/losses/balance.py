@@ -1,7 +1,7 @@
-"""Losses of the balance between experts, over tokens of any sequence."""
+"""Losses of the balance between experts, over all tokens or within each sequence, and of the size of logits."""
 
-from functools import partial
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,76 +10,49 @@ from torch import distributed as dist
 from kpt_core import InputError
 from kpt_moe.routing import Routing
 
-from .base import Routings, Score, counted_tokens, listed, probabilities, summed, weighted
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from .base import Routings, Score, listed, probabilities, summed, weighted, without_padding
 
 
-def switch_loss(routings: Routings, *, score: Score = "softmax", group: "ProcessGroup | None" = None) -> Tensor:
-    """`num_experts * sum_e f_e P_e`, with `f_e` the choices of expert `e` per token and `P_e` its mean probability.
+def switch_loss(routings: Routings, *, score: Score | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`num_experts * sum_e f_e P_e`, with `f_e` the share of expert `e` in all choices and `P_e` its mean probability.
 
-    With one choice per token it is the loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6), which is 1
-    in balance; with `top_k` choices `f` sums to `top_k`, and so is the loss in balance, as in transformers'
-    `load_balancing_loss_func`. Choices refused for want of capacity count.
-
-    Args:
-        routings: one routing, or several that are pooled.
-        score: how logits become probabilities.
-        group: weigh ranks by their tokens. `f` stays that of the rank; see `global_batch_loss`.
-
-    Raises:
-        InputError: no routing, or routings of different numbers of experts.
-        UnknownNameError: no such `score`.
+    With one choice per token it is the loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6). With more,
+    transformers' `load_balancing_loss_func` and ST-MoE count choices per token instead: `top_k` times this. Choices
+    refused for want of capacity count. With `group`, `f` stays that of the rank; see `global_batch_loss`.
     """
     given = listed(routings)
-    probability, tokens = summed(given, partial(probabilities, score=score))
-    asked = torch.stack([routing.asked_per_expert().to(tokens.device) for routing in given]).sum(0)
-    return weighted(_product(asked, tokens, probability / tokens.clamp(min=1)), tokens, group)
+    return _balance(given, [routing.asked_per_expert() for routing in given], score, group)
 
 
-def global_batch_loss(routings: Routings, load: "GlobalLoad", *, score: Score = "softmax") -> Tensor:
+def global_batch_loss(routings: Routings, *, load: "GlobalLoad", score: Score | None = None) -> Tensor:
     """`switch_loss` with `f` counted over the global batch (Demons in the Detail, arXiv:2501.11873).
 
     Balance within every micro-batch keeps experts from specialising where a micro-batch is of one domain. Here `f` is
-    that of all tokens in `load`, these included; `P` stays that of these tokens.
+    that of all tokens in `load`, these included; `P` stays that of these tokens. The paper's is `top_k` times this.
 
     Exact under data parallelism: the mean over the ranks of `load.group`, of values as of gradients, is the loss of all
     their tokens together, however they are spread. Under accumulation it is exact in the last micro-batch alone: the
-    k-th knows the choices of the first k, as in the paper's method.
-
-    Args:
-        routings: one routing, or several that are pooled.
-        load: what is counted so far; to be reset after every step of the optimizer.
-        score: how logits become probabilities.
+    k-th knows the choices of the first k, as in the paper's method. `load` is to be reset after every step of the
+    optimizer.
 
     Raises:
-        InputError: no routing, or routings of different numbers of experts, or another number than in `load`.
-        UnknownNameError: no such `score`.
+        InputError: routings of another number of experts than in `load`.
     """
     given = listed(routings)
-    probability, _ = summed(given, partial(probabilities, score=score))
+    probability, _ = summed(given, probabilities, score)
     everywhere = load.add(given)
     ranks = 1 if load.group is None else load.group.size()
-    return _product(load.asked, load.tokens, probability * ranks / everywhere.clamp(min=1))
+    return _product(load.asked, probability * ranks / everywhere.clamp(min=1))
 
 
-def gshard_loss(routings: Routings, *, score: Score = "softmax", group: "ProcessGroup | None" = None) -> Tensor:
-    """`1/num_experts * sum_e (c_e/S) m_e`, with `c_e` the first choices of expert `e` and `m_e` its mean probability.
+def gshard_loss(routings: Routings, *, score: Score | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`switch_loss` of first choices alone, as in GShard (arXiv:2006.16668, algorithm 1, line 13).
 
-    The loss of GShard (arXiv:2006.16668, algorithm 1, line 13), to the letter: a differentiable stand-in for the mean
-    over experts of the square of `c_e/S`, with `S` tokens, which is `1/num_experts**2` in balance. (Implementations
-    that say `num_experts**2 * mean` give `num_experts**2` times this, the same as `switch_loss` of one choice.) As
-    there, choices refused for want of capacity count.
-
-    Args:
-        routings: one routing, or several that are pooled.
-        score: how logits become probabilities.
-        group: weigh ranks by their tokens.
+    The algorithm's letter is a mean over experts of choices per token by mean probability, `1/num_experts**2` times
+    this. As there, choices refused for want of capacity count.
 
     Raises:
-        InputError: no routing, routings of different numbers of experts, or one in which experts choose tokens.
-        UnknownNameError: no such `score`.
+        InputError: a routing in which experts choose tokens.
     """
     given = listed(routings)
     if any(routing.token is not None for routing in given):
@@ -87,11 +60,72 @@ def gshard_loss(routings: Routings, *, score: Score = "softmax", group: "Process
             "gshard_loss: a token has no first choice where experts choose tokens (Routing.token is given): use "
             "switch_loss, or none, since such a routing is in balance by itself"
         )
-    probability, tokens = summed(given, partial(probabilities, score=score))
     first = [Routing(r.index[:, :1], r.weights[:, :1], r.logits, r.mask).asked_per_expert() for r in given]
-    asked = torch.stack([count.to(tokens.device) for count in first]).sum(0)
-    loss = _product(asked, tokens, probability / tokens.clamp(min=1)) / given[0].num_experts ** 2
+    return _balance(given, first, score, group)
+
+
+def entropy_loss(
+    routings: Routings, *, per_token: bool = False, score: Score | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """`log(num_experts) - H(mean probability)`: zero if experts are equally likely over all tokens together.
+
+    Up to its constant the global entropy loss of LIMoE (arXiv:2206.02770, section 2.2). With `per_token` it is
+    `log(num_experts) - mean H(token's probability)` instead, which draws every token's own probabilities towards
+    equality; with a negative weight that is LIMoE's local loss, which makes tokens decide. With `group`, `per_token` is
+    exact; else each rank has an entropy of its own.
+    """
+    given = listed(routings)
+    if per_token:
+        entropy, tokens = summed(given, lambda logits, by: _entropy(probabilities(logits, by)), score)
+        entropy = entropy / tokens.clamp(min=1)
+    else:
+        probability, tokens = summed(given, probabilities, score)
+        entropy = _entropy(probability / tokens.clamp(min=1))
+    loss = torch.where(tokens > 0, math.log(given[0].num_experts) - entropy, 0)
     return weighted(loss, tokens, group)
+
+
+def z_loss(routings: Routings, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean over tokens of `logsumexp(logits)**2`, which keeps logits small (ST-MoE, arXiv:2202.08906, equation 5).
+
+    Exact with `group`.
+    """
+    squares, tokens = summed(listed(routings), lambda logits, by: logits.logsumexp(-1).square())
+    return weighted(squares / tokens.clamp(min=1), tokens, group)
+
+
+def sequence_loss(
+    routings: Routings,
+    *,
+    cu_seqlens: Tensor | None = None,
+    batch_size: int | None = None,
+    score: Score | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The mean over sequences of the `switch_loss` of each one.
+
+    The balance loss of DeepSeek-V2 (arXiv:2405.04434, equations 23 to 25) and V3 (arXiv:2412.19437, equations 17 to 20,
+    of sigmoids), which are on this scale. Choices are those that were made; V3 writes them without its correction bias,
+    and uses them as here. Sequences without a choice of a token that counts are left out of the mean. Several routings
+    are more sequences.
+
+    Args:
+        routings: one routing, or several of the same sequences.
+        cu_seqlens: `[sequences + 1]` int32 or int64, the tokens at which sequences begin, and the end; tokens beyond it
+            count as padding. Nothing is read on the host.
+        batch_size: in its place, the number of sequences, all equally long.
+        score: as in `switch_loss`.
+        group: weigh ranks by their sequences; then exact.
+
+    Raises:
+        InputError: neither or both of `cu_seqlens` and `batch_size`, or a `batch_size` that does not divide the tokens.
+    """
+    given = listed(routings)
+    parts = [_of_sequences(routing, cu_seqlens, batch_size, score) for routing in given]
+    device = parts[0][0].device
+    loss = torch.stack([part.to(device) for part, _ in parts]).sum(0)
+    sequences = torch.stack([number.to(device) for _, number in parts]).sum(0)
+    return weighted(loss / sequences.clamp(min=1), sequences, group)
 
 
 class GlobalLoad:
@@ -104,19 +138,16 @@ class GlobalLoad:
         InputError: its counts are read before any are made.
     """
 
-    def __init__(self, group: "ProcessGroup | None" = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self._counts: Tensor | None = None
 
     @property
     def asked(self) -> Tensor:
         """`[num_experts]` int64, choices of each expert since the last reset."""
-        return self._known()[:-1]
-
-    @property
-    def tokens(self) -> Tensor:
-        """0-d int64, tokens that counted since the last reset."""
-        return self._known()[-1]
+        if self._counts is None:
+            raise InputError("GlobalLoad: nothing is counted yet: call global_batch_loss or add first")
+        return self._counts[:-1]
 
     def add(self, routings: Routings) -> Tensor:
         """Count the choices of routings on every rank, by one all-reduce of `num_experts + 1` numbers.
@@ -128,7 +159,7 @@ class GlobalLoad:
             InputError: the routings are of another number of experts than those before.
         """
         given = listed(routings)
-        parts = [torch.cat((routing.asked_per_expert(), counted_tokens(routing).view(1))) for routing in given]
+        parts = [torch.cat((routing.asked_per_expert(), routing.counted_tokens().view(1))) for routing in given]
         counts = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
         if self._counts is not None and self._counts.shape != counts.shape:
             raise InputError(
@@ -144,13 +175,61 @@ class GlobalLoad:
         """Forget what was counted: for after each step of the optimizer."""
         self._counts = None
 
-    def _known(self) -> Tensor:
-        if self._counts is None:
-            raise InputError("GlobalLoad: nothing is counted yet: call global_batch_loss or add first")
-        return self._counts
+
+def _balance(
+    given: Sequence[Routing], asked: Sequence[Tensor], score: Score | None, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The loss of routings by the choices `[num_experts]` that count in each."""
+    probability, tokens = summed(given, probabilities, score)
+    together = torch.stack([count.to(tokens.device) for count in asked]).sum(0)
+    return weighted(_product(together, probability / tokens.clamp(min=1)), tokens, group)
 
 
-def _product(asked: Tensor, tokens: Tensor, probability: Tensor) -> Tensor:
-    """`num_experts * sum_e f_e P_e`."""
-    fraction = asked.to(probability.dtype) / tokens.clamp(min=1)
-    return asked.numel() * (fraction * probability).sum()
+def _product(asked: Tensor, probability: Tensor) -> Tensor:
+    share = asked.to(probability.dtype) / asked.sum().clamp(min=1)
+    return asked.numel() * (share * probability).sum()
+
+
+def _entropy(probability: Tensor) -> Tensor:
+    # The derivative of p log p at 0 is -inf, and would be NaN times the softmax's zero.
+    return -(probability * probability.clamp(min=torch.finfo(probability.dtype).tiny).log()).sum(-1)
+
+
+def _of_sequences(
+    routing: Routing, cu_seqlens: Tensor | None, batch_size: int | None, score: Score | None
+) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of the sequences that have tokens, and how many those are."""
+    sequence, sequences = _sequence_of_tokens(routing, cu_seqlens, batch_size)
+    experts, of_token = routing.num_experts, sequence.unsqueeze(1)
+    probability = probabilities(without_padding(routing.logits, sequence < sequences), score or routing.score)
+    # The last row is of tokens that belong to no sequence.
+    total = probability.new_zeros(sequences + 1, experts).index_add(0, sequence, probability)[:sequences]
+    length = probability.new_zeros(sequences + 1).index_add(0, sequence, torch.ones_like(probability[:, 0]))[:sequences]
+    asked = routing.asked()
+    of_row = of_token if routing.token is None else of_token[routing.token]
+    cell = torch.where(asked < experts, of_row * experts + asked, sequences * experts).reshape(-1)
+    counts = probability.new_zeros((sequences + 1) * experts).index_add(0, cell, probability.new_ones(cell.shape))
+    counts = counts[: sequences * experts].view(sequences, experts)
+    choices = counts.sum(1)
+    each = (counts * total).sum(1) / (choices * length).clamp(min=1)
+    return experts * each.sum(), (choices > 0).sum()
+
+
+def _sequence_of_tokens(routing: Routing, cu_seqlens: Tensor | None, batch_size: int | None) -> tuple[Tensor, int]:
+    """`[tokens]` int64, the sequence of each token, their number for padding; and that number."""
+    tokens, device = routing.logits.shape[0], routing.logits.device
+    if (cu_seqlens is None) == (batch_size is None):
+        raise InputError("sequence_loss: give either cu_seqlens or batch_size, to say which tokens are a sequence")
+    if cu_seqlens is not None:
+        sequences = cu_seqlens.numel() - 1
+        positions = torch.arange(tokens, dtype=cu_seqlens.dtype, device=device)
+        sequence = torch.searchsorted(cu_seqlens[1:].to(device), positions, right=True)
+    else:
+        assert batch_size is not None
+        if batch_size < 1 or tokens % batch_size:
+            raise InputError(
+                f"sequence_loss: {tokens} tokens are not {batch_size} sequences of one length: give cu_seqlens"
+            )
+        sequences = batch_size
+        sequence = torch.arange(tokens, device=device) // max(tokens // batch_size, 1)
+    return sequence if routing.mask is None else torch.where(routing.mask, sequence, sequences), sequences

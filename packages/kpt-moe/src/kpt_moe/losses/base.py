@@ -1,50 +1,24 @@
 """What every loss of routers needs: sums over the tokens that count, and their weight among ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.nn import functional as F
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError
+from kpt_moe._checks import require_known
+from kpt_moe.routing import SCORES as SCORES
 from kpt_moe.routing import Routing
+from kpt_moe.top_k_gating import score_experts
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-#: How logits become a token's probabilities: a softmax; or sigmoids divided by their sum (DeepSeek-V3).
-Score = Literal["softmax", "sigmoid"]
-SCORES: tuple[Score, ...] = ("softmax", "sigmoid")
+#: How logits become a token's probabilities: a softmax (for `softmax_after` too, of all experts); or sigmoids, or roots
+#: of softplus, divided by their sum (DeepSeek-V3, V4).
+Score = Literal["softmax", "softmax_after", "sigmoid", "sqrtsoftplus"]
 
 Routings = Routing | Sequence[Routing]
-
-
-def routing_from_logits(logits: Tensor, top_k: int, mask: Tensor | None = None) -> Routing:
-    """The routing of a model that gives logits alone: each token's `top_k` highest, weighted by their softmax.
-
-    Args:
-        logits: `[..., num_experts]`; leading sizes are flattened.
-        top_k: experts per token.
-        mask: `[...]`, of integers or bool, zero for padding.
-
-    Raises:
-        InputError: `top_k` is not between 1 and `num_experts`, or the mask is of another shape.
-    """
-    if logits.dim() < 1 or not 1 <= top_k <= logits.shape[-1]:
-        raise InputError(
-            f"routing_from_logits: top_k must be between 1 and the last size of the logits "
-            f"{list(logits.shape)}; got {top_k}"
-        )
-    if mask is not None and mask.numel() != logits.numel() // logits.shape[-1]:
-        raise InputError(
-            f"routing_from_logits: mask must be {list(logits.shape[:-1])}, as the logits without their last size; "
-            f"got {list(mask.shape)}"
-        )
-    logits = logits.reshape(-1, logits.shape[-1])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    best = logits.softmax(-1).topk(top_k, dim=-1)
-    return Routing(best.indices, best.values, logits, None if mask is None else mask.reshape(-1).bool())
 
 
 def listed(routings: Routings) -> Sequence[Routing]:
@@ -59,43 +33,48 @@ def listed(routings: Routings) -> Sequence[Routing]:
     return given
 
 
-def counted_tokens(routing: Routing) -> Tensor:
-    """0-d int64: tokens that count."""
-    if routing.mask is not None:
-        return routing.mask.sum()
-    return torch.full((), routing.logits.shape[0], dtype=torch.int64, device=routing.logits.device)
-
-
 def without_padding(logits: Tensor, counted: Tensor | None) -> Tensor:
     """Logits in float32 or float64, zero for padding, whose own may be NaN."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if counted is None else wide.masked_fill(~counted.unsqueeze(1), 0)
 
 
-def probabilities(logits: Tensor, score: Score) -> Tensor:
+def scored(logits: Tensor, score: str) -> Tensor:
+    """What experts are chosen and weighed by, `[tokens, num_experts]`; for `softmax_after` the logits."""
+    if score != "sqrtsoftplus":
+        return score_experts(logits, score)
+    # Where softplus underflows, its root would have no gradient.
+    return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+
+
+def probabilities(logits: Tensor, score: str) -> Tensor:
     """`[tokens, num_experts]` that sum to one for each token, as `score` says."""
-    if score not in SCORES:
-        raise UnknownNameError("score", score, SCORES)
-    if score == "softmax":
+    require_known("score", score, SCORES)
+    if score in ("softmax", "softmax_after"):
         return logits.softmax(-1)
-    sigmoids = logits.sigmoid()
+    scores = scored(logits, score)
     # All may underflow; DeepSeek-V3 has the same floor.
-    return sigmoids / (sigmoids.sum(-1, keepdim=True) + 1e-20)
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def summed(routings: Sequence[Routing], of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of `of(logits)` `[tokens, ...]` over the tokens that count, and how many those are."""
+def summed(
+    routings: Sequence[Routing], of: Callable[[Tensor, str], Tensor], score: Score | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum of `of(logits, score)` `[tokens, ...]` over the tokens that count, and how many those are.
+
+    None is the score of each routing.
+    """
     device, sums, tokens = routings[0].logits.device, [], []
     for routing in routings:
-        values = of(without_padding(routing.logits, routing.mask))
+        values = of(without_padding(routing.logits, routing.mask), score or routing.score)
         if routing.mask is not None:
             values = torch.where(routing.mask.unsqueeze(1) if values.dim() > 1 else routing.mask, values, 0)
         sums.append(values.sum(0).to(device))
-        tokens.append(counted_tokens(routing).to(device))
+        tokens.append(routing.counted_tokens().to(device))
     return torch.stack(sums).sum(0), torch.stack(tokens).sum(0)
 
 
-def weighted(loss: Tensor, number: Tensor, group: "ProcessGroup | None") -> Tensor:
+def weighted(loss: Tensor, number: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A rank's loss such that its mean over the group is weighted by what each rank counts."""
     if group is None:
         return loss

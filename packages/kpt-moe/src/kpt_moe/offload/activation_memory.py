@@ -1,23 +1,43 @@
 """Training memory: experts recompute their activations in backward, or keep them on the host."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError
+from kpt_moe._checks import require_known
+from kpt_moe._mixed import Mixed, mixed
 from kpt_moe.batch_invariant import batch_invariant, batch_invariant_mode
 from kpt_moe.expert_networks import ExpertNetwork
 from kpt_moe.rewrites import is_transformers_experts
 
 from .offloaded_experts import OffloadedExperts
 
+
+class _Recomputing(Mixed):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run: Callable[..., Any] = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if batch_invariant_mode() and not torch.compiler.is_compiling():
+            # The recomputation may be outside of the block, or in another thread.
+            run = batch_invariant()(run)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+class _Offloading(Mixed):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _saved_on_host(self) if torch.is_grad_enabled() else nullcontext():  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
 #: `recompute` saves an expert module's arguments alone and runs it again in backward; `offload` saves on the host.
-MODES = ("recompute", "offload")
+MODES: dict[str, type[Mixed]] = {"recompute": _Recomputing, "offload": _Offloading}
 
 
 class CheckpointedExperts:
@@ -29,15 +49,14 @@ class CheckpointedExperts:
     """
 
     def __init__(self, mode: str, modules: dict[str, nn.Module]) -> None:
-        self.mode = mode
-        self.paths = tuple(modules)
-        self._modules = modules
+        self.mode, self.paths = mode, tuple(modules)
+        self._modules = list(modules.values())
 
     def restore(self) -> None:
         """Let the modules save as before; a second time does nothing."""
-        for module in self._modules.values():
-            if isinstance(module, _Checkpointed):
-                module.__class__ = module.plain  # type: ignore[assignment]
+        for module in self._modules:
+            if isinstance(module, tuple(MODES.values())):
+                module.__class__ = type(module).__bases__[1]
 
 
 def checkpoint_experts(model: nn.Module, mode: str = "recompute") -> CheckpointedExperts:
@@ -63,8 +82,7 @@ def checkpoint_experts(model: nn.Module, mode: str = "recompute") -> Checkpointe
         UnknownNameError: no such mode.
         InputError: the model has no experts, or they are checkpointed or offloaded already.
     """
-    if mode not in MODES:
-        raise UnknownNameError("mode", mode, MODES)
+    require_known("mode", mode, MODES)
     found = {
         path: module
         for path, module in model.named_modules()
@@ -76,52 +94,12 @@ def checkpoint_experts(model: nn.Module, mode: str = "recompute") -> Checkpointe
             "transformers"
         )
     for path, module in found.items():
-        if isinstance(module, _Checkpointed | OffloadedExperts):
-            state = "checkpointed" if isinstance(module, _Checkpointed) else "offloaded"
+        if isinstance(module, (*MODES.values(), OffloadedExperts)):
+            state = "offloaded" if isinstance(module, OffloadedExperts) else "checkpointed"
             raise InputError(f"{path or type(model).__name__} is {state} already: restore() it first")
     for module in found.values():
-        module.__class__ = _checkpointed(type(module), mode)
+        module.__class__ = mixed(MODES[mode], type(module))
     return CheckpointedExperts(mode, found)
-
-
-class _Checkpointed(nn.Module):
-    """What is put before a class of experts."""
-
-    plain: ClassVar[type[nn.Module]]
-    mode: ClassVar[str]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run: Callable[..., Any] = super().forward
-        if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        if self.mode == "recompute":
-            if batch_invariant_mode() and not torch.compiler.is_compiling():
-                # The recomputation may be outside of the block, or in another thread.
-                run = batch_invariant()(run)
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        with _saved_on_host(self):
-            return run(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class exists in this process alone: name what it is made of.
-        return _rebuild, (self.plain, self.mode), self.__getstate__()  # type: ignore[no-untyped-call]
-
-
-#: The classes made so far.
-_made: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
-
-
-def _checkpointed(plain: type[nn.Module], mode: str) -> type[nn.Module]:
-    made = _made.get((plain, mode))
-    if made is None:
-        namespace = {"plain": plain, "mode": mode, "__module__": plain.__module__}
-        made = _made[plain, mode] = type(plain.__name__, (_Checkpointed, plain), namespace)
-    return made
-
-
-def _rebuild(plain: type[nn.Module], mode: str) -> nn.Module:
-    kind = _checkpointed(plain, mode)
-    return kind.__new__(kind)
 
 
 def _saved_on_host(module: nn.Module) -> AbstractContextManager[Any]:

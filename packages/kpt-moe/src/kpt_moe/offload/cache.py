@@ -1,19 +1,28 @@
-"""The experts that are on the compute device: a byte budget, least recently used out first."""
+"""The experts that are on the compute device: a byte budget, least recently used out first, loads ahead of need."""
 
 import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kpt_core import InputError, KptError
-
-from .transfer import ExpertWeights
+from kpt_moe.routers import Router
 
 #: Number of the experts module, and of the expert in it.
 Key = tuple[int, int]
+#: Waits for the copies and gives the parameters `[1, ...]` of an expert, by name.
+ExpertWeights = Callable[[], Mapping[str, Tensor]]
+#: Logits `[tokens, num_experts]` of tokens `[tokens, hidden_size]`.
+Gate = Callable[[Tensor], Tensor]
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}B": base**power
@@ -23,15 +32,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def bytes_of(budget: float | str, total: int) -> int:
-    """A byte budget as a number.
-
-    Args:
-        budget: bytes, or a number with a unit (`512MiB`, `1.5 GB`), or a share of `total` (`25%`).
-        total: bytes of all experts.
-
-    Raises:
-        InputError: it is neither, or not positive.
-    """
+    """A byte budget as a number: bytes, or a number with a unit (`512MiB`, `1.5 GB`), or a share of a total (`25%`)."""
     plain = isinstance(budget, int | float) and not isinstance(budget, bool) and math.isfinite(budget)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", str(int(budget)) if plain else str(budget))
     unit = match[2].upper() if match else ""
@@ -51,9 +52,7 @@ class LayerStatistics:
         hits: experts that were on the device, or on their way to it, when a call that needs them began.
         misses: experts that were not.
         evictions: experts that were dropped to make room.
-        bytes_moved: bytes copied from the store to the device.
-        loaded_ahead: loads begun because of a prediction, before any call needed them.
-        loaded_ahead_used: those of them that a call then needed.
+        bytes_moved: bytes copied from the store to the device, or about to be.
         predicted: experts that the lookahead predicted.
         predicted_right: those of them that the next call needed.
         prefetch: how experts are predicted, or why they are not.
@@ -63,8 +62,6 @@ class LayerStatistics:
     misses: int = 0
     evictions: int = 0
     bytes_moved: int = 0
-    loaded_ahead: int = 0
-    loaded_ahead_used: int = 0
     predicted: int = 0
     predicted_right: int = 0
     prefetch: str = ""
@@ -77,31 +74,27 @@ class LayerStatistics:
 
 @dataclass(slots=True)
 class _Entry:
-    nbytes: int
-    stamp: int
-    ahead: bool = False
-    pins: int = 0
-    weights: ExpertWeights | None = None  # None while it is being loaded
+    weights: Future[ExpertWeights]
+    call: int
 
 
 class ExpertCache:
-    """Experts on the compute device, at most `budget` bytes of them; safe to use from several threads.
+    """Experts on the compute device, at most `budget` bytes of them.
 
-    Room is made by dropping the least recently used experts that nobody uses just now. A thread that finds all of them
-    in use waits; since none waits while it holds one (see `use`), room comes.
-
-    Args:
-        budget: bytes.
-        load: brings one expert to the device; called without the lock, so that loads overlap.
-        expert_bytes: bytes of an expert of each module.
-        names: of the modules, for errors.
-
-    Raises:
-        InputError: the budget is smaller than one expert.
+    Room is made by dropping the least recently used experts. One thread at a time may call: the one that has `lock`. It
+    may use one expert at a time. `load` brings one expert to the device; of each module there are the bytes of one
+    expert, and a name for errors. With `background`, what a call lacks, and what is predicted, is loaded in a thread
+    that ends when this is closed.
     """
 
     def __init__(
-        self, budget: int, load: Callable[[Key], ExpertWeights], expert_bytes: Sequence[int], names: Sequence[str]
+        self,
+        budget: int,
+        load: Callable[[Key], ExpertWeights],
+        expert_bytes: Sequence[int],
+        names: Sequence[str],
+        *,
+        background: bool = True,
     ) -> None:
         largest = max(range(len(names)), key=expert_bytes.__getitem__)
         if budget < expert_bytes[largest]:
@@ -111,145 +104,129 @@ class ExpertCache:
             )
         self.budget = budget
         self.used = 0
+        self.lock = threading.RLock()
         self.statistics = [LayerStatistics() for _ in names]
         self._load = load
-        self._expert_bytes = expert_bytes
+        self.expert_bytes = expert_bytes
         self._names = names
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self._failures: dict[Key, KptError] = {}
-        self._clock = 0
-        self._changed = threading.Condition()
+        self._call = 0
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kpt-moe-offload") if background else None
 
-    def begin(self, keys: Iterable[Key]) -> tuple[int, list[bool]]:
-        """Open a call that needs these experts, and count which are there.
+    def begin(self, needed: Sequence[Key], predicted: Sequence[Key] = ()) -> list[Key]:
+        """Open a call that needs some experts: count which are there, and begin to load the others.
+
+        In the background are loaded, as far as that drops nothing which this call needs: what it lacks, and then what
+        is predicted for the next. Earlier loads that have not begun, and are not needed, are not done; what failed is
+        forgotten, so that it is tried again.
 
         Returns:
-            The number of the call, and of each expert whether it is on the device or on its way to it.
-
-        Raises:
-            KptError: an expert could not be loaded ahead, since the last call.
+            The experts that are needed, in the order in which to use them: those on the device, or on their way to it,
+            come first, since what is loaded for the others could drop them.
         """
-        with self._changed:
-            self._raise_failure(next(iter(self._failures), None))
-            self._clock += 1
-            there = []
-            for key in keys:
-                entry, count = self._entries.get(key), self.statistics[key[0]]
-                there.append(entry is not None)
-                if entry is None:
-                    count.misses += 1
-                else:
-                    count.hits += 1
-                    count.loaded_ahead_used += entry.ahead
-                    entry.ahead = False
-                    self._touch(key, entry)
-            return self._clock, there
+        self._call += 1
+        for key, entry in list(self._entries.items()):
+            if (entry.weights.done() and entry.weights.exception()) or (key not in needed and entry.weights.cancel()):
+                self._remove(key, moved=False)
+        there = [key for key in needed if key in self._entries]
+        missing = [key for key in needed if key not in self._entries]
+        for key in there:
+            self.statistics[key[0]].hits += 1
+            self._entries[key].call = self._call
+            self._entries.move_to_end(key)
+        for key in missing:
+            self.statistics[key[0]].misses += 1
+        if self._executor is not None:
+            for key in (*missing, *predicted):
+                if key not in self._entries and self._make_room(key, keep=self._call):
+                    self._enter(key, self._executor.submit(self._load, key))
+        return there + missing
 
-    @contextmanager
-    def use(self, key: Key) -> Iterator[ExpertWeights]:
-        """Hold an expert on the device, loaded if it is not there. A thread may hold one at a time.
+    def use(self, key: Key) -> Mapping[str, Tensor]:
+        """The parameters of an expert, loaded now if nobody has begun to; they stay until the next use.
 
         Raises:
             KptError: the expert could not be loaded; the cache goes on.
         """
-        entry = self._acquire(key)
+        entry = self._entries.get(key)
+        if entry is not None and entry.weights.cancel():  # whose turn has not come
+            self._remove(key, moved=False)
+            entry = None
         try:
-            assert entry.weights is not None
-            yield entry.weights
-        finally:
-            with self._changed:
-                entry.pins -= 1
-                self._changed.notify_all()
-
-    def load_ahead(self, key: Key, call: int, predicted: bool) -> None:
-        """Load an expert that may be needed soon, if that costs no expert which a call since `call` has touched.
-
-        A failure is raised by the next `begin`, or by `use` of this expert.
-        """
-        with self._changed:
-            if key in self._entries or not self._make_room(self._expert_bytes[key[0]], before=call):
-                return
-            entry = self._reserve(key)
-            entry.ahead = predicted
-            self.statistics[key[0]].loaded_ahead += predicted
-        try:
-            self._fill(key, entry)
-        except KptError as error:
-            with self._changed:
-                self._failures[key] = error
-                self._changed.notify_all()
-
-    def clear(self) -> None:
-        """Drop every expert that nobody uses."""
-        with self._changed:
-            for key in [key for key, entry in self._entries.items() if self._idle(entry)]:
-                self._remove(key)
-
-    def _acquire(self, key: Key) -> _Entry:
-        with self._changed:
-            while True:
-                self._raise_failure(key)
-                entry = self._entries.get(key)
-                if entry is not None and entry.weights is not None:
-                    entry.pins += 1
-                    self._touch(key, entry)
-                    return entry
-                if entry is None and self._make_room(self._expert_bytes[key[0]]):
-                    entry = self._reserve(key)
-                    entry.pins = 1
-                    break
-                self._changed.wait()
-        self._fill(key, entry)
-        return entry
-
-    def _fill(self, key: Key, entry: _Entry) -> None:
-        layer, expert = key
-        try:
-            weights = self._load(key)
-        except BaseException as error:
-            with self._changed:
-                self._remove(key)
-                self._changed.notify_all()
-            if not isinstance(error, Exception):
-                raise
+            if entry is None:
+                self._make_room(key)
+                entry = self._enter(key, Future())
+                entry.weights.set_result(self._load(key))
+            weights = entry.weights.result()
+        except Exception as error:
+            self._remove(key, moved=False)
+            layer, expert = key
             raise KptError(f"expert {expert} of {self._names[layer]!r} could not be loaded: {error}") from error
-        with self._changed:
-            entry.weights = weights
-            self.statistics[layer].bytes_moved += entry.nbytes
-            self._changed.notify_all()
+        return weights()
 
-    def _reserve(self, key: Key) -> _Entry:
-        entry = self._entries[key] = _Entry(self._expert_bytes[key[0]], self._clock)
-        self.used += entry.nbytes
+    def close(self) -> None:
+        """Wait for the load that has begun, end the thread, and drop every expert."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+        self._entries.clear()
+        self.used = 0
+
+    def _enter(self, key: Key, weights: Future[ExpertWeights]) -> _Entry:
+        entry = self._entries[key] = _Entry(weights, self._call)
+        self.used += self.expert_bytes[key[0]]
+        self.statistics[key[0]].bytes_moved += self.expert_bytes[key[0]]
         return entry
 
-    def _make_room(self, nbytes: int, before: int | None = None) -> bool:
-        """Drop what is needed for `nbytes`, of what no call since `before` has touched; if not enough, nothing."""
+    def _make_room(self, key: Key, keep: int | None = None) -> bool:
+        """Drop what is needed for an expert; if `keep`, nothing that this call touched, or that is being loaded."""
         room, dropped = self.budget - self.used, []
-        for key, entry in self._entries.items():
-            if room >= nbytes:
+        for other, entry in self._entries.items():
+            if room >= self.expert_bytes[key[0]]:
                 break
-            if self._idle(entry) and (before is None or entry.stamp < before):
-                dropped.append(key)
-                room += entry.nbytes
-        if room < nbytes:
+            if keep is None or (entry.call < keep and entry.weights.done()):
+                dropped.append(other)
+                room += self.expert_bytes[other[0]]
+        if room < self.expert_bytes[key[0]]:
             return False
-        for key in dropped:
-            self._remove(key)
-            self.statistics[key[0]].evictions += 1
+        for other in dropped:
+            begun = not self._entries[other].weights.cancel()
+            if begun:
+                wait((self._entries[other].weights,))
+                self.statistics[other[0]].evictions += 1
+            self._remove(other, moved=begun)
         return True
 
-    def _touch(self, key: Key, entry: _Entry) -> None:
-        entry.stamp = self._clock
-        self._entries.move_to_end(key)
+    def _remove(self, key: Key, *, moved: bool) -> None:
+        del self._entries[key]
+        self.used -= self.expert_bytes[key[0]]
+        if not moved:
+            self.statistics[key[0]].bytes_moved -= self.expert_bytes[key[0]]
 
-    def _remove(self, key: Key) -> None:
-        self.used -= self._entries.pop(key).nbytes
 
-    def _raise_failure(self, key: Key | None) -> None:
-        if key is not None and key in self._failures:
-            raise self._failures.pop(key)
+def find_gate(block: nn.Module, num_experts: int, size: int) -> Gate | None:
+    """What predicts the choices of a block's router; None if nothing does.
 
-    @staticmethod
-    def _idle(entry: _Entry) -> bool:
-        return entry.pins == 0 and entry.weights is not None
+    The block has, as `router` or `gate`, a router of KPT's, or a module with a `weight` `[num_experts, size]`. The size
+    is that of the tokens which the experts of the block before get. The router of the next layer, run on the hidden
+    states of this one, mostly knows which experts the next layer will want, since a layer changes the residual stream
+    little (arXiv:2312.17238). A prediction only moves loads forward in time: results never depend on it.
+    """
+    router: Any
+    for router in (getattr(block, "router", None), getattr(block, "gate", None)):
+        if isinstance(router, Router) and (router.num_experts, router.hidden_size) == (num_experts, size):
+            return router.logits
+        if isinstance(router, nn.Module) and getattr(getattr(router, "weight", 0), "shape", 0) == (num_experts, size):
+            return partial(_logits, router)
+    return None
+
+
+def predict(gate: Gate, x: Tensor, top_k: int) -> list[int]:
+    """The experts among the `top_k` highest logits of any token, those of most tokens first; waits for the device."""
+    logits = gate(x)
+    counts = torch.bincount(logits.topk(min(top_k, logits.shape[1])).indices.flatten(), minlength=logits.shape[1])
+    ordered = counts.sort(descending=True, stable=True)
+    return [expert for count, expert in zip(ordered.values.tolist(), ordered.indices.tolist(), strict=True) if count]
+
+
+def _logits(router: Any, x: Tensor) -> Tensor:
+    return F.linear(x.to(router.weight.dtype), router.weight, getattr(router, "bias", None))

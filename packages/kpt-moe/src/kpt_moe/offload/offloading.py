@@ -1,85 +1,51 @@
 """Putting the experts of a model into a store, and taking them back."""
 
-import functools
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from types import TracebackType
+from dataclasses import fields
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kpt_core import InputError
 from kpt_moe.expert_networks import ExpertNetwork
 from kpt_moe.rewrites import is_transformers_experts
 
-from .cache import ExpertCache, Key, LayerStatistics, bytes_of
+from .cache import ExpertCache, ExpertWeights, Key, LayerStatistics, bytes_of, find_gate
 from .offloaded_experts import ExpertSource, OffloadedExperts, OffloadedNetwork, OffloadedTransformersExperts
-from .one_expert import stacked_parameters
-from .prefetch import Prefetcher, find_gate
-from .store import DiskStore, ExpertStore, HostStore, StackedExperts
-from .transfer import ExpertWeights, Transfer
-
-
-@dataclass
-class _Layer:
-    """An experts module, the paths at which the model has it, and the module that holds it at the first of them."""
-
-    network: nn.Module
-    paths: list[str]
-    block: nn.Module
-
-    @property
-    def name(self) -> str:
-        return self.paths[0]
-
-    @functools.cached_property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that have a slice for each expert, by their paths in the network."""
-        return stacked_parameters(self.network, self.network.num_experts)  # type: ignore[arg-type]
+from .store import DiskStore, HostStore, Transfer
 
 
 class Offloading:
     """A model whose experts are offloaded; as a context manager it restores the model at the end.
 
     Attributes:
-        store: where the experts are.
         budget: bytes of experts on the compute device at most.
         expert_bytes: bytes of all experts.
     """
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, layers: list[_Layer], sources: list[ExpertSource]
-    ) -> None:
-        self.store = sources[0].store
-        self.budget = sources[0].cache.budget
-        self.expert_bytes = sum(source.what.num_experts * source.what.expert_bytes for source in sources)
-        self._model = model
-        self._layers = layers
-        self._device = device
-        self._sources = sources
-        self._originals = [{key: p.device for key, p in layer.parameters.items()} for layer in layers]
+    def __init__(self, model: nn.Module, device: torch.device, sources: list[ExpertSource]) -> None:
+        self._cache = sources[0].cache
+        self.budget = self._cache.budget
+        self.expert_bytes = sum(source.num_experts * source.expert_bytes for source in sources)
+        self._model, self._device, self._sources = model, device, sources
         self._restored = False
-        for layer, source in zip(layers, sources, strict=True):
-            ours = isinstance(layer.network, ExpertNetwork)
-            stand_in = (OffloadedNetwork if ours else OffloadedTransformersExperts)(layer.network, source)  # type: ignore[arg-type]
-            for path in layer.paths:
-                model.set_submodule(path, stand_in)
-            for parameter in layer.parameters.values():
+        for source in sources:
+            ours = isinstance(source.network, ExpertNetwork)
+            self._place(source, (OffloadedNetwork if ours else OffloadedTransformersExperts)(source))
+            for parameter in source.parameters.values():
                 if not parameter.is_meta:
                     parameter.data = parameter.data.new_empty(0)
 
     def statistics(self) -> dict[str, LayerStatistics]:
         """What became of the experts of each module, by its path."""
-        return {source.what.name: source.statistics for source in self._sources}
+        return {source.name: source.statistics for source in self._sources}
 
     def total(self) -> LayerStatistics:
         """The sum over all modules."""
         total = LayerStatistics(prefetch=f"{sum(s.gate is not None for s in self._sources)} modules are predicted")
-        for field in fields(LayerStatistics):
-            if field.name != "prefetch":
-                setattr(total, field.name, sum(getattr(source.statistics, field.name) for source in self._sources))
+        for name in (each.name for each in fields(LayerStatistics) if each.name != "prefetch"):
+            setattr(total, name, sum(getattr(source.statistics, name) for source in self._sources))
         return total
 
     def restore(self) -> None:
@@ -90,29 +56,27 @@ class Offloading:
         if self._restored:
             return
         # Read first: if that fails, the model stays offloaded and whole.
-        weights = [{key: self.store.stacked(layer.name, key) for key in layer.parameters} for layer in self._layers]
-        if self._sources[0].prefetcher is not None:
-            self._sources[0].prefetcher.close()
-        for layer, devices, own in zip(self._layers, self._originals, weights, strict=True):
-            for key, parameter in layer.parameters.items():
-                if devices[key].type == "meta":
-                    real = own[key].to(self._device)
-                    path, _, name = key.rpartition(".")
-                    owner = layer.network.get_submodule(path)
-                    setattr(owner, name, nn.Parameter(real, requires_grad=parameter.requires_grad))
+        weights = [{path: source.stacked(path) for path in source.parameters} for source in self._sources]
+        for source, own in zip(self._sources, weights, strict=True):
+            for path, parameter in source.parameters.items():
+                if parameter.is_meta:
+                    at, _, name = path.rpartition(".")
+                    real = nn.Parameter(own[path].to(self._device), requires_grad=parameter.requires_grad)
+                    setattr(source.network.get_submodule(at), name, real)
                 else:
-                    parameter.data = own[key].to(devices[key])
-            for path in layer.paths:
-                self._model.set_submodule(path, layer.network)
-        self._sources[0].cache.clear()
+                    parameter.data = own[path].to(source.devices[path])
+            self._place(source, source.network)
+        self._cache.close()
         self._restored = True
+
+    def _place(self, source: ExpertSource, module: nn.Module) -> None:
+        for path in source.paths:
+            self._model.set_submodule(path, module)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
 
@@ -151,38 +115,47 @@ def offload_experts(
         InputError: the model has no experts that can be offloaded, the budget is less than one expert, or the file
             cannot be written or read.
     """
-    layers = _find_layers(model)
-    whats = [_describe(layer, model) for layer in layers]
-    sizes = [what.expert_bytes for what in whats]
-    total = sum(what.num_experts * what.expert_bytes for what in whats)
-    target = torch.device(device) if device is not None else _device_of(model, layers)
+    sources = _find_experts(model)
+    parameters = {f"{source.name}.{path}": p for source in sources for path, p in source.parameters.items()}
+    target = torch.device(device) if device is not None else _device_of(model, parameters)
+    total = sum(source.num_experts * source.expert_bytes for source in sources)
     transfer = Transfer(target)
-    names = [layer.name for layer in layers]
 
     def load(key: Key) -> ExpertWeights:
         number, expert = key
-        what = whats[number]
-        return transfer({name: kept.expert(what.name, name, expert) for name in what.parameters})
+        source = sources[number]
+        return transfer({path: kept.read(f"{source.name}.{path}", expert) for path in source.parameters})
 
-    cache = ExpertCache(bytes_of(budget, total), load, sizes, names)
-    kept = _store(store, layers, whats, pin=target.type != "cpu")
-    prefetcher = Prefetcher(cache) if prefetch else None
-    sources = [ExpertSource(number, what, kept, cache, prefetcher) for number, what in enumerate(whats)]
-    for i, (source, layer) in enumerate(zip(sources, layers, strict=True)):
+    sizes, names = [source.expert_bytes for source in sources], [source.name for source in sources]
+    cache = ExpertCache(bytes_of(budget, total), load, sizes, names, background=prefetch)
+    kept = _store(store, parameters, pin=target.type != "cpu")
+    before: ExpertSource | None = None
+    for source in sources:
+        source.cache, source.store = cache, kept
         source.statistics.prefetch = "no prefetch: switched off"
-        if prefetch and i == 0:
-            source.statistics.prefetch = "no prefetch: no module of experts comes before"
-        elif prefetch:
-            sizes_of_tokens = [_hidden_size(layers[j].network) for j in (i - 1, i)]
-            gate = find_gate(layer.block, source.what.num_experts, *sizes_of_tokens)
-            sources[i - 1].next_source = source
-            source.gate = None if isinstance(gate, str) else gate
-            source.statistics.prefetch = gate if isinstance(gate, str) else "router lookahead"
-    return Offloading(model, target, layers, sources)
+        if prefetch:
+            source.statistics.prefetch = _look_ahead(before, source)
+        before = source
+    return Offloading(model, target, sources)
 
 
-def _find_layers(model: nn.Module) -> list[_Layer]:
-    found: dict[int, _Layer] = {}
+def _look_ahead(before: ExpertSource | None, source: ExpertSource) -> str:
+    """Let the module before predict what a module needs; how it does, or why it does not."""
+    if before is None:
+        return "no prefetch: no module of experts comes before"
+    size = _hidden_size(before.network)
+    source.gate = find_gate(source.block, source.num_experts, size)
+    before.next_source = source
+    if source.gate is not None:
+        return "router lookahead"
+    return (
+        f"no prefetch: {type(source.block).__name__} has neither a router of KPT's nor a gate with a weight "
+        f"[{source.num_experts}, {size}], for tokens of the block before"
+    )
+
+
+def _find_experts(model: nn.Module) -> list[ExpertSource]:
+    found: dict[nn.Module, ExpertSource] = {}
     inner: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, OffloadedExperts):
@@ -192,33 +165,35 @@ def _find_layers(model: nn.Module) -> list[_Layer]:
         inner.update(child for child in module.modules() if child is not module)
         if not path:
             raise InputError(f"{type(model).__name__} is itself a module of experts: pass the module that holds it")
-        block = model.get_submodule(path.rpartition(".")[0])
-        found.setdefault(id(module), _Layer(module, [], block)).paths.append(path)
+        if module in found:
+            found[module].paths.append(path)
+        else:
+            block = model.get_submodule(path.rpartition(".")[0])
+            found[module] = ExpertSource(module, block, [path], len(found))
     if not found:
         raise InputError(
             f"{type(model).__name__} has no experts that can be offloaded: neither networks of KPT's layers nor "
             "experts modules of transformers"
         )
+    for source in found.values():
+        _check(source, model)
     return list(found.values())
 
 
-def _describe(layer: _Layer, model: nn.Module) -> StackedExperts:
-    """What the module keeps in the store, once it is sure that one expert can be computed without the others."""
-    network: Any = layer.network
-    if "forward" in vars(network):
-        raise InputError(f"{layer.name} has a forward of its own (hooks of accelerate?): remove it before offloading")
-    parameters = layer.parameters
-    if any(hasattr(parameter, "to_local") for parameter in parameters.values()):
+def _check(source: ExpertSource, model: nn.Module) -> None:
+    """Raise `InputError` unless one expert can be computed without the others."""
+    if "forward" in vars(source.network):
+        raise InputError(f"{source.name} has a forward of its own (hooks of accelerate?): remove it before offloading")
+    if any(hasattr(parameter, "to_local") for parameter in source.parameters.values()):
         raise InputError(
-            f"{layer.name} is spread over ranks (its parameters are DTensors) and cannot be offloaded: "
+            f"{source.name} is spread over ranks (its parameters are DTensors) and cannot be offloaded: "
             "offload experts that one process has whole"
         )
-    ids = {id(parameter) for parameter in parameters.values()}
-    own = set(network.modules())
+    ids = {id(parameter) for parameter in source.parameters.values()}
+    own = set(source.network.modules())
     for path, module in model.named_modules():
         if module not in own and any(id(p) in ids for p in module.parameters(recurse=False)):
-            raise InputError(f"{layer.name} cannot be offloaded: it shares parameters with {path or 'the model'}")
-    return StackedExperts.of(layer.name, network.num_experts, parameters)
+            raise InputError(f"{source.name} cannot be offloaded: it shares parameters with {path or 'the model'}")
 
 
 def _hidden_size(network: Any) -> int:
@@ -228,20 +203,17 @@ def _hidden_size(network: Any) -> int:
     return int(up.shape[1 if network.is_transposed else 2])
 
 
-def _device_of(model: nn.Module, layers: list[_Layer]) -> torch.device:
-    experts = [parameter for layer in layers for parameter in layer.parameters.values()]
-    ids = {id(parameter) for parameter in experts}
-    device = next((p.device for p in model.parameters() if id(p) not in ids), experts[0].device)
+def _device_of(model: nn.Module, experts: dict[str, nn.Parameter]) -> torch.device:
+    ids = {id(parameter) for parameter in experts.values()}
+    others = (parameter.device for parameter in model.parameters() if id(parameter) not in ids)
+    device = next(others, next(iter(experts.values())).device)
     if device.type == "meta":
         raise InputError("the model is on 'meta': say on which device to compute, as in device='cpu'")
     return device
 
 
-def _store(
-    where: str | os.PathLike[str], layers: list[_Layer], whats: list[StackedExperts], *, pin: bool
-) -> ExpertStore:
-    parameters: Mapping[str, Mapping[str, Tensor]] = {layer.name: layer.parameters for layer in layers}
-    on_meta = [parameter.is_meta for own in parameters.values() for parameter in own.values()]
+def _store(where: str | os.PathLike[str], parameters: dict[str, nn.Parameter], *, pin: bool) -> HostStore | DiskStore:
+    on_meta = [parameter.is_meta for parameter in parameters.values()]
     if any(on_meta) and (where == "host" or not all(on_meta)):
         raise InputError(
             "experts on 'meta' have no weights: give the path of a file that holds those of all of them as store"
@@ -250,4 +222,4 @@ def _store(
         return HostStore(parameters, pin=pin)
     if not any(on_meta):
         DiskStore.write(where, parameters)
-    return DiskStore(where, {what.name: what for what in whats})
+    return DiskStore(where, parameters)

@@ -3,7 +3,7 @@
 from .checkpoint import contiguous_shards, restore_shards
 from .data_parallel import average_gradients, clip_grad_norm, fully_shard_experts
 from .dispatch import dispatch, experts_per_rank
-from .expert_parallel import parallel_networks, parallelize_experts
+from .expert_parallel import parallelize_experts
 
 __all__ = [
     "average_gradients",
@@ -12,7 +12,6 @@ __all__ = [
     "dispatch",
     "experts_per_rank",
     "fully_shard_experts",
-    "parallel_networks",
     "parallelize_experts",
     "restore_shards",
 ]

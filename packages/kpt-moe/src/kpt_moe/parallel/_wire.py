@@ -34,11 +34,11 @@ class Wire:
     def exchange(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Start sending `tensors` `[sum(sends), ...]`; the result waits and gives what came, `[sum(receives), ...]`.
 
-        Floating-point tensors are differentiable. Of those, the result must be used if the argument was differentiable:
-        gradients come back from all ranks or from none.
+        Either all are floating point, and differentiable, or none is. The result must be used if an argument was
+        differentiable: gradients come back from all ranks or from none.
         """
-        arriving = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return lambda: _Wait.apply(self, *arriving)  # type: ignore[no-untyped-call]
+        arriving = _Half.apply(self, True, *tensors)  # type: ignore[no-untyped-call]
+        return lambda: _Half.apply(self, False, *arriving)  # type: ignore[no-untyped-call]
 
     def start(self, tensors: tuple[Tensor, ...], sends: list[int], receives: list[int]) -> tuple[Tensor, ...]:
         """Start sending; what is returned is filled when `wait` has returned."""
@@ -82,36 +82,22 @@ def explained(group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, wire: Wire, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.wire = wire
-        arriving = wire.start(tensors, wire.sends, wire.receives)
-        ctx.mark_non_differentiable(*(t for t in arriving if not t.is_floating_point()))
-        ctx.floating = [t.is_floating_point() for t in tensors]
-        return arriving
+class _Half(torch.autograd.Function):
+    """Starts a transfer, or waits for it; backward does the other for that of the gradients."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # What autograd hands over is of the arrived rows; the gradients of the sent ones are on the wire.
-        arrived = iter(ctx.wire.wait())
-        return None, *(next(arrived) if floating else None for floating in ctx.floating)
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, wire: Wire, *arriving: Tensor) -> tuple[Tensor, ...]:
-        ctx.wire = wire
+    def forward(ctx: Any, wire: Wire, starts: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.wire, ctx.starts = wire, starts
+        if starts:
+            return wire.start(tensors, wire.sends, wire.receives)
         wire.wait()
-        ctx.mark_non_differentiable(*(t for t in arriving if not t.is_floating_point()))
-        ctx.floating = [t.is_floating_point() for t in arriving]
-        return arriving
+        return tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wire = ctx.wire
-        floating = tuple(grad for grad, wanted in zip(grads, ctx.floating, strict=True) if wanted)
-        wire.start(floating, wire.receives, wire.sends)
-        return None, *(grad if wanted else None for grad, wanted in zip(grads, ctx.floating, strict=True))
+        if ctx.starts:
+            # What autograd hands over is of the arrived rows; the gradients of the sent ones are on the wire.
+            return None, None, *ctx.wire.wait()
+        ctx.wire.start(grads, ctx.wire.receives, ctx.wire.sends)
+        return None, None, *grads

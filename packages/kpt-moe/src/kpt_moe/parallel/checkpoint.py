@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 
 def contiguous_shards(state: Any) -> Any:
@@ -21,13 +21,11 @@ def contiguous_shards(state: Any) -> Any:
     `restore_shards` does so for an optimizer's state.
     """
 
-    def plain(value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
+    def plain(value: DTensor) -> DTensor:
         placements = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in value.placements]
         return value if list(value.placements) == placements else value.redistribute(placements=placements)
 
-    return tree_map(plain, state, is_leaf=lambda value: isinstance(value, DTensor))
+    return tree_map_only(DTensor, plain, state)
 
 
 def restore_shards(state: Any, like: Any) -> Any:
@@ -38,15 +36,11 @@ def restore_shards(state: Any, like: Any) -> Any:
             return value
         return value.redistribute(placements=reference.placements)
 
-    return tree_map(placed, state, like, is_leaf=lambda value: isinstance(value, DTensor))
+    return tree_map(placed, state, like)
 
 
-def save_contiguous_shards(module: nn.Module) -> None:
-    """Make `module.state_dict()` give what `contiguous_shards` would."""
-    module.register_state_dict_post_hook(_one_piece)
-
-
-def _one_piece(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def one_piece(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook that makes `module.state_dict()` give what `contiguous_shards` would."""
     for name, _ in module.named_parameters():
         if prefix + name in state:
             state[prefix + name] = contiguous_shards(state[prefix + name])

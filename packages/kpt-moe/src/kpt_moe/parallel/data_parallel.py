@@ -1,5 +1,6 @@
 """Gradients of spread experts next to data parallelism."""
 
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from kpt_core import InputError
 
-from .expert_parallel import parallel_networks
+from .expert_parallel import Parallel
 
 
 def fully_shard_experts(model: nn.Module, mesh: DeviceMesh, *, world_size: int, **options: Any) -> None:
@@ -62,7 +63,11 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh, *, expert_mesh: Device
         InputError: `model` has no spread experts.
     """
     experts = {parameter for network in _spread(model) for parameter in network.parameters()}
-    for parameter in _with_gradients(model, mesh):
+    parameters = list(model.parameters())
+    # Which have a gradient on any rank.
+    found = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=mesh.device_type)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    for parameter in compress(parameters, found.tolist()):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -100,18 +105,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _spread(model: nn.Module) -> list[Any]:
-    networks = parallel_networks(model)
+    networks = [module for module in model.modules() if isinstance(module, Parallel)]
     if not networks:
         raise InputError(f"{type(model).__name__} has no spread experts; call parallelize_experts first")
     return networks
-
-
-def _with_gradients(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
-    """The parameters that have a gradient on any rank of `mesh`; communicates."""
-    parameters = list(model.parameters())
-    found = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=mesh.device_type)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    return [parameter for parameter, anywhere in zip(parameters, found.tolist(), strict=True) if anywhere]
 
 
 def _free_dimension(parameter: nn.Parameter, ranks: int) -> Shard:

@@ -95,7 +95,7 @@ def dispatch(
     answers = []
     arriving = parts[0].send()
     for i, part in enumerate(parts):
-        rows, ids, row_weights = arriving()
+        ids, rows, row_weights = arriving()
         if i + 1 < len(parts):
             arriving = parts[i + 1].send()
         answers.append(part.answer(received(rows, ids, row_weights).to(x.dtype)))
@@ -106,30 +106,22 @@ def dispatch(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of rows and where they go.
+    """A run of rows and where they go."""
 
-    Attributes:
-        x: `[rows, hidden_size]`.
-        weights: `[rows, K]`.
-        ids: `[sent, K]`, the ids of the sent rows on the rank that each goes to.
-        row: `[sent]`, which row each one is; ascending for each rank.
-        sends: how many go to each rank.
-        receives: how many come from each rank.
-        group: the ranks.
-    """
-
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-    row: Tensor
-    sends: list[int]
-    receives: list[int]
+    x: Tensor  # [rows, hidden_size]
+    weights: Tensor  # [rows, K]
+    ids: Tensor  # [sent, K], the ids of the sent rows on the rank that each goes to
+    row: Tensor  # [sent], which row each one is; ascending for each rank
+    sends: list[int]  # how many go to each rank
+    receives: list[int]  # how many come from each rank
     group: dist.ProcessGroup
 
     def send(self) -> Callable[[], tuple[Tensor, ...]]:
         """Start sending rows, ids and weights."""
+        ids = Wire(self.group, self.sends, self.receives).exchange(self.ids)
         x, weights = (_Spread.apply(t, self.row, self.sends) for t in (self.x, self.weights))  # type: ignore[no-untyped-call]
-        return Wire(self.group, self.sends, self.receives).exchange(x, self.ids, weights)
+        rows = Wire(self.group, self.sends, self.receives).exchange(x, weights)
+        return lambda: (*ids(), *rows())
 
     def answer(self, rows: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Start sending results `[received, hidden_size]` back."""
@@ -192,8 +184,6 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The sum of what came back for each row."""
-
     @staticmethod
     def forward(ctx: Any, sent: Tensor, row: Tensor, sizes: list[int], rows: int) -> Tensor:
         ctx.save_for_backward(row)

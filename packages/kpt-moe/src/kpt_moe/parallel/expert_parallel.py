@@ -1,10 +1,10 @@
 """Experts spread over the ranks of a device mesh."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,33 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from kpt_core import InputError
+from kpt_moe._mixed import Mixed, mixed
 from kpt_moe.expert_networks import ExpertNetwork
 from kpt_moe.routing import Routing
 
 from . import tensor_parallel
-from .checkpoint import save_contiguous_shards
+from .checkpoint import one_piece
 from .dispatch import dispatch, experts_per_rank
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-class _ByRows(Protocol):
-    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a network's experts are.
+    """Where a network's experts are."""
 
-    Attributes:
-        groups: the ranks that share the experts, outermost level first.
-        chunks: as for `dispatch`.
-        width: the ranks that split the experts' inner width, if any.
-    """
-
-    groups: tuple[dist.ProcessGroup, ...]
-    chunks: int
-    width: dist.ProcessGroup | None
+    groups: tuple[dist.ProcessGroup, ...]  # the ranks that share the experts, outermost level first
+    chunks: int  # as for `dispatch`
+    width: dist.ProcessGroup | None  # the ranks that split the experts' inner width
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Layout":
         # A copy of a network is spread over the same ranks; their groups cannot be copied.
@@ -51,7 +42,6 @@ def parallelize_experts(
     mesh: DeviceMesh,
     *,
     chunks: int = 1,
-    hierarchical: bool | None = None,
     tensor_parallel_mesh: DeviceMesh | None = None,
 ) -> _Model:
     """Leave to each rank its part of the experts of every `ExpertNetwork` in `model`, in place.
@@ -73,10 +63,9 @@ def parallelize_experts(
 
     Args:
         model: a layer, or a model that contains some.
-        mesh: the ranks that share the experts. Two dimensions are nodes and ranks within a node.
+        mesh: the ranks that share the experts. With two dimensions, nodes and ranks within a node, tokens are exchanged
+            in two levels.
         chunks: parts into which a rank's tokens are split, so that one travels while another is being computed.
-        hierarchical: exchange tokens in two levels, between nodes and then within one. None does so if `mesh` has two
-            dimensions; False uses one exchange among all ranks.
         tensor_parallel_mesh: ranks that split the inner width of each expert; they must be given the same tokens.
 
     Returns:
@@ -90,9 +79,10 @@ def parallelize_experts(
         >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("ep",))
         >>> model = parallelize_experts(model, mesh["ep"], chunks=2)
     """
-    _require_mesh(mesh, hierarchical, chunks)
-    if hierarchical is False and mesh.ndim == 2:
-        mesh = mesh._flatten()
+    if chunks < 1:
+        raise InputError(f"parallelize_experts: chunks must be 1 or more; got {chunks}")
+    if mesh.ndim not in (1, 2):
+        raise InputError(f"parallelize_experts: the mesh must have one dimension, or two; got {mesh}")
     groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     width = None if tensor_parallel_mesh is None else tensor_parallel_mesh.get_group()
     layout = _Layout(groups, chunks, width)
@@ -103,45 +93,31 @@ def parallelize_experts(
     # All is checked before anything changes.
     splits = [_placements(network, groups, mesh, tensor_parallel_mesh) for network in networks]
     for network, placements in zip(networks, splits, strict=True):
-        _shard(network, whole, placements)
+        for path, parameter in list(network.named_parameters()):
+            at, _, name = path.rpartition(".")
+            local = distribute_tensor(parameter.detach(), whole, placements[path], src_data_rank=None)
+            here = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            network.get_submodule(at)._parameters[name] = here
         if tensor_parallel_mesh is not None:
-            save_contiguous_shards(network)
-        network.__class__ = _parallel(type(network))
+            network.register_state_dict_post_hook(one_piece)  # type: ignore[no-untyped-call]
+        network.__class__ = mixed(Parallel, type(network))
         network._layout = layout  # type: ignore[assignment]
     return model
 
 
-def parallel_networks(model: nn.Module) -> list[ExpertNetwork]:
-    """Those networks of experts in `model` that `parallelize_experts` has spread."""
-    return [cast(ExpertNetwork, module) for module in model.modules() if isinstance(module, _Parallel)]
-
-
-class _Parallel:
-    """What a spread network does otherwise."""
+class Parallel(Mixed):
+    """What a network does otherwise that `parallelize_experts` has spread."""
 
     _layout: _Layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes of exchanges are read on the host
     def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        network, layout = cast(ExpertNetwork, self), self._layout
-
-        def experts(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            if layout.width is None:
-                return cast(_ByRows, network).rows(x, index, weights)
-            x, weights = tensor_parallel.enter(layout.width, x, weights)
-            return tensor_parallel.leave(layout.width, cast(_ByRows, network).rows(x, index, weights))
-
-        def everywhere(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            return dispatch(
-                x,
-                index,
-                weights,
-                experts,
-                num_experts=network.num_experts,
-                groups=layout.groups,
-                chunks=layout.chunks,
-            )
-
+        """As in `ExpertNetwork`, by the ranks that have the experts."""
+        network: Any = self
+        layout = self._layout
+        experts = partial(tensor_parallel.sum_of_parts, network.rows, layout.width)
+        where: dict[str, Any] = {"groups": layout.groups, "chunks": layout.chunks}
+        everywhere = partial(dispatch, experts=experts, num_experts=network.num_experts, **where)
         with _local_parameters(network, layout.width):
             return routing.apply(x, everywhere).to(x.dtype)
 
@@ -151,32 +127,21 @@ class _Parallel:
         return f"{super().extra_repr()}, expert_parallel={sizes}"  # type: ignore[misc]
 
 
-@functools.cache
-def _parallel(kind: type[ExpertNetwork]) -> type[ExpertNetwork]:
-    """The spread kind of a kind of network."""
-    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    return type(f"Parallel{kind.__name__}", (_Parallel, kind), namespace)
-
-
-def _require_mesh(mesh: DeviceMesh, hierarchical: bool | None, chunks: int) -> None:
-    if chunks < 1:
-        raise InputError(f"parallelize_experts: chunks must be 1 or more; got {chunks}")
-    if mesh.ndim not in (1, 2) or (hierarchical and mesh.ndim != 2):
-        wanted = "two dimensions, nodes and ranks within one" if hierarchical else "one dimension, or two"
-        raise InputError(f"parallelize_experts: the mesh must have {wanted}; got {mesh}")
-
-
 def _placements(
     network: ExpertNetwork, groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh, width: DeviceMesh | None
 ) -> dict[str, list[Placement]]:
-    """How each parameter is split, by its name."""
     name = type(network).__name__
-    if isinstance(network, _Parallel):
+    if isinstance(network, Parallel):
         raise InputError(f"parallelize_experts: {name} has been spread before")
-    if network.needs_sequences or not hasattr(network, "rows"):
+    if network.needs_sequences:
         raise InputError(
             f"parallelize_experts: the experts of {name} look at a token's neighbours, which may be on another rank; "
             "spread networks that take each token by itself (FeedForwardExpert), and keep this one whole"
+        )
+    if not hasattr(network, "rows"):
+        raise InputError(
+            f"parallelize_experts: {name} has no method rows(x, index, weights), which computes rows by the experts of "
+            "one rank: give it one, as FeedForwardExpert has, or keep it whole"
         )
     held = [network.num_experts]
     for group in groups:
@@ -187,20 +152,13 @@ def _placements(
         if parameter.dim() == 0 or parameter.shape[0] != network.num_experts:
             raise InputError(
                 f"parallelize_experts: {name}.{parameter_name} must begin with {network.num_experts} experts to be "
-                f"split by them; got {list(parameter.shape)}"
+                f"split by them; got {list(parameter.shape)}: what all experts share can't be split, so keep this "
+                "network whole"
             )
         splits[parameter_name] = [Shard(0)] * mesh.ndim
         if width is not None:
             splits[parameter_name].append(columns[parameter_name])
     return splits
-
-
-def _shard(network: ExpertNetwork, mesh: DeviceMesh, placements: dict[str, list[Placement]]) -> None:
-    for full_name, parameter in list(network.named_parameters()):
-        module_name, _, name = full_name.rpartition(".")
-        local = distribute_tensor(parameter.detach(), mesh, placements[full_name], src_data_rank=None)
-        module = network.get_submodule(module_name)
-        module._parameters[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _joined(mesh: DeviceMesh, width: DeviceMesh) -> DeviceMesh:

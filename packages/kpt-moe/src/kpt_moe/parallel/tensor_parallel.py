@@ -14,6 +14,7 @@ from kpt_moe.activations import Activation
 from kpt_moe.expert_networks import ExpertNetwork, FeedForwardExpert
 
 from ._wire import explained
+from .dispatch import Experts
 
 
 def placements(network: ExpertNetwork, ranks: int) -> dict[str, Placement]:
@@ -48,14 +49,14 @@ def partial_bias(bias: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SumGradients.apply(bias, group) * float(group.rank() == 0)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def enter(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors that all ranks have alike, as inputs of a partial computation: their gradients are summed over ranks."""
-    return tuple(_SumGradients.apply(t, group) for t in tensors)  # type: ignore[no-untyped-call]
-
-
-def leave(group: dist.ProcessGroup, partial: Tensor) -> Tensor:
-    """The sum of all ranks' partial results; its gradient is each one's gradient."""
-    return _Sum.apply(partial, group)  # type: ignore[no-any-return,no-untyped-call]
+def sum_of_parts(
+    experts: Experts, group: dist.ProcessGroup | None, x: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """The sum of what all ranks' `experts` give, of tensors that all ranks have alike; gradients are summed too."""
+    if group is None:
+        return experts(x, index, weights)
+    x, weights = (_SumGradients.apply(t, group) for t in (x, weights))  # type: ignore[no-untyped-call]
+    return _Sum.apply(experts(x, index, weights), group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,5 +1,6 @@
 """The contract of every router."""
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypedDict, Unpack
 
@@ -8,17 +9,20 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from kpt_core import InputError, UnknownNameError
-from kpt_core.dispatch import without_autocast
-from kpt_moe._checks import require_size
+from kpt_core import InputError
+from kpt_core.autocast import without_autocast
+from kpt_moe._checks import require_known, require_size, require_tokens
+from kpt_moe._dtypes import wide_dtype
 from kpt_moe.batch_invariant import batch_invariant_mode, elementwise, linear
 from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
 from kpt_moe.routing import Routing
-from kpt_moe.routing_files import num_tokens
+
+#: Ids `[rows, K]` as in `Routing.index`, and the token of each row, None if row `t` is token `t`.
+Choices = tuple[Tensor, Tensor | None]
 
 
 class RouterOptions(TypedDict, total=False):
-    """Arguments that every router takes."""
+    """Arguments that most routers take."""
 
     jitter: float
     capacity_factor: float | None
@@ -26,10 +30,21 @@ class RouterOptions(TypedDict, total=False):
     priority: Priority
 
 
+class LinearOptions(RouterOptions, total=False):
+    """Arguments that most routers with a linear gate take."""
+
+    bias: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class Router(nn.Module, ABC):
     """Decide which experts tokens go to, in float32 (float64 for float64 tokens) whatever the model is.
 
     A routing decided in bfloat16 differs between devices, so autocast does not reach inside either.
+
+    A token with NaN or infinity changes nobody else's routing: where tokens compete, it counts as padding does for the
+    others, and its own choices take no place. Its weights are NaN, and so is what it gets.
 
     A subclass says what the logits are (`gate`), which experts they choose (`choose`) and what those weigh (`weigh`).
     The rest is the same for all: padding, jitter, capacity, replay.
@@ -45,9 +60,10 @@ class Router(nn.Module, ABC):
         priority: which choices a full expert refuses, see `kpt_moe.capacity`.
 
     Attributes:
-        unavailable: `[num_experts]` bool, experts that no token may choose; None if all may be. Their logits are the
+        unavailable: `[num_experts]` bool, experts that no token may choose; None if all may. Their logits are the
             lowest finite number, and a choice of one that is made all the same is refused.
         dropped: likewise, in training alone.
+        score_function: by what experts are scored, as in `Routing.score`.
 
     Raises:
         InputError: a size is not positive, `top_k` exceeds `num_experts`, a factor or jitter is out of range.
@@ -57,21 +73,22 @@ class Router(nn.Module, ABC):
     #: Whether `choose` may give ids of `num_experts`, for no choice.
     partial: ClassVar[bool] = False
 
+    #: Whether what `choose` gives a token depends on other tokens.
+    mixes: ClassVar[bool] = False
+
     #: The score of no choice: it adds nothing to the sum by which weights are normalised.
     score_of_none: float = 0.0
 
-    #: Whether `choose` goes by a number of its own, so that assigning to `top_k` is wrong.
-    fixed_top_k: ClassVar[bool] = False
-
+    score_function: str = "softmax"
     unavailable: Tensor | None
     dropped: Tensor | None
 
     def __init__(
         self,
         hidden_size: int,
+        *,
         num_experts: int,
         top_k: int,
-        *,
         jitter: float = 0.0,
         capacity_factor: float | None = None,
         eval_capacity_factor: float | None = None,
@@ -87,8 +104,7 @@ class Router(nn.Module, ABC):
         for what, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
             if factor is not None and not 0 < factor < float("inf"):
                 raise InputError(f"{name}: {what} must be a positive number or None; got {factor}")
-        if priority not in PRIORITIES:
-            raise UnknownNameError("priority", priority, PRIORITIES)
+        require_known("priority", priority, PRIORITIES)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -108,13 +124,10 @@ class Router(nn.Module, ABC):
         return logits.softmax(-1)
 
     @abstractmethod
-    def choose(
-        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The experts that are chosen, from logits and scores without gradients.
 
-        Returns:
-            Ids `[rows, K]` as in `Routing.index`, and the token of each row, None if row `t` is token `t`.
+        Where tokens compete (a capacity, or `mixes`), the mask also leaves out those that hold NaN or infinity.
         """
 
     def weigh(self, scores: Tensor, index: Tensor) -> Tensor:
@@ -138,9 +151,8 @@ class Router(nn.Module, ABC):
     def capacity(self, scores: Tensor, mask: Tensor | None) -> int | Tensor:
         """Tokens that each expert takes at most, if `limited`; a number, or a tensor on the device of the scores."""
         assert self._factor is not None
-        if mask is None:
-            return expert_capacity(scores.shape[0], self.top_k, self.num_experts, self._factor)
-        return expert_capacity(mask.sum(), self.top_k, self.num_experts, self._factor)
+        tokens: int | Tensor = scores.shape[0] if mask is None else mask.sum()
+        return expert_capacity(tokens, top_k=self.top_k, num_experts=self.num_experts, factor=self._factor)
 
     def forward(
         self,
@@ -167,41 +179,59 @@ class Router(nn.Module, ABC):
             # Padding may hold anything, and 0 * NaN would spoil the gate's gradient.
             tokens = x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
             if self.training and self.jitter:
-                wide = tokens.to(_wide(x.dtype))
+                wide = tokens.to(wide_dtype(x.dtype))
                 tokens = wide * torch.empty_like(wide).uniform_(1 - self.jitter, 1 + self.jitter)
-            logits = self._logits(tokens)
+            logits = self.logits(tokens)
+            decided = self._at_once(logits) if mask is None and replay is None else None
+            if decided is not None:
+                return Routing(*decided, logits, score=self.score_function)
             closed = self._closed() if replay is None else None
             if closed is not None:
                 # Not -inf, which would make 0 * -inf of an entropy.
                 lowest = torch.finfo(logits.dtype).min
                 logits = logits.masked_fill(closed, lowest)
             scores = elementwise(self.score, logits)
-            if closed is not None:
-                index, token = self.choose(
-                    logits.detach(), scores.detach().masked_fill(closed, lowest), mask, token_ids
-                )
-                chosen = (index >= 0) & (index < self.num_experts)
-                index = torch.where(chosen & closed[torch.where(chosen, index, 0)], ~index, index)
-            elif replay is None:
-                index, token = self.choose(logits.detach(), scores.detach(), mask, token_ids)
-            else:
+            rivals = mask
+            if replay is None and (self.limited or self.mixes):
+                finite = logits.detach().amax(-1).isfinite()
+                rivals = finite if mask is None else finite & mask
+            if replay is not None:
                 index, token = replay.index, replay.token
+            else:
+                open_scores = scores.detach() if closed is None else scores.detach().masked_fill(closed, lowest)
+                index, token = self.choose(logits.detach(), open_scores, rivals, token_ids)
+                if closed is not None:
+                    index = self._refused(index, closed[index.clamp(0, self.num_experts - 1)])
             plain = token is None and replay is None and not self.partial and closed is None
             of_rows, asked = scores if token is None else scores[token], index
             if not plain:
                 of_rows, asked = F.pad(of_rows, (0, 1), value=self.score_of_none), _asked(index, self.num_experts)
             weights = self.weigh(of_rows, asked)
-            if token is None and replay is None:
-                index = self._refused(index, weights, scores.detach(), mask)
-            elif mask is not None:
-                index = self._without_padding(index, mask if token is None else mask[token])
+            if mask is not None:
+                index = self._refused(index, ~(mask if token is None else mask[token]).unsqueeze(1))
+            if token is None and replay is None and self.limited:
+                assert rivals is not None
+                # Tokens that are no rivals keep their choices, and take no place.
+                counts = rivals.unsqueeze(1)
+                kept = limit_capacity(
+                    torch.where(counts, index, self.num_experts),
+                    weights,
+                    num_experts=self.num_experts,
+                    capacity=self.capacity(scores.detach(), rivals),
+                    priority=self.priority,
+                )
+                index = torch.where(counts, kept, index)
             if not plain or mask is not None or self.limited:
                 weights = torch.where((index >= 0) & (index < self.num_experts), weights, 0)
-        return Routing(index, weights, logits, mask, token)
+        return Routing(index, weights, logits, mask, token, self.score_function)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """What `gate` gives for tokens that may be of a narrower dtype."""
-        return self.gate(x.to(_wide(x.dtype)))
+        return self.gate(x.to(wide_dtype(x.dtype)))
+
+    def _at_once(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Index and weights by one op, where nothing comes between scores, choice and weights and there is an op."""
+        return None
 
     def _closed(self) -> Tensor | None:
         """`[num_experts]` bool: experts that can't be chosen in the module's present mode; None if all can."""
@@ -209,74 +239,75 @@ class Router(nn.Module, ABC):
             return self.unavailable
         return self.dropped if self.unavailable is None else self.dropped | self.unavailable
 
-    def _refused(self, index: Tensor, weights: Tensor, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """The choices of tokens, those of padding and those beyond the capacity refused."""
-        if mask is not None:
-            index = self._without_padding(index, mask)
-        if not self.limited:
-            return index
-        return limit_capacity(index, weights, self.num_experts, self.capacity(scores, mask), self.priority)
-
-    def _without_padding(self, index: Tensor, counts: Tensor) -> Tensor:
-        """The choices, those of rows that don't count refused."""
-        chosen = (index >= 0) & (index < self.num_experts)
-        return torch.where(counts.unsqueeze(1) | ~chosen, index, ~index)
+    def _refused(self, index: Tensor, where: Tensor) -> Tensor:
+        """The choices, those refused where it says so; what was refused or none already stays."""
+        return torch.where(where & (index >= 0) & (index < self.num_experts), ~index, index)
 
     def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, replay: Routing | None) -> None:
         name = type(self).__name__
-        if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            raise InputError(f"{name}: x must be [tokens, {self.hidden_size}]; got {list(x.shape)}")
+        require_tokens(name, x, self.hidden_size)
         if mask is not None and (mask.dtype is not torch.bool or mask.shape != x.shape[:1]):
-            raise InputError(f"{name}: mask must be bool [{x.shape[0]}]; got {mask.dtype} {list(mask.shape)}")
+            raise InputError(
+                f"{name}: mask must be bool [{x.shape[0]}]; got {mask.dtype} {list(mask.shape)}: an attention mask of "
+                "integers is mask.bool().flatten()"
+            )
         if token_ids is not None and (token_ids.is_floating_point() or token_ids.shape != x.shape[:1]):
             raise InputError(
                 f"{name}: token_ids must be integers [{x.shape[0]}]; got {token_ids.dtype} {list(token_ids.shape)}"
             )
-        if replay is not None and (num_tokens(replay), replay.num_experts) != (x.shape[0], self.num_experts):
+        if replay is not None and (replay.num_tokens, replay.num_experts) != (x.shape[0], self.num_experts):
             raise InputError(
-                f"{name}: the replayed routing is of {num_tokens(replay)} tokens and {replay.num_experts} experts, x "
+                f"{name}: the replayed routing is of {replay.num_tokens} tokens and {replay.num_experts} experts, x "
                 f"of {x.shape[0]} and the router of {self.num_experts}: replay a call with the batch and the model "
                 "that it was recorded with"
             )
 
     def extra_repr(self) -> str:
-        """For `print(module)`."""
-        shown = [str(self.hidden_size), f"num_experts={self.num_experts}", f"top_k={self.top_k}"]
-        plain = (("jitter", 0.0), ("capacity_factor", None), ("eval_capacity_factor", None), ("priority", "position"))
-        return ", ".join(
-            shown + [f"{name}={getattr(self, name)!r}" for name, default in plain if getattr(self, name) != default]
-        )
+        """For `print(module)`: arguments of its constructor and of those above that are not their defaults there."""
+        shown = {}
+        for kind in (kind for kind in reversed(type(self).__mro__) if issubclass(kind, Router)):
+            for name, argument in inspect.signature(kind.__init__).parameters.items():
+                value = getattr(self, "score_function" if name == "score" else name, argument.default)
+                # Of a tensor it is enough to know that it is there; an activation has a name.
+                value = isinstance(value, Tensor) or getattr(value, "name", value)
+                value = bool(value) if argument.default is False else value
+                if value != argument.default and name != "hidden_size":
+                    shown[name] = value
+        return ", ".join([str(self.hidden_size), *(f"{name}={value!r}" for name, value in shown.items())])
 
 
 class LinearRouter(Router):
     """A router whose logits are a linear function of the token.
 
     Args:
-        hidden_size: size of a token.
-        num_experts: number of experts.
-        top_k: experts per token.
+        hidden_size, num_experts, top_k: as in `Router`.
         bias: give the gate a bias.
         device: of the parameters.
         dtype: of the parameters; they are raised to the tokens' float32 or float64 where they are used.
-        shared: as in `Router`: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`.
+        shared: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`, as in `Router`.
 
     Raises:
-        InputError: as in `Router`.
-        UnknownNameError: as in `Router`.
+        TypeError: an option is among `refused`.
     """
+
+    #: Options of `Router` that would have no effect.
+    refused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
         hidden_size: int,
+        *,
         num_experts: int,
         top_k: int,
-        *,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **shared: Unpack[RouterOptions],
     ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, **shared)
+        for name in self.refused:
+            if name in shared:
+                raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+        super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -291,18 +322,15 @@ class LinearRouter(Router):
         """`[tokens, num_experts]` of x's dtype."""
         return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """As in `Router`; in training, what is saved is of the tokens' own dtype."""
         learns = torch.is_grad_enabled() and self.weight.requires_grad
         plain = type(self).gate is LinearRouter.gate and not batch_invariant_mode()
         # torch gives a function of one's own no forward mode beside a rule for vmap.
-        if _wide(x.dtype) is x.dtype or not learns or not plain or forward_ad._current_level >= 0:
-            return super()._logits(x)
+        if wide_dtype(x.dtype) is x.dtype or not learns or not plain or forward_ad._current_level >= 0:
+            return super().logits(x)
         logits: Tensor = _WideLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
-
-    def extra_repr(self) -> str:
-        """For `print(module)`."""
-        return f"{super().extra_repr()}{', bias=True' if self.bias is not None else ''}"
 
 
 class _WideLinear(torch.autograd.Function):
@@ -324,10 +352,6 @@ class _WideLinear(torch.autograd.Function):
         of_x, of_weight = ctx.needs_input_grad
         grad_x = (grads[0] @ weight.float()).to(x.dtype) if of_x else None
         return grad_x, (grads[0].t() @ x.float()).to(weight.dtype) if of_weight else None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _asked(index: Tensor, num_experts: int) -> Tensor:

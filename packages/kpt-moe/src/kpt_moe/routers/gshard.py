@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kpt_core import InputError
 
-from .base import LinearRouter, RouterOptions
+from .base import Choices, LinearOptions, LinearRouter
 
 
 class GShardRouter(LinearRouter):
@@ -17,39 +17,22 @@ class GShardRouter(LinearRouter):
     counts costs nothing then. Otherwise it is no choice, which is not counted as dropped. Algorithm 1 of the paper.
 
     Args:
-        hidden_size: size of a token.
-        num_experts: number of experts, at least two.
+        hidden_size, num_experts: size of a token, and number of experts, at least two.
         top_k: always 2.
-        bias: give the gate a bias.
-        device: of the parameters.
-        dtype: of the parameters.
-        shared: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`, as in `Router`.
+        shared: as in `LinearRouter`.
 
     Raises:
-        InputError: `top_k` is not 2.
+        InputError: `top_k` is not 2, or as in `Router`.
     """
 
     partial: ClassVar[bool] = True
-    fixed_top_k: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int = 2,
-        *,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **shared: Unpack[RouterOptions],
-    ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, bias=bias, device=device, dtype=dtype, **shared)
+    def __init__(self, hidden_size: int, *, num_experts: int, top_k: int = 2, **shared: Unpack[LinearOptions]) -> None:
+        super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         if top_k != 2:
             raise InputError(f"GShardRouter: top_k is always 2; got {top_k}; TopKRouter takes any")
 
-    def choose(
-        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The two highest scores, the second one left to chance in training."""
         best, index = scores.topk(2, dim=-1)
         if not self.training:

@@ -1,13 +1,14 @@
 """Choices balanced by Sinkhorn's algorithm."""
 
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from kpt_moe._checks import require_size
+from kpt_moe.top_k_gating import score_experts
 
-from .base import LinearRouter, RouterOptions
+from .base import Choices, LinearOptions, LinearRouter
 
 
 class SinkhornRouter(LinearRouter):
@@ -23,42 +24,29 @@ class SinkhornRouter(LinearRouter):
     every expert the same, so that rounding errors make its choice.
 
     Args:
-        hidden_size: size of a token.
-        num_experts: number of experts.
-        top_k: experts per token.
+        hidden_size, num_experts, top_k: as in `Router`.
         iterations: how often rows and columns are scaled.
-        bias: give the gate a bias.
-        device: of the parameters.
-        dtype: of the parameters.
-        shared: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`, as in `Router`.
+        shared: as in `LinearRouter`.
 
     Raises:
         InputError: as in `Router`; `iterations` is not a positive integer.
     """
 
+    mixes: ClassVar[bool] = True
+
     def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        iterations: int = 16,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **shared: Unpack[RouterOptions],
+        self, hidden_size: int, *, num_experts: int, top_k: int, iterations: int = 16, **shared: Unpack[LinearOptions]
     ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, bias=bias, device=device, dtype=dtype, **shared)
+        super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         require_size(type(self).__name__, "iterations", iterations)
         self.iterations = iterations
+        self.score_function = "sigmoid" if top_k == 1 else "softmax"
 
     def score(self, logits: Tensor) -> Tensor:
         """A sigmoid for `top_k=1`, since the softmax of all experts but one carries little gradient; else a softmax."""
-        return logits.sigmoid() if self.top_k == 1 else logits.softmax(-1)
+        return score_experts(logits, self.score_function)
 
-    def choose(
-        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The highest scores, balanced in training."""
         if self.training:
             scores = self._balanced(logits, mask)
@@ -71,16 +59,13 @@ class SinkhornRouter(LinearRouter):
         closed = self._closed()
         columns = logits.new_zeros(1, logits.shape[1])
         for _ in range(self.iterations):
-            plan = logits - torch.logsumexp(logits + columns, dim=1, keepdim=True)
+            rows = torch.logsumexp(logits + columns, dim=1, keepdim=True)
             if mask is not None:
-                plan = plan.masked_fill(~mask.unsqueeze(1), float("-inf"))
+                rows = rows.masked_fill(~mask.unsqueeze(1), float("inf"))
+            plan = logits - rows
             # Without a token that counts there is nothing to scale.
             columns = -torch.logsumexp(plan, dim=0, keepdim=True).clamp(min=torch.finfo(plan.dtype).min)
             if closed is not None:
                 # Or they would be raised to the share of the others.
                 columns = columns.masked_fill(closed, 0)
         return logits + columns
-
-    def extra_repr(self) -> str:
-        """For `print(module)`."""
-        return f"{super().extra_repr()}, iterations={self.iterations}"

@@ -1,14 +1,15 @@
 """The Switch Transformer's router: one expert per token."""
 
-from typing import ClassVar
+from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from kpt_core import InputError
-from kpt_moe.capacity import Priority
 
-from .base import LinearRouter
+from .base import Choices, LinearOptions, LinearRouter
+
+#: The paper's, unless something else is asked for.
+_DEFAULTS: LinearOptions = {"jitter": 1e-2, "capacity_factor": 1.25, "eval_capacity_factor": 2.0}
 
 
 class SwitchRouter(LinearRouter):
@@ -17,56 +18,21 @@ class SwitchRouter(LinearRouter):
     The weight isn't made one: it is what teaches the gate.
 
     Args:
-        hidden_size: size of a token.
-        num_experts: number of experts.
+        hidden_size, num_experts: size of a token, and number of experts.
         top_k: always 1.
-        capacity_factor: in training, an expert takes at most this many times the average number of tokens; None is no
-            limit. The defaults of both factors are the paper's.
-        eval_capacity_factor: the same outside of training; None is `capacity_factor`.
-        jitter: in training, tokens are multiplied by uniform random numbers of `[1 - jitter, 1 + jitter]`.
-        priority: which tokens a full expert refuses, see `kpt_moe.capacity`.
-        bias: give the gate a bias.
-        device: of the parameters.
-        dtype: of the parameters; they are raised to the tokens' float32 or float64 where they are used.
+        shared: as in `LinearRouter`. The defaults are the paper's: a `jitter` of 0.01, a `capacity_factor` of 1.25, an
+            `eval_capacity_factor` of 2.0.
 
     Raises:
-        InputError: `top_k` is not 1, a size is not positive, a factor or jitter is out of range.
-        UnknownNameError: no such `priority`.
+        InputError: `top_k` is not 1, or as in `Router`.
     """
 
-    fixed_top_k: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int = 1,
-        *,
-        capacity_factor: float | None = 1.25,
-        eval_capacity_factor: float | None = 2.0,
-        jitter: float = 1e-2,
-        priority: Priority = "position",
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            num_experts,
-            1,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-            jitter=jitter,
-            capacity_factor=capacity_factor,
-            eval_capacity_factor=eval_capacity_factor,
-            priority=priority,
-        )
+    def __init__(self, hidden_size: int, *, num_experts: int, top_k: int = 1, **shared: Unpack[LinearOptions]) -> None:
+        options: LinearOptions = {**_DEFAULTS, **shared}
+        super().__init__(hidden_size, num_experts=num_experts, top_k=1, **options)
         if top_k != 1:
             raise InputError(f"SwitchRouter: top_k is always 1; got {top_k}; TopKRouter takes any")
 
-    def choose(
-        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The most probable expert."""
         return scores.argmax(-1, keepdim=True), None

@@ -1,19 +1,18 @@
 """Choices rounded to whole tiles of a matrix product."""
 
-from typing import Literal
+from typing import ClassVar, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from kpt_core import UnknownNameError
-from kpt_moe._checks import require_size
+from kpt_moe._checks import require_known, require_size
 from kpt_moe.capacity import limit_capacity
 
-from .base import LinearRouter
+from .base import Choices, LinearOptions, LinearRouter
 
 #: Which multiple of the tile an expert's number of tokens becomes; halves are rounded up.
 Rounding = Literal["nearest", "up", "down"]
-ROUNDINGS: tuple[Rounding, ...] = ("nearest", "up", "down")
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 
 class TokenRoundingRouter(LinearRouter):
@@ -32,50 +31,40 @@ class TokenRoundingRouter(LinearRouter):
     Rounded choices depend on the whole batch, so that outside of training the highest scores are chosen.
 
     Args:
-        hidden_size: size of a token.
-        num_experts: number of experts.
+        hidden_size, num_experts: size of a token, and number of experts.
         top_k: experts per token, before rounding.
         tile: rows of a tile.
         rounding: `nearest`, `up` or `down`.
-        in_evaluation: round outside of training, too.
-        jitter: as in `Router`.
-        bias: give the gate a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        shared: as in `LinearRouter`, but for what belongs to capacity.
 
     Raises:
         InputError: as in `Router`; `tile` is not a positive integer.
         UnknownNameError: no such `rounding`.
     """
 
+    mixes: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("capacity_factor", "eval_capacity_factor", "priority")
+
     def __init__(
         self,
         hidden_size: int,
+        *,
         num_experts: int,
         top_k: int,
-        *,
         tile: int = 128,
         rounding: Rounding = "nearest",
-        in_evaluation: bool = False,
-        jitter: float = 0.0,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **shared: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, jitter=jitter, bias=bias, device=device, dtype=dtype)
+        super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         require_size(type(self).__name__, "tile", tile)
-        if rounding not in ROUNDINGS:
-            raise UnknownNameError("rounding", rounding, ROUNDINGS)
+        require_known("rounding", rounding, ROUNDINGS)
         self.tile = tile
         self.rounding: Rounding = rounding
-        self.in_evaluation = in_evaluation
 
-    def choose(
-        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The highest scores `[tokens, top_k]`, or rounded `[rows, 1]` as the class says."""
         index = scores.topk(self.top_k, dim=-1).indices
-        if not (self.training or self.in_evaluation):
+        if not self.training:
             return index, None
         tokens, experts = scores.shape
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, True)
@@ -90,7 +79,7 @@ class TokenRoundingRouter(LinearRouter):
         # At most this many are added to one expert, whatever the choices are.
         margin = {"nearest": self.tile // 2, "up": self.tile - 1, "down": 0}[self.rounding]
         target = (count + margin) // self.tile * self.tile
-        index = limit_capacity(index, weights, experts, target, "weight")
+        index = limit_capacity(index, weights, num_experts=experts, capacity=target, priority="weight")
         added = min(margin, tokens)
         best = scores.masked_fill(closed, float("-inf")).t().topk(added, dim=1).indices
         wanted = (target.clamp(max=real) - count).unsqueeze(1)
@@ -99,8 +88,3 @@ class TokenRoundingRouter(LinearRouter):
         own = torch.arange(tokens, device=scores.device).repeat_interleave(self.top_k, output_size=tokens * self.top_k)
         rows = torch.cat((index.reshape(-1), torch.where(used, expert, experts).reshape(-1)))
         return rows.unsqueeze(1), torch.cat((own, torch.where(used, best, 0).reshape(-1)))
-
-    def extra_repr(self) -> str:
-        """For `print(module)`."""
-        shown = f"{super().extra_repr()}, tile={self.tile}, rounding={self.rounding!r}"
-        return shown + (", in_evaluation=True" if self.in_evaluation else "")

@@ -6,26 +6,24 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
-from kpt_core.dispatch import without_autocast
+from kpt_core import InputError
 from kpt_moe.batch_invariant import batch_invariant_mode
-from kpt_moe.routing import Routing
 from kpt_moe.top_k_gating import SCORES as SCORES
 from kpt_moe.top_k_gating import check_choice, choose_experts, score_experts, top_k_gating, weigh_experts
 
-from .base import LinearRouter, RouterOptions
+from .base import Choices, LinearOptions, LinearRouter
 
 
 class TopKRouter(LinearRouter):
     """Choose the `top_k` experts with the highest scores of a linear gate (arXiv:1701.06538).
 
     Args:
-        hidden_size: size of a token.
-        num_experts: number of experts.
-        top_k: experts per token.
+        hidden_size, num_experts, top_k: as in `Router`.
         score: `softmax` over all experts (Mixtral before 2024, Qwen-MoE, OLMoE), `softmax_after` over the chosen ones
             (gpt-oss; equals `softmax` with `renormalize`), or `sigmoid` (DeepSeek-V3).
-        renormalize: divide the chosen weights by their sum; all stay zero where every score underflowed. With `top_k=1`
-            every weight is then one, as with `softmax_after`, and the gate learns from balancing losses alone.
+        renormalize: divide the chosen weights by their sum; all stay zero where every score underflowed. None does so
+            unless `top_k` is 1: every weight would be one, as it is with `softmax_after`, and the gate would learn
+            from balancing losses alone.
         scale: what weights are multiplied by in the end (`routed_scaling_factor` of DeepSeek).
         num_groups: split the experts into as many groups of neighbours, and choose within the best `top_groups` alone
             (DeepSeek-V2, arXiv:2405.04434): a token then meets few devices.
@@ -33,13 +31,11 @@ class TopKRouter(LinearRouter):
         correction_bias: add a buffer `correction_bias` `[num_experts]` to the scores where experts are chosen, not
             where they are weighed: balancing without an auxiliary loss (arXiv:2408.15664, DeepSeek-V3). Always float32;
             `kpt_moe.BiasBalancer` sets it.
-        bias: give the gate a bias.
-        device: of the parameters.
-        dtype: of the parameters.
-        shared: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`, as in `Router`.
+        shared: `bias`, `device` and `dtype` as in `LinearRouter`, and the options of `Router`.
 
     Raises:
-        InputError: `top_k` is not between 1 and `num_experts`, or the groups do not fit.
+        InputError: `top_k` is not between 1 and `num_experts`, the groups do not fit, or `renormalize` is given beside
+            `softmax_after`.
         UnknownNameError: no such `score`.
     """
 
@@ -48,30 +44,32 @@ class TopKRouter(LinearRouter):
     def __init__(
         self,
         hidden_size: int,
+        *,
         num_experts: int,
         top_k: int,
-        *,
         score: str = "softmax",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         num_groups: int = 1,
         top_groups: int = 1,
         correction_bias: bool = False,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **shared: Unpack[RouterOptions],
+        **shared: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, bias=bias, device=device, dtype=dtype, **shared)
+        super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         check_choice(type(self).__name__, num_experts, top_k, score, num_groups, top_groups)
         self.score_function = score
         if score == "softmax_after":
+            if renormalize is not None:
+                raise InputError(
+                    f"{type(self).__name__}: renormalize={renormalize} has no effect with score='softmax_after', whose "
+                    "weights always sum to one: leave it out"
+                )
             self.score_of_none = torch.finfo(torch.float32).min
-        self.renormalize = renormalize
+        self.renormalize = top_k > 1 if renormalize is None else renormalize
         self.scale = scale
         self.num_groups = num_groups
         self.top_groups = top_groups
-        zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if correction_bias else None
+        zeros = torch.zeros(num_experts, device=shared.get("device"), dtype=torch.float32) if correction_bias else None
         self.register_buffer("correction_bias", zeros)
 
     def reset_parameters(self) -> None:
@@ -80,31 +78,20 @@ class TopKRouter(LinearRouter):
         if getattr(self, "correction_bias", None) is not None:
             torch.nn.init.zeros_(self.correction_bias)  # type: ignore[arg-type]
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        replay: Routing | None = None,
-    ) -> Routing:
-        """As in `Router`; by `moe.top_k_gating` where nothing comes between scores, choice and weights."""
-        if mask is not None or replay is not None or not self._straight:
-            return super().forward(x, mask=mask, token_ids=token_ids, replay=replay)
-        self._check(x, mask, token_ids, replay)
-        with without_autocast(x.device.type):
-            logits = self._logits(x)
-            weights, index = top_k_gating(
-                logits,
-                self.correction_bias,
-                top_k=self.top_k,
-                score=self.score_function,
-                renormalize=self.renormalize,
-                scale=self.scale,
-                num_groups=self.num_groups,
-                top_groups=self.top_groups,
-            )
-        return Routing(index, weights, logits)
+    def _at_once(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not self._straight:
+            return None
+        weights, index = top_k_gating(
+            logits,
+            self.correction_bias,
+            top_k=self.top_k,
+            score=self.score_function,
+            renormalize=self.renormalize,
+            scale=self.scale,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+        )
+        return index, weights
 
     @property
     def _straight(self) -> bool:
@@ -118,9 +105,7 @@ class TopKRouter(LinearRouter):
         """As `score` of the constructor says."""
         return score_experts(logits, self.score_function)
 
-    def choose(
-        self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The highest scores, the correction bias added and all but the best groups left out."""
         return choose_experts(scores, self.correction_bias, self.top_k, self.num_groups, self.top_groups), None
 
@@ -141,12 +126,3 @@ class TopKRouter(LinearRouter):
         if self.correction_bias is not None:
             # With `assign=True` it is the checkpoint's.
             self.correction_bias = self.correction_bias.float()
-
-    def extra_repr(self) -> str:
-        """For `print(module)`."""
-        shown = [f"score={self.score_function!r}", f"renormalize={self.renormalize}"]
-        plain = (("scale", 1.0), ("num_groups", 1), ("top_groups", 1))
-        shown += [f"{name}={getattr(self, name)}" for name, default in plain if getattr(self, name) != default]
-        return ", ".join(
-            [super().extra_repr(), *shown, *(["correction_bias=True"] * (self.correction_bias is not None))]
-        )

@@ -3,18 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError
 from kpt_moe._checks import require_size
 from kpt_moe.router_losses import outer_routers
 from kpt_moe.routers import Router
-
-#: How a value gets from its start to its end: evenly, along half a cosine, or at once after the last step.
-Curve = Literal["linear", "cosine", "step"]
 
 
 class Schedule(ABC):
@@ -54,7 +50,7 @@ class Schedule(ABC):
 
 
 class CapacitySchedule(Schedule):
-    """Take the capacity factor of routers from one value to another.
+    """Take the capacity factor of routers evenly from one value to another.
 
     A generous capacity while routing is unbalanced drops few tokens; a tight one later saves time. Sets
     `capacity_factor` of every router that has one, at once and at each step.
@@ -64,26 +60,15 @@ class CapacitySchedule(Schedule):
         start: factor before the first step.
         end: factor after `steps` steps and from then on.
         steps: how many.
-        curve: `linear`, `cosine`, or `step`: `start` until all steps are done, then `end`.
         stages: change the factor this many times on the way, at equal distances, instead of at every step. Each value
             compiles the routers of a compiled model again, which torch does 8 times
             (`torch._dynamo.config.recompile_limit`) before it gives up: at most 7 then.
 
     Raises:
         InputError: no router has a capacity, a factor is not positive, or `steps` or `stages` is no positive integer.
-        UnknownNameError: no such `curve`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        start: float,
-        end: float,
-        steps: int,
-        *,
-        curve: Curve = "linear",
-        stages: int | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, start: float, end: float, steps: int, *, stages: int | None = None) -> None:
         super().__init__()
         require_size("CapacitySchedule", "steps", steps)
         if stages is not None:
@@ -91,9 +76,7 @@ class CapacitySchedule(Schedule):
         for factor in (start, end):
             if not 0 < factor < math.inf:
                 raise InputError(f"CapacitySchedule: a factor must be a positive number; got {factor}")
-        if curve not in get_args(Curve):
-            raise UnknownNameError("curve", curve, get_args(Curve))
-        self.start, self.end, self.steps, self.curve = start, end, steps, curve
+        self.start, self.end, self.steps = start, end, steps
         self.stages = steps if stages is None else stages
         self._routers = [r for r in outer_routers(model).values() if r.capacity_factor is not None]
         if not self._routers:
@@ -105,10 +88,6 @@ class CapacitySchedule(Schedule):
     def apply(self) -> None:
         """Set `capacity_factor`."""
         done = min(self.steps_done, self.steps) * self.stages // self.steps / self.stages
-        if self.curve == "cosine":
-            done = (1 - math.cos(math.pi * done)) / 2
-        elif self.curve == "step":
-            done = float(done == 1)
         for router in self._routers:
             router.capacity_factor = (1 - done) * self.start + done * self.end
 
@@ -154,64 +133,48 @@ class ExpertDropout(Schedule):
             staying = chance.topk(least, dim=-1).values[:, -1:]
             _set(router, "dropped", ((chance < self.probability) & (chance < staying)).view(-1))
 
-    def remove(self) -> None:
-        """Let every expert be chosen again; a later `step()` drops anew."""
-        for router in self._routers:
-            router.dropped = None
-
 
 class ExpertWarmup(Schedule):
-    """Begin with few experts, or few per token, and let their number grow evenly.
+    """Begin with few experts, and let their number grow evenly.
 
     Early tokens then train few experts well instead of many badly. Experts open in the order of their ids (evenly over
     groups, where a router has such); those not open yet can't be chosen in evaluation either. Sets the routers'
-    `unavailable`, or their `top_k`.
+    `unavailable`.
 
     Args:
         model: its routers are found when this is made.
-        start: experts that can be chosen, or experts per token, before the first step.
-        steps: after how many steps all can, or as many as the router had.
-        what: `experts` or `top_k`.
+        start: experts that can be chosen before the first step.
+        steps: after how many steps all can.
 
     Raises:
-        InputError: `start` is below what a token needs, above what the router has, `steps` is no positive integer, or
-            the number of experts per token of a router is fixed.
-        UnknownNameError: no such `what`.
+        InputError: `start` is below what a token needs or above what the router has, or `steps` is no positive integer.
     """
 
-    def __init__(
-        self, model: nn.Module, start: int, steps: int, *, what: Literal["experts", "top_k"] = "experts"
-    ) -> None:
+    def __init__(self, model: nn.Module, start: int, steps: int) -> None:
         super().__init__()
-        if what not in ("experts", "top_k"):
-            raise UnknownNameError("what", what, ("experts", "top_k"))
         require_size("ExpertWarmup", "steps", steps)
         require_size("ExpertWarmup", "start", start)
-        self.start, self.steps, self.what = start, steps, what
-        self._routers = [(router, router.top_k) for router in outer_routers(model).values()]
-        for router, top_k in self._routers:
-            if what == "top_k" and router.fixed_top_k:
-                raise InputError(f"ExpertWarmup: {type(router).__name__} always has top_k={top_k}; got what='top_k'")
+        self.start, self.steps = start, steps
+        self._routers = list(outer_routers(model).values())
+        for router in self._routers:
             groups, least = _groups(router)
-            low, high = (groups * least, router.num_experts) if what == "experts" else (1, top_k)
-            if not low <= start <= high:
-                raise InputError(f"ExpertWarmup: start must be between {low} and {high} for {router}; got {start}")
+            if not groups * least <= start <= router.num_experts:
+                raise InputError(
+                    f"ExpertWarmup: start must be between {groups * least} and {router.num_experts} for {router}; "
+                    f"got {start}"
+                )
         self.apply()
 
     def apply(self) -> None:
-        """Set `unavailable`, or `top_k`."""
-        for router, top_k in self._routers:
-            end = router.num_experts if self.what == "experts" else top_k
-            now = self.start + (end - self.start) * min(self.steps_done, self.steps) // self.steps
-            if self.what == "top_k":
-                router.top_k = now
-            elif now == end:
+        """Set `unavailable`."""
+        for router in self._routers:
+            experts, (groups, _) = router.num_experts, _groups(router)
+            now = self.start + (experts - self.start) * min(self.steps_done, self.steps) // self.steps
+            if now == experts:
                 router.unavailable = None
-            else:
-                groups, _ = _groups(router)
-                ids = torch.arange(router.num_experts, device=_device(router))
-                size = router.num_experts // groups
-                _set(router, "unavailable", ids % size * groups + ids // size >= now)
+                continue
+            ids, size = torch.arange(experts, device=_device(router)), experts // groups
+            _set(router, "unavailable", ids % size * groups + ids // size >= now)
 
 
 def _groups(router: Router) -> tuple[int, int]:

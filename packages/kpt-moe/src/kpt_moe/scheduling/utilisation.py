@@ -1,78 +1,29 @@
-"""Watching the load of experts."""
+"""Watching the load of experts, and giving those that no token asks for another start."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import distributed as dist
 
 from kpt_core import InputError
 from kpt_moe._checks import require_size
-from kpt_moe._counting import RouterCounts
-from kpt_moe.router_losses import outer_routers
-from kpt_moe.routers import Router
-from kpt_moe.routing import Routing
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from kpt_moe.expert_networks import FeedForwardExpert
+from kpt_moe.routers import LinearRouter, Router
+from kpt_moe.statistics import RouterStatistics, RouterSummary
 
 
-@dataclass(frozen=True, slots=True)
-class RouterUtilisation:
-    """What experts of a router were asked for.
+class UtilisationMonitor(RouterStatistics):
+    """`RouterStatistics` of training, read every few steps, which calls back where experts are dead.
 
-    Attributes:
-        asked: choices of each expert, served or refused.
-        dead: experts that were asked for too seldom, though they may be chosen.
-        imbalance: choices of the busiest expert, as a multiple of the average of those that may be chosen; 0 without
-            any choices.
-    """
-
-    asked: tuple[int, ...]
-    dead: tuple[int, ...]
-    imbalance: float
-
-
-@dataclass(frozen=True, slots=True)
-class UtilisationReport:
-    """What a `UtilisationMonitor` saw since its last report.
-
-    Attributes:
-        step: steps of the monitor.
-        routers: by path.
-        max_imbalance: what counts as unbalanced.
-    """
-
-    step: int
-    routers: dict[str, RouterUtilisation]
-    max_imbalance: float
-
-    @property
-    def dead(self) -> dict[str, tuple[int, ...]]:
-        """Dead experts by router, of routers that have any."""
-        return {path: router.dead for path, router in self.routers.items() if router.dead}
-
-    @property
-    def unbalanced(self) -> tuple[str, ...]:
-        """Routers whose imbalance is above `max_imbalance`."""
-        return tuple(path for path, router in self.routers.items() if router.imbalance > self.max_imbalance)
-
-
-class UtilisationMonitor(RouterCounts):
-    """Look at the load of experts every few steps, and call back where something is wrong.
-
-    Forward hooks count choices in training, on the device; the host waits for it at reports alone. What activation
-    checkpointing repeats is not counted. What `torch.compile` has compiled so far is compiled again.
+    A report has the summary of each router that ran since the last one, by its path.
 
     Args:
         model: its routers are found when this is made.
-        callback: called with a report that has dead experts or unbalanced routers.
-        every: steps between reports.
-        dead_below: an expert is dead if it is asked for at most this many times the average; one that `ExpertWarmup`
-            has not opened when the report is made is not.
-        max_imbalance: a router is unbalanced if its busiest expert is asked for more than this many times the average.
+        callback: called with a report that has dead experts.
+        every: steps between reports, each of which waits for the device and begins to count anew.
+        dead_below: an expert is dead if it is asked for at most this many times the average, see `snapshot`.
         group: ranks to sum over; every one of them has to call `step()`. None is this rank alone.
 
     Raises:
@@ -82,66 +33,126 @@ class UtilisationMonitor(RouterCounts):
     def __init__(
         self,
         model: nn.Module,
-        callback: Callable[[UtilisationReport], object] | None = None,
+        callback: Callable[[dict[str, RouterSummary]], object] | None = None,
         *,
         every: int = 100,
         dead_below: float = 0.01,
-        max_imbalance: float = math.inf,
-        group: "ProcessGroup | None" = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         require_size("UtilisationMonitor", "every", every)
-        if not 0 <= dead_below < 1 or not max_imbalance >= 1:
-            raise InputError(
-                "UtilisationMonitor: dead_below must be at least 0 and below 1, max_imbalance at least 1; "
-                f"got {dead_below} and {max_imbalance}"
-            )
-        self.callback, self.every, self.group = callback, every, group
-        self.dead_below, self.max_imbalance = dead_below, max_imbalance
+        if not 0 <= dead_below < 1:
+            raise InputError(f"UtilisationMonitor: dead_below must be at least 0 and below 1; got {dead_below}")
+        self.callback, self.every, self.dead_below, self.group = callback, every, dead_below, group
         self.steps_done = 0
-        self._routers = outer_routers(model)
-        super().__init__(self._routers, lambda router: router.num_experts + 1, _asked_and_calls, training_only=True)
+        super().__init__(model, training_only=True)
 
-    def step(self) -> UtilisationReport | None:
+    def step(self) -> dict[str, RouterSummary] | None:
         """Go on by one step; the report if one is due.
 
         Raises:
-            InputError: a report is due and a router has not run in training since the last one, on any rank.
+            InputError: a report is due and no router has run in training since the last one, on any rank.
         """
         self.steps_done += 1
         if self.steps_done % self.every:
             return None
-        report = self._report()
-        if self.callback is not None and (report.dead or report.unbalanced):
+        if self.group is not None:
+            self.all_reduce(self.group)
+        report = {path: each for path, each in self.snapshot(dead_below=self.dead_below).items() if any(each.asked)}
+        self.reset()
+        if not report:
+            raise InputError(
+                "UtilisationMonitor: no router ran in training since the last report: let it watch the part of the "
+                "model that runs"
+            )
+        if self.callback is not None and any(router.dead for router in report.values()):
             self.callback(report)
         return report
 
-    def close(self) -> None:
-        """Count no more. Doing it twice does no harm."""
-        self.detach()
 
-    def _report(self) -> UtilisationReport:
-        if self.group is not None:
-            self._sum_over_ranks([self.group])
-        counts = {
-            path: part.tolist() for path, part in zip(self._routers, self._split(self._flat().cpu()), strict=True)
-        }
-        self.reset()
-        # Only now, so that ranks agree.
-        missing = [path for path, (*_, calls) in counts.items() if not calls]
-        if missing:
-            raise InputError(
-                f"UtilisationMonitor: routers {missing} did not run in training since the last report: let it watch "
-                "the part of the model that runs"
-            )
-        routers = {path: self._utilisation(self._routers[path], asked) for path, (*asked, _) in counts.items()}
-        return UtilisationReport(self.steps_done, routers, self.max_imbalance)
+@torch.no_grad()
+def revive_dead_experts(
+    model: nn.Module,
+    report: Mapping[str, RouterSummary],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float = 0.01,
+    seed: int = 0,
+) -> list[tuple[str, int, int]]:
+    """Make each dead expert a copy of a busy one, plus noise.
 
-    def _utilisation(self, router: Router, asked: Sequence[int]) -> RouterUtilisation:
-        closed = [False] * len(asked) if router.unavailable is None else router.unavailable.tolist()
-        average = sum(asked) / (len(asked) - sum(closed))
-        dead = tuple(e for e, count in enumerate(asked) if count <= self.dead_below * average and not closed[e])
-        return RouterUtilisation(tuple(asked), dead if average else (), max(asked) / average if average else 0.0)
+    With one expert per token the two share the busy one's tokens. With more, most of those tokens choose both until
+    training parts them: their other choices are displaced, and the layer's output jumps. Revive early then, or little.
+
+    As sparse upcycling makes experts of one dense network (arXiv:2212.05055): weights and biases of the expert, its row
+    of the router's weight, its bias and correction bias become those of the busiest expert, of the second busiest for
+    the second dead one, and so on. All but what is one number per expert then gets normal noise, so that the copy and
+    its model part ways. State of the optimizer that belongs to what was replaced is set to zero; its count of steps is
+    common to all experts and stays.
+
+    Args:
+        model: whose routers the report is of; layers have a `LinearRouter` as `router` and a `FeedForwardExpert` as
+            `experts`, with parameters that are whole on this rank. Each rank that holds them has to call.
+        report: of a `UtilisationMonitor` of the same model.
+        optimizer: of the parameters.
+        noise: deviation, as a multiple of that of the weights that are copied.
+        seed: of the noise, which is the same on every rank.
+
+    Returns:
+        Path of the router, the expert that was dead, and the one that it was copied from.
+
+    Raises:
+        InputError: `noise` is negative, the report is of another model, or a layer is of another kind.
+    """
+    if not 0 <= noise < math.inf:
+        raise InputError(f"revive_dead_experts: noise must be a number of at least 0; got {noise}")
+    generator = torch.Generator().manual_seed(seed)
+    layers = {path: _stacked(model, path, len(seen.asked)) for path, seen in report.items() if seen.dead}
+    revived = []
+    for path, (router, parameters) in layers.items():
+        asked, dead = report[path].asked, report[path].dead
+        donors = sorted((e for e in range(len(asked)) if e not in dead), key=lambda e: -asked[e])
+        for place, expert in enumerate(dead):
+            donor = donors[place % len(donors)]
+            for parameter in parameters:
+                value = parameter[donor]
+                if parameter.dim() > 1 and noise:
+                    spread = torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
+                    value = value + spread * (noise * value.std(correction=0))
+                parameter[expert] = value
+                _forget(optimizer, parameter, expert)
+            correction = getattr(router, "correction_bias", None)
+            if correction is not None:
+                correction[expert] = correction[donor]
+            revived.append((path, expert, donor))
+    return revived
 
 
-def _asked_and_calls(routing: Routing) -> Tensor:
-    return F.pad(routing.asked_per_expert(), (0, 1), value=1)
+def _stacked(model: nn.Module, path: str, num_experts: int) -> tuple[Router, list[nn.Parameter]]:
+    """The router at a path, and the parameters of it and of its experts, whose first size is that of experts."""
+    modules = dict(model.named_modules())
+    router = modules.get(path)
+    layer = next((m for m in modules.values() if router is not None and getattr(m, "router", None) is router), None)
+    if layer is None:
+        raise InputError(
+            f"revive_dead_experts: the model has no layer with a router at {path!r}: give the model that was monitored"
+        )
+    experts = getattr(layer, "experts", None)
+    if not isinstance(router, LinearRouter) or not isinstance(experts, FeedForwardExpert):
+        raise InputError(
+            f"revive_dead_experts: knows LinearRouter with FeedForwardExpert; {path!r} is {type(router).__name__} "
+            f"with {type(experts).__name__}"
+        )
+    parameters = [router.weight, *experts.parameters()] + ([] if router.bias is None else [router.bias])
+    if any(parameter.shape[0] != num_experts or hasattr(parameter, "full_tensor") for parameter in parameters):
+        raise InputError(
+            f"revive_dead_experts: a parameter of {path!r} is sharded, or not of {num_experts} experts: revive where "
+            "parameters are whole"
+        )
+    return router, parameters
+
+
+def _forget(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, expert: int) -> None:
+    """Set what an optimizer keeps of an expert's slice to zero; factored state has the experts first too."""
+    for value in ({} if optimizer is None else optimizer.state.get(parameter, {})).values():
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == parameter.shape[0]:
+            value[expert] = 0

@@ -1,0 +1,169 @@
+"""The experts of Hugging Face models, by KPT's ops; of FP8 ones, weights stay 8-bit, activations are not quantised."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import InputError
+from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
+from kpt_moe._pairs import SortedPairs
+from kpt_moe._scales import SCALE_BLOCK, SCALE_DTYPES, in_blocks
+from kpt_moe.composed_experts import composed_experts
+from kpt_moe.conversion.experts import options_of
+from kpt_moe.experts import experts
+from kpt_moe.rewrites import parameter_names
+from kpt_moe.routing import Routing
+from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
+
+from .activation import known_activation
+
+#: The name to give as `experts_implementation`.
+NAME = "kpt"
+_BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+_DEQUANTISE = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
+
+
+def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of a transformers experts module, by KPT's ops.
+
+    Args:
+        self: a module whose class is decorated with transformers' `use_experts_implementation`.
+        hidden_states: `[tokens, hidden_size]`.
+        top_k_index: `[tokens, top_k]`; under expert parallelism ids at or above `num_experts` are not here.
+        top_k_weights: `[tokens, top_k]`.
+
+    Returns:
+        `[tokens, hidden_size]` of hidden_states' dtype.
+    """
+    module: Any = self
+    x = hidden_states.to(module.down_proj.dtype)
+    options: dict[str, Any] = {ours: getattr(module, theirs) for ours, theirs in parameter_names(module).items()}
+    options["transposed"] = module.is_transposed
+    activation = None if module.has_post_expert_norm else known_activation(module)
+    if activation is not None:
+        out = experts(x, top_k_index, top_k_weights, **options, **options_of(activation))
+    else:
+        gating = module._apply_gate if module.has_gate else module.act_fn
+        norm = module.post_expert_norm if module.has_post_expert_norm else None
+        out = composed_experts(x, top_k_index, top_k_weights, **options, activation=gating, post_norm=norm)
+    return out.to(hidden_states.dtype)
+
+
+def kpt_fp8_experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """As `kpt_experts_forward`, for transformers' `FP8Experts`.
+
+    Products are those of the dequantised weights, with activations as they come: neither dynamic nor static activation
+    scales are applied, which transformers' own kernels do to multiply 8-bit numbers. Weights are frozen: gradients
+    reach the tokens and the routing.
+
+    Weights are float8_e4m3fn with scales of blocks of 128 by 128 or one for each matrix, float32 or powers of two in
+    float8_e8m0fnu; or they were dequantised. In checkpoints, the gate's and the up projection's matrix have blocks of
+    their own. So in `gate_up_proj_scale_inv` the blocks of the second half begin anew, and where `intermediate_size` is
+    no multiple of 128, each half is a product of its own.
+
+    Raises:
+        InputError: the weights or their scales are in another format.
+    """
+    module: Any = self
+    for adapted, held in getattr(module, "parametrizations", {}).items():
+        if held.original.dtype in FLOAT8:
+            raise InputError(
+                f"experts_implementation={NAME!r}: {adapted} of FP8 experts is adapted (by peft, perhaps), and what is "
+                f"added to 8-bit numbers has no scale: adapt other modules, or {_DEQUANTISE}"
+            )
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    up, up_bias = getattr(module, name), getattr(module, f"{name}_bias", None)
+    down, down_bias = module.down_proj, getattr(module, "down_proj_bias", None)
+    if up.dtype.is_floating_point and up.dtype.itemsize > 1:
+        refuse_widened(module, name)
+        return kpt_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    refusal = refusal_of(module.block_size)
+    if refusal is not None:
+        raise InputError(refusal)
+    halves = 2 if module.has_gate else 1
+    up, up_scale = _frozen(module, name, halves)
+    down, down_scale = _frozen(module, "down_proj", 1)
+    whole = halves == 1 or up_scale.dim() == 2 or up.shape[1] % (halves * SCALE_BLOCK) == 0
+    activation = known_activation(module) if whole else None
+    if activation is not None:
+        out = experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            up,
+            down,
+            up_bias,
+            down_bias,
+            **options_of(activation),
+            gate_up_scale=up_scale,
+            down_scale=down_scale,
+        )
+        return out.to(hidden_states.dtype)
+    pairs = SortedPairs.of(Routing(top_k_index, top_k_weights, logits=top_k_weights), up.shape[0])
+    rows = pairs.gather(hidden_states)
+    parts = 1 if whole else halves
+    products = zip(up.chunk(parts, 1), up_scale.chunk(parts, 1), strict=True)
+    h = _biased(torch.cat([_product(rows, *part, pairs) for part in products], 1), up_bias, pairs)
+    y = _product(module._apply_gate(h) if module.has_gate else module.act_fn(h), down, down_scale, pairs)
+    return pairs.combine(_biased(y, down_bias, pairs), hidden_states).to(hidden_states.dtype)
+
+
+def refuse_widened(module: Any, name: str) -> None:
+    """Raise `InputError` if codes became numbers of a wider dtype while their scales lay beside them."""
+    if getattr(module, f"{name}_scale_inv", None) is not None:
+        raise InputError(
+            f"{type(module).__name__}: {name} holds 8-bit codes that .to(dtype) made {getattr(module, name).dtype}, "
+            f"without their scales: load the model again and give from_pretrained the dtype; or {_DEQUANTISE}"
+        )
+
+
+def refusal_of(block_size: Sequence[int] | None, expert_dtype: str = "fp8") -> str | None:
+    """Why KPT does not serve a format of FP8 experts, or None; no block size means one scale for each matrix."""
+    if expert_dtype == "fp8" and (block_size is None or list(block_size) == _BLOCK):
+        return None
+    return (
+        f"experts_implementation={NAME!r}: FP8 experts must have 8-bit weights with scales of blocks of {_BLOCK}, or "
+        f"one for each matrix (None); got expert_dtype={expert_dtype!r} and weight_block_size={block_size}: "
+        f"{_DEQUANTISE}"
+    )
+
+
+def _frozen(module: Any, name: str, halves: int) -> tuple[Tensor, Tensor]:
+    """The codes of a projection and their scales, as `moe.experts` takes them; `InputError` if they are others."""
+    codes, scale = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+    if codes.dtype not in FLOAT8:
+        raise InputError(
+            f"experts_implementation={NAME!r}: {name} of FP8 experts must be {NAMES_OF_FLOAT8}; got {codes.dtype}: "
+            f"{_DEQUANTISE}"
+        )
+    num_experts, outputs, inputs = codes.shape
+    if module.block_size is None:
+        shapes = [num_experts, halves, 1]
+        fits = scale.numel() in (num_experts, num_experts * halves)
+    else:
+        shapes = [num_experts, halves * in_blocks(outputs // halves)[0], in_blocks(inputs)[0]]
+        fits = list(scale.shape) == shapes
+    if not fits:
+        raise InputError(
+            f"experts_implementation={NAME!r}: {name}_scale_inv must be {shapes} for {name} {list(codes.shape)} with "
+            f"weight_block_size={module.block_size}; got {list(scale.shape)}: import kpt_moe.transformers before "
+            "the model is loaded"
+        )
+    # Powers of two have a dtype of their own, and some checkpoints have scales of bfloat16.
+    scale = scale if scale.dtype in SCALE_DTYPES else scale.float()
+    if module.block_size is None:
+        scale = scale.reshape(num_experts, -1)
+        scale = scale.repeat_interleave(outputs // scale.shape[1], 1)
+    return codes, scale
+
+
+def _product(rows: Tensor, codes: Tensor, scale: Tensor, pairs: SortedPairs) -> Tensor:
+    return scaled_grouped_mm(rows, codes.mT, scale if scale.dim() == 2 else scale.mT, pairs.offsets)
+
+
+def _biased(rows: Tensor, bias: Tensor | None, pairs: SortedPairs) -> Tensor:
+    return rows if bias is None else rows + bias[pairs.expert]
