@@ -1,0 +1,124 @@
+"""Static scales of activations, found by running a model on data: `calibrate`."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from kpt_core import InputError
+
+from .formats import require_fp8
+from .magnitudes import Largest, Magnitudes, check_method
+from .native_linear import ACTIVATION_DTYPES, NativeFP8Linear
+
+#: Called with the number of batches done.
+Progress = Callable[[int], None]
+
+
+def calibrate(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    method: str = "max",
+    percentile: float = 99.99,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    max_batches: int | None = None,
+    layers: Collection[str] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Run a model on data, and choose for each linear layer what to divide its inputs by.
+
+    The model runs in evaluation mode without gradients, and is left as it was. `convert_model_to_fp8(model,
+    activations="tensor", input_scales=calibrate(model, data))` uses the result.
+
+    Args:
+        model: with layers `nn.Linear` or `NativeFP8Linear`.
+        data: batches: a tensor, which the model is called with; a mapping of keyword arguments; or a list or tuple of
+            positional ones.
+        method: `max`, by the largest magnitude; `percentile`, by that which so many percent do not exceed; or `mse`, by
+            the clipping with the least squared error. The last two count magnitudes in 2,048 bins on the CPU; the first
+            stays on the device of the model, and waits for it once, at the end.
+        percentile: of that method, above 0 and up to 100.
+        dtype: of the weights' codes, as `convert_model_to_fp8` takes it; activations beside e5m2 are e4m3.
+        max_batches: stop after so many; None runs all.
+        layers: names of the layers to look at; None looks at all that are linear.
+        progress: called after each batch with the number of batches done.
+
+    Returns:
+        By name of the layer, one positive number. Layers that were not called are not in it.
+
+    Raises:
+        InputError: no linear layer was called, there was no batch, a name is none of a linear layer, or an argument
+            does not fit.
+        UnknownNameError: no such method.
+    """
+    owner = "calibrate"
+    require_fp8(owner, "dtype", dtype)
+    check_method(method, percentile)
+    chosen = _layers(owner, model, layers)
+    seen = {name: Largest() if method == "max" else Magnitudes() for name in chosen}
+    training = {module: module.training for module in model.modules()}
+    done = 0
+    with ExitStack() as stack:
+        for name, layer in chosen.items():
+            stack.callback(layer.register_forward_pre_hook(partial(_count, seen[name]), with_kwargs=True).remove)
+        stack.callback(_restore, training)
+        stack.enter_context(torch.no_grad())
+        model.eval()
+        for batch in islice(data, max_batches):
+            _call(model, batch)
+            done += 1
+            if progress is not None:
+                progress(done)
+    if done == 0:
+        raise InputError(f"{owner}: data gave no batch; expected one at least: check the loader")
+    codes = ACTIVATION_DTYPES[dtype]
+    found = {
+        name: each.scale(codes) if isinstance(each, Largest) else each.scale(codes, method, percentile)
+        for name, each in seen.items()
+        if each.any
+    }
+    if not found:
+        raise InputError(f"{owner}: no linear layer was called with finite numbers: check the data and the model")
+    return found
+
+
+def _layers(owner: str, model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Module]:
+    every: dict[str, nn.Module] = {
+        name: each
+        for name, each in model.named_modules(remove_duplicate=names is None)
+        if isinstance(each, nn.Linear | NativeFP8Linear)
+    }
+    if not every:
+        raise InputError(f"{owner}: model has no nn.Linear; got {type(model).__name__}: pass the model to be converted")
+    unknown = [name for name in names or () if name not in every]
+    if unknown:
+        raise InputError(
+            f"{owner}: layers has {unknown[0]!r}, which is no linear layer of the model; the first of its {len(every)} "
+            f"are {', '.join(map(repr, list(every)[:5]))}: correct the name, or leave it out"
+        )
+    return every if names is None else {name: every[name] for name in names}
+
+
+def _count(
+    magnitudes: Largest | Magnitudes, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    magnitudes.add(arguments[0] if arguments else named["input"])
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, list | tuple):
+        model(*batch)
+    else:
+        model(batch)
+
+
+def _restore(training: Mapping[nn.Module, bool]) -> None:
+    for module, was in training.items():
+        module.training = was

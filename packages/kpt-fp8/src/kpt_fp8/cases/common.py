@@ -1,0 +1,45 @@
+"""What the case tables share."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kpt_core.cases import Sizes
+from kpt_fp8.formats import SCALE_DTYPES
+from kpt_fp8.scales import BLOCKS, scale_shape
+
+#: Past what int16 and uint16 count, and past a grid's second dimension.
+MANY = 70_001
+SIZES = {"rows": Sizes(many=MANY), "inner": Sizes()}
+#: Values that a domain has of each option.
+GRANULARITIES = tuple(BLOCKS)
+SCALES = SCALE_DTYPES[:2]
+
+
+def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    """Random numbers in float64, of deviation `scale`."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def codes(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Random codes of every size that the dtype has, its subnormal numbers too; none is NaN or infinite."""
+    exponents = torch.rand(shape, generator=generator, dtype=torch.float64) * 10
+    numbers = normal(generator, *shape, scale=torch.finfo(dtype).max / 4) * torch.exp2(-exponents)
+    return numbers.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
+def scales(
+    generator: torch.Generator, shape: Sequence[int], granularity: str, like: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """Scales that make numbers of a format's range about one: between a half and three halves of what is needed.
+
+    Args:
+        generator: what they are drawn from.
+        shape: of the numbers.
+        granularity: what shares a scale.
+        like: the format.
+        dtype: of the scales.
+    """
+    drawn = torch.rand(scale_shape(shape, granularity), generator=generator, dtype=torch.float64) + 0.5
+    return (drawn / torch.finfo(like).max * 4).float().to(dtype)

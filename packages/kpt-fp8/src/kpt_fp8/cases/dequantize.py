@@ -1,0 +1,109 @@
+"""The case table of `fp8.dequantize`."""
+
+import torch
+
+from kpt_core import UnknownNameError
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, WrongInput
+from kpt_fp8.formats import FORMATS, FP8_DTYPES
+
+from .common import GRANULARITIES, SCALES, SIZES, codes, scales
+
+_PREFIX = r"fp8\.dequantize"
+
+
+def _build(
+    generator: torch.Generator,
+    rows: int = 5,
+    inner: int = 40,
+    format: torch.dtype = torch.float8_e4m3fn,
+    granularity: str = "tensor",
+    scale_dtype: torch.dtype = torch.float32,
+    stacked: bool = False,
+    every: bool = False,
+) -> Arguments:
+    shape = (2, rows, inner) if stacked else (rows, inner)
+    made = codes(generator, *shape, dtype=format)
+    if every and made.numel():
+        # The largest first: among a few that are small alone, float16 has too few digits to judge anything.
+        code = torch.arange(made.numel()) * 37 + FORMATS[format].special - 1
+        made = code.to(torch.uint8).view(format).view(shape)
+    return {
+        "codes": made,
+        "scale": scales(generator, shape, granularity, format, scale_dtype),
+        "granularity": granularity,
+        # Becomes that of the run.
+        "dtype": torch.float64,
+    }
+
+
+DEQUANTIZE = CaseTable(
+    op="fp8.dequantize",
+    build=_build,
+    cases=(
+        Case(name="small"),
+        Case(name="no rows", sizes={"rows": 0, "granularity": "row"}),
+        Case(name="nothing in rows", sizes={"inner": 0, "granularity": "1x128"}),
+        Case(name="one row", sizes={"rows": 1, "granularity": "row"}),
+        Case(name="63 rows", sizes={"rows": 63, "inner": 33, "granularity": "row"}),
+        Case(name="every code", sizes={"rows": 16, "inner": 16, "every": True}),
+        Case(name="every code of e5m2", sizes={"rows": 16, "inner": 16, "every": True, "format": torch.float8_e5m2}),
+        Case(name="square blocks that end early", sizes={"rows": 130, "inner": 200, "granularity": "128x128"}),
+        Case(name="MXFP8", sizes={"inner": 96, "granularity": "1x32", "scale_dtype": torch.float8_e8m0fnu}),
+        Case(
+            name="qwen3-30b-a3b",
+            sizes={"rows": 768, "inner": 2048, "granularity": "128x128"},
+            model=True,
+        ),
+        Case(
+            name="llama-3.1-8b",
+            sizes={"rows": 14336, "inner": 4096, "granularity": "row"},
+            model=True,
+            large=True,
+        ),
+    ),
+    wrong=(
+        WrongInput(
+            name="codes of floats",
+            change=lambda a: {**a, "codes": a["codes"].float()},
+            message=rf"{_PREFIX}: codes must be float8_e4m3fn.*got torch\.float32",
+        ),
+        WrongInput(
+            name="no such granularity",
+            change=lambda a: {**a, "granularity": "128"},
+            message="unknown granularity '128'",
+            error=UnknownNameError,
+        ),
+        WrongInput(
+            name="a scale for each column",
+            change=lambda a: {**a, "scale": torch.ones(40), "granularity": "row"},
+            message=rf"{_PREFIX}: scale must be float32.*\[5\].*'row'; got torch\.float32 \[40\]",
+        ),
+        WrongInput(
+            name="a result of 8 bits",
+            change=lambda a: {**a, "dtype": torch.float8_e5m2},
+            message=rf"{_PREFIX}: dtype must be float64.*got torch\.float8_e5m2",
+        ),
+        WrongInput(
+            name="two devices",
+            change=lambda a: {**a, "scale": torch.ones((), device="meta")},
+            message=rf"{_PREFIX}: codes is on cpu, but scale on meta",
+        ),
+        WrongInput(
+            name="scales that want a gradient",
+            change=lambda a: {**a, "scale": torch.ones((), requires_grad=True)},
+            message=rf"{_PREFIX}: scale is quantised or scales .* got requires_grad=True",
+        ),
+    ),
+    rare=(torch.float64,),
+    exact=True,
+    domain=Domain(
+        sizes=SIZES,
+        options={
+            "format": FP8_DTYPES,
+            "granularity": GRANULARITIES,
+            "scale_dtype": SCALES,
+            "stacked": (False, True),
+            "every": (False, True),
+        },
+    ),
+)

@@ -1,0 +1,140 @@
+"""The case table of `fp8.linear`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kpt_core import UnknownNameError
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_fp8.formats import FP8_DTYPES
+from kpt_fp8.linear import NONE
+from kpt_fp8.scales import ROUNDINGS
+
+from .common import GRANULARITIES, SCALES, SIZES, codes, normal, scales
+
+_PREFIX = r"fp8\.linear"
+
+
+def _build(
+    generator: torch.Generator,
+    rows: int = 5,
+    inner: int = 40,
+    columns: int = 6,
+    format: torch.dtype = torch.float8_e4m3fn,
+    granularity: str = "row",
+    scale_dtype: torch.dtype = torch.float32,
+    biased: bool = False,
+    activations: str = NONE,
+    activation_dtype: torch.dtype = torch.float8_e4m3fn,
+    activation_rounding: str = "none",
+    static: bool = False,
+) -> Arguments:
+    shape = (rows, inner)
+    arguments: Arguments = {
+        "x": normal(generator, *shape),
+        "weight": codes(generator, columns, inner, dtype=format),
+        "scale": scales(generator, (columns, inner), granularity, format, scale_dtype),
+        "bias": normal(generator, columns) if biased else None,
+        "granularity": granularity,
+    }
+    if activations == NONE:
+        return arguments
+    arguments |= {
+        "activations": activations,
+        "activation_dtype": activation_dtype,
+        "activation_rounding": activation_rounding,
+    }
+    if static:
+        arguments["input_scale"] = scales(generator, shape, activations, activation_dtype, scale_dtype)
+    return arguments
+
+
+def _allowed(values: Mapping[str, Any]) -> bool:
+    if values["activations"] != NONE:
+        return values["activation_rounding"] == "none" or not values["static"]
+    plain = (values["activation_dtype"], values["activation_rounding"], values["static"])
+    return plain == (torch.float8_e4m3fn, "none", False)
+
+
+LINEAR = CaseTable(
+    op="fp8.linear",
+    build=_build,
+    cases=(
+        Case(name="small"),
+        Case(name="no rows", sizes={"rows": 0}),
+        Case(name="one row", sizes={"rows": 1, "biased": True}),
+        Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "biased": True}),
+        Case(name="one scale", sizes={"granularity": "tensor"}),
+        Case(name="blocks that end early", sizes={"inner": 200, "columns": 136, "granularity": "128x128"}),
+        Case(name="MXFP8", sizes={"inner": 96, "granularity": "1x32", "scale_dtype": torch.float8_e8m0fnu}),
+        Case(name="dynamic activations", sizes={"activations": "row"}),
+        Case(name="static activations", sizes={"activations": "tensor", "static": True, "granularity": "tensor"}),
+        Case(
+            name="blocks of activations and weight",
+            sizes={"inner": 200, "columns": 136, "activations": "1x128", "granularity": "128x128"},
+        ),
+        Case(
+            name="qwen3-30b-a3b",
+            sizes={"rows": 64, "inner": 2048, "columns": 768, "granularity": "128x128"},
+            model=True,
+        ),
+        Case(name="llama-3.1-8b", sizes={"rows": 4096, "inner": 4096, "columns": 14336}, model=True, large=True),
+    ),
+    wrong=(
+        WrongInput(
+            name="x of three dimensions",
+            change=lambda a: {**a, "x": a["x"][None]},
+            message=rf"{_PREFIX}: x must be \[M, K\] and weight \[N, K\].*got \[1, 5, 40\] and \[6, 40\]",
+        ),
+        WrongInput(
+            name="weight of floats",
+            change=lambda a: {**a, "weight": a["weight"].float()},
+            message=rf"{_PREFIX}: weight must be float8_e4m3fn.*got torch\.float32",
+        ),
+        WrongInput(
+            name="scales of bfloat16",
+            change=lambda a: {**a, "scale": a["scale"].bfloat16()},
+            message=rf"{_PREFIX}: scale must be float32.*\[6\].*got torch\.bfloat16 \[6\]",
+        ),
+        WrongInput(
+            name="bias of another dtype",
+            change=lambda a: {**a, "bias": torch.ones(6, dtype=torch.float16)},
+            message=rf"{_PREFIX}: bias must have x's dtype, torch\.float32; got torch\.float16",
+        ),
+        WrongInput(
+            name="no such granularity of activations",
+            change=lambda a: {**a, "activations": "token"},
+            message="unknown granularity of activations 'token'",
+            error=UnknownNameError,
+        ),
+        WrongInput(
+            name="an input scale for nothing",
+            change=lambda a: {**a, "input_scale": torch.ones(())},
+            message=rf"{_PREFIX}: input_scale is for quantised activations; got activations='none'",
+        ),
+        WrongInput(
+            name="weight that wants a gradient",
+            change=lambda a: {**a, "scale": a["scale"].detach().requires_grad_()},
+            message=rf"{_PREFIX}: scale is quantised or scales .* got requires_grad=True",
+        ),
+    ),
+    gradients=("x", "bias"),
+    reduction=lambda arguments: max(*arguments["x"].shape, int(arguments["weight"].shape[0])),
+    estimated=lambda arguments: arguments.get("activations", NONE) != NONE,
+    rare=(torch.float64,),
+    domain=Domain(
+        sizes={**SIZES, "columns": Sizes()},
+        options={
+            "format": FP8_DTYPES,
+            "granularity": ("row", *(name for name in GRANULARITIES if name != "row")),
+            "scale_dtype": SCALES,
+            "biased": (False, True),
+            "activations": (NONE, *GRANULARITIES),
+            "activation_dtype": FP8_DTYPES,
+            "activation_rounding": ROUNDINGS,
+            "static": (False, True),
+        },
+        allowed=_allowed,
+    ),
+)

@@ -1,0 +1,128 @@
+"""The case table of `fp8.scaled_mm`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_fp8.formats import FP8_DTYPES
+
+from .common import GRANULARITIES, SCALES, SIZES, codes, normal, scales
+
+_PREFIX = r"fp8\.scaled_mm"
+
+
+def _build(
+    generator: torch.Generator,
+    rows: int = 5,
+    inner: int = 40,
+    columns: int = 6,
+    format: torch.dtype = torch.float8_e4m3fn,
+    other: torch.dtype = torch.float8_e4m3fn,
+    granularity_a: str = "row",
+    granularity_b: str = "row",
+    scale_dtype: torch.dtype = torch.float32,
+    biased: bool = False,
+    stored: str = "NK",
+) -> Arguments:
+    b = codes(generator, columns, inner, dtype=other)
+    scale_b = scales(generator, (columns, inner), granularity_b, other, scale_dtype)
+    return {
+        "a": codes(generator, rows, inner, dtype=format),
+        "b": b.t() if stored == "NK" else b.t().contiguous(),
+        "scale_a": scales(generator, (rows, inner), granularity_a, format, scale_dtype),
+        "scale_b": scale_b.t() if scale_b.dim() == 2 else scale_b,
+        "bias": normal(generator, columns) if biased else None,
+        "granularity_a": granularity_a,
+        "granularity_b": granularity_b,
+        # Becomes that of the run.
+        "out_dtype": torch.float64,
+    }
+
+
+_E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+
+
+def _allowed(values: Mapping[str, Any]) -> bool:
+    return values["format"] not in _E5M2 or values["other"] not in _E5M2
+
+
+SCALED_MM = CaseTable(
+    op="fp8.scaled_mm",
+    build=_build,
+    cases=(
+        Case(name="small"),
+        Case(name="no rows", sizes={"rows": 0}),
+        Case(name="one row", sizes={"rows": 1}),
+        Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "biased": True}),
+        Case(name="one scale each", sizes={"granularity_a": "tensor", "granularity_b": "tensor"}),
+        Case(
+            name="blocks that end early",
+            sizes={"rows": 9, "inner": 200, "columns": 136, "granularity_a": "1x128", "granularity_b": "128x128"},
+        ),
+        Case(
+            name="MXFP8",
+            sizes={
+                "inner": 96,
+                "granularity_a": "1x32",
+                "granularity_b": "1x32",
+                "scale_dtype": torch.float8_e8m0fnu,
+            },
+        ),
+        Case(name="gradients of e5m2", sizes={"format": torch.float8_e5m2}),
+        Case(
+            name="qwen3-30b-a3b",
+            sizes={"rows": 128, "inner": 2048, "columns": 768, "granularity_a": "1x128", "granularity_b": "128x128"},
+            model=True,
+        ),
+        Case(name="llama-3.1-8b", sizes={"rows": 4096, "inner": 4096, "columns": 14336}, model=True, large=True),
+    ),
+    wrong=(
+        WrongInput(
+            name="other K",
+            change=lambda a: {**a, "a": a["a"][:, 1:]},
+            message=rf"{_PREFIX}: a must be \[M, K\] and b \[K, N\] with equal K; got \[5, 39\] and \[40, 6\]",
+        ),
+        WrongInput(
+            name="floats",
+            change=lambda a: {**a, "a": a["a"].float()},
+            message=rf"{_PREFIX}: a must be float8_e4m3fn.*got torch\.float32",
+        ),
+        WrongInput(
+            name="e5m2 times e5m2",
+            change=lambda a: {**a, "a": a["a"].to(torch.float8_e5m2), "b": a["b"].to(torch.float8_e5m2)},
+            message=rf"{_PREFIX}: a or b must be float8_e4m3fn.*got torch\.float8_e5m2 and torch\.float8_e5m2",
+        ),
+        WrongInput(
+            name="scales of another granularity",
+            change=lambda a: {**a, "granularity_a": "1x128"},
+            message=rf"{_PREFIX}: scale_a must be float32.*\[5, 1\].*'1x128'; got torch\.float32 \[5\]",
+        ),
+        WrongInput(
+            name="bias of another width",
+            change=lambda a: {**a, "bias": torch.ones(5)},
+            message=rf"{_PREFIX}: bias must be floating \[6\]; got torch\.float32 \[5\]",
+        ),
+        WrongInput(
+            name="a result of 8 bits",
+            change=lambda a: {**a, "out_dtype": torch.float8_e4m3fn},
+            message=rf"{_PREFIX}: out_dtype must be float64.*got torch\.float8_e4m3fn",
+        ),
+    ),
+    reduction=lambda arguments: int(arguments["a"].shape[1]),
+    rare=(torch.float64,),
+    domain=Domain(
+        sizes={**SIZES, "columns": Sizes()},
+        options={
+            "format": FP8_DTYPES,
+            "other": FP8_DTYPES,
+            "granularity_a": ("row", *(name for name in GRANULARITIES if name != "row")),
+            "granularity_b": ("row", *(name for name in GRANULARITIES if name != "row")),
+            "scale_dtype": SCALES,
+            "biased": (False, True),
+            "stored": ("NK", "KN"),
+        },
+        allowed=_allowed,
+    ),
+)

@@ -1,0 +1,270 @@
+"""Checkpoints from one format to another, or quantised for the first time: `convert_checkpoint`."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_core import InputError, UnknownNameError
+from kpt_fp8.conversion import Progress
+from kpt_fp8.selection import matches, patterns
+
+from .changing import Changed, Inexact, quantized_anew, require_sound, same_numbers
+from .contents import Contents, describe
+from .folder import CONFIG, CheckpointFolder, Stored, TensorReader
+from .formats import Format, format_named, module_of
+from .report import CheckpointReport, ConvertedTensor
+from .scheme import NUMBERS, QuantizedWeight, Scheme
+from .staging import ShardWriter, check_target, copy_rest, staged, write_json
+
+_OWNER = "convert_checkpoint"
+#: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers.
+LEFT = ("lm_head", "*embed*", "*norm*", "wte", "wpe", "gate", "*router*", "*shared_expert_gate", "score", "classifier")
+#: Models whose matrices are stored transposed, so that a row there is no row of `nn.Linear`.
+_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt")
+_SHARD = 2 << 30
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    granularity: str | None = None,
+    activations: str | None = None,
+    dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype | None = None,
+    exclude: str | Sequence[str] = LEFT,
+    input_scales: Mapping[str, float] | None = None,
+    requantize: bool = False,
+    max_shard_bytes: int = _SHARD,
+    progress: Progress | None = None,
+) -> CheckpointReport:
+    """Write a checkpoint in another format; or quantise one that is not, matrix by matrix.
+
+    Tensors are read, converted and written one after the other; in memory is no more than one file that is written.
+    The target appears when all is done, or not at all. Where a weight can be written with the same numbers, it is.
+
+    Args:
+        source: a folder with config.json and weights in safetensors.
+        target: a new or empty folder.
+        to: `fp8`, `compressed-tensors`, `fbgemm_fp8`, `modelopt` or `torchao`.
+        granularity: what shares a scale of a weight: `tensor`, `row` or `128x128`. None: as in the source, if the
+            format takes that; else what is usual there.
+        activations: what readers quantise activations by: `none`, `tensor`, `row` or `1x128`. None: as in the source,
+            if the format takes that; else what is usual there.
+        dtype: of the codes, float8_e4m3fn or float8_e4m3fnuz. None: as in the source, or float8_e4m3fn.
+        scale_dtype: of the scales in the file: float32, bfloat16 or float8_e8m0fnu. None: float32.
+        exclude: patterns of modules whose weights stay as they are, where the source is not quantised.
+        input_scales: static scales of activations by the module's name, as `calibrate` finds them.
+        requantize: where the same numbers can't be written, quantise them anew instead of raising an error.
+        max_shard_bytes: of a file that is written.
+        progress: called before each tensor with the number done, of all, and its name.
+
+    Returns:
+        What became of each weight.
+
+    Raises:
+        InputError: the source is damaged or can't be understood, the target is taken, the format can't hold such
+            weights, weights hold NaN, or the same numbers can't be written and `requantize` is not given. Nothing is
+            written.
+        UnknownNameError: no such format.
+    """
+    form = format_named(to)
+    excluded = patterns(_OWNER, "exclude", exclude) or ()
+    folder = CheckpointFolder(source)
+    real = check_target(folder.path, Path(target))
+    contents = describe(folder)
+    contents.require_good()
+    chosen = _scheme(contents, form, granularity, activations, dtype, scale_dtype, input_scales is not None)
+    anew = _to_quantize(contents, excluded)
+    report = CheckpointReport(contents.format.name if contents.format else "unquantised", to, chosen)
+    report.notes.extend(_notes(contents, chosen))
+    work = _Work(contents, form, chosen, anew, dict(input_scales or {}), requantize)
+    with staged(real) as staging, folder.reading() as reader:
+        copy_rest(folder.path, staging)
+        write_json(staging / CONFIG, _config(folder.config, form.write_config(chosen, work.skipped())))
+        writer = ShardWriter(staging, work.metadata(), max_shard_bytes)
+        for done, name in enumerate(work.names):
+            if progress is not None:
+                progress(done, len(work.names), name)
+            if name in contents.plain and name not in anew:
+                writer.add(name, reader.tensor(name))
+                continue
+            changed = work.change(name, reader)
+            for stored, tensor in work.tensors(name, changed.weight):
+                writer.add(stored, tensor)
+            report.tensors.append(ConvertedTensor(name, changed.exact, changed.how, changed.sqnr))
+        writer.finish()
+        report.bytes = writer.total
+    return report
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is converted, and how."""
+
+    contents: Contents
+    format: Format
+    scheme: Scheme
+    anew: dict[str, Stored]
+    input_scales: dict[str, float]
+    requantize: bool
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        order = {name: place for place, name in enumerate(self.contents.folder.tensors)}
+        at = {name: order[name] for name in self.contents.plain}
+        at |= {name: order[weight.codes] for name, weight in self.contents.weights.items()}
+        self.names = sorted(at, key=at.__getitem__)
+        if self.scheme.static:
+            for name in (*self.contents.weights, *self.anew):
+                held = name in self.contents.weights and self.contents.weights[name].input_scale
+                if not held and module_of(name) not in self.input_scales:
+                    raise InputError(
+                        f"{_OWNER}: {name} needs a static scale of its activations, and there is none for "
+                        f"{module_of(name)!r}: pass input_scales, which calibrate finds, or choose other activations"
+                    )
+
+    def skipped(self) -> list[str]:
+        """Modules with a matrix that stays as it is."""
+        left = (each for name, each in self.contents.plain.items() if name not in self.anew)
+        return [module_of(each.name) for each in left if each.name.endswith(".weight") and len(each.shape) > 1]
+
+    def metadata(self) -> dict[str, str]:
+        shapes = {name: each.shape for name, each in self.contents.weights.items()}
+        shapes |= {name: each.shape for name, each in self.anew.items()}
+        config = self.contents.folder.config
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        return self.format.metadata(self.scheme, self.names, shapes, dtype)
+
+    def change(self, name: str, reader: TensorReader) -> Changed:
+        given = self.input_scales.get(module_of(name)) if self.scheme.static else None
+        own = None if given is None else torch.tensor(given, dtype=torch.float32)
+        if name in self.anew:
+            return quantized_anew(name, reader.tensor(name), self.scheme, own)
+        if self.contents.scheme is None:
+            raise AssertionError("a checkpoint with quantised weights has a scheme")
+        weight = self.contents.weights[name].read(reader, self.contents.scheme)
+        require_sound(name, weight)
+        own = (weight.input_scale if own is None else own) if self.scheme.static else None
+        weight = replace(weight, input_scale=own)
+        try:
+            return same_numbers(weight, self.scheme)
+        except Inexact as error:
+            if not self.requantize:
+                raise InputError(
+                    f"{_OWNER}: {name} can't be written with the same numbers as {self.format.name} ({error}): pass "
+                    "requantize=True to quantise it anew, or choose another format"
+                ) from None
+            return quantized_anew(name, weight.dequantize(), self.scheme, own)
+
+    def tensors(self, name: str, weight: QuantizedWeight) -> list[tuple[str, Tensor]]:
+        shape = self.format.stored_shape(weight.codes.shape, weight.granularity)
+        scale = weight.scale.to(self.scheme.scale_dtype).reshape(shape)
+        listed = [(self.format.codes_name(name), weight.codes), (self.format.scale_name(name), scale)]
+        if weight.input_scale is not None:
+            one = self.format.stored_shape((1, 1), "tensor")
+            listed.append((self.format.input_scale_name(name), weight.input_scale.reshape(one)))
+        return listed
+
+
+def _scheme(
+    contents: Contents,
+    form: Format,
+    granularity: str | None,
+    activations: str | None,
+    dtype: torch.dtype | None,
+    scale_dtype: torch.dtype | None,
+    static: bool,
+) -> Scheme:
+    """The scheme of the target; raises where the format has none such."""
+    origin = contents.scheme
+    if granularity is None:
+        granularity = origin.granularity if origin and origin.granularity in form.takes else next(iter(form.takes))
+    made = Scheme(granularity=granularity, dtype=dtype or (origin.dtype if origin else torch.float8_e4m3fn))
+    powers = origin is not None and origin.scale_dtype is torch.float8_e8m0fnu and form is contents.format
+    made = replace(made, scale_dtype=scale_dtype or (torch.float8_e8m0fnu if powers else torch.float32))
+    if made.dtype not in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        raise InputError(
+            f"{_OWNER}: dtype must be float8_e4m3fn or float8_e4m3fnuz, as files have it; got {made.dtype}"
+        )
+    if made.scale_dtype not in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu):
+        raise InputError(f"{_OWNER}: scale_dtype must be float32, bfloat16 or float8_e8m0fnu; got {made.scale_dtype}")
+    refusal = form.refusal(made)
+    if refusal:
+        raise InputError(f"{_OWNER}: {form.name} can't hold such weights: {refusal}")
+    known = form.takes[granularity]
+    if activations is None:
+        wanted = (origin.activations, origin.static) if origin else None
+        if static and ("tensor", True) in known:
+            wanted = ("tensor", True)
+        usual = [each for each in known if not each[1] or static] or list(known)
+        kind = wanted if wanted in known else usual[0]
+    else:
+        fitting = [each for each in known if each[0] == activations and (static or not each[1])]
+        fitting += [each for each in known if each[0] == activations]
+        if not fitting:
+            listed = tuple(dict.fromkeys(each for each, _ in known))
+            raise UnknownNameError(f"activations of {form.name} with scales per {granularity}", activations, listed)
+        kind = max(fitting, key=lambda each: each[1]) if static else fitting[0]
+    bound = (origin.bound if origin and origin.bound else form.bound) if form.bound else None
+    return replace(made, activations=kind[0], static=kind[1], bound=bound)
+
+
+def _to_quantize(contents: Contents, excluded: tuple[str, ...]) -> dict[str, Stored]:
+    """Matrices of a checkpoint that is not quantised."""
+    if contents.scheme is not None:
+        return {}
+    config = contents.folder.config
+    if config.get("model_type") in _TRANSPOSED:
+        raise InputError(
+            f"{_OWNER}: models of type {config['model_type']!r} store matrices transposed (Conv1D), which no format of "
+            "FP8 has: convert the loaded model with convert_model_to_fp8"
+        )
+    found = {
+        name: each
+        for name, each in contents.plain.items()
+        if name.endswith(".weight") and len(each.shape) == 2 and each.dtype in NUMBERS
+        if not any(matches(module_of(name), pattern) for pattern in excluded)
+    }
+    if not found:
+        raise InputError(
+            f"{_OWNER}: no matrix is left to quantise in {contents.folder.path}; expected tensors named '*.weight' of "
+            "two dimensions: check exclude, and that experts are stored one by one"
+        )
+    return found
+
+
+def _notes(contents: Contents, chosen: Scheme) -> list[str]:
+    origin = contents.scheme
+    if origin is None:
+        return []
+    cache = (contents.folder.quantization or {}).get("kv_cache_scheme")
+    if cache:
+        raise InputError(
+            f"{_OWNER}: quantization_config has kv_cache_scheme={cache!r}; scales of caches are not converted: set it "
+            "to null, and remove the tensors that end in k_scale and v_scale"
+        )
+    notes = []
+    if (origin.activations, origin.static) != (chosen.activations, chosen.static):
+        notes.append(
+            f"Readers quantise activations otherwise now: per {chosen.activations}"
+            f"{', static' if chosen.static else ''}; before, per {origin.activations}"
+            f"{', static, whose scales are left out' if origin.static and not chosen.static else ''}."
+        )
+    if origin.bound != chosen.bound:
+        notes.append(f"The bound of activations was {origin.bound} and is {chosen.bound} now.")
+    return notes
+
+
+def _config(config: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with another quantization_config."""
+    made = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(made.get("text_config"), dict):
+        made["text_config"] = {k: v for k, v in made["text_config"].items() if k != "quantization_config"}
+    return {**made, "quantization_config": dict(quantization)}

@@ -1,0 +1,199 @@
+"""A checkpoint on disk: `CheckpointFolder` reads headers at once, and a tensor when it is asked for."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kpt_core import InputError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: Where ModelOpt writes what others have in config.json.
+QUANT_CONFIG = "hf_quant_config.json"
+_HINT = "download or write the checkpoint again"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        name: of the tensor.
+        file: that holds it.
+        dtype: as safetensors names it, `F8_E4M3` for instance.
+        shape: of the tensor.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class CheckpointFolder:
+    """A folder with config.json and weights in safetensors, in one file or several with an index.
+
+    Attributes:
+        path: the folder.
+        config: what config.json holds.
+        files: names of the files with weights, in their order.
+        tensors: by name, in the order of the files.
+        faults: sentences about index and files; empty where all is well.
+
+    Raises:
+        InputError: no such folder, no config.json, no weights in safetensors, or JSON that can't be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise InputError(f"{self.path} is no folder; expected one with {CONFIG} and weights in safetensors")
+        self.config = read_json(self.path / CONFIG)
+        self.faults: list[str] = []
+        self.tensors: dict[str, Stored] = {}
+        index = self._index()
+        self.files = tuple(dict.fromkeys(sorted(index.values()))) if index is not None else (SINGLE,)
+        for file in self.files:
+            self._read_header(file)
+        if index is not None:
+            self._compare(index)
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """What the checkpoint says of its quantised weights; None where it has none.
+
+        Raises:
+            InputError: it is no object, or hf_quant_config.json can't be read.
+        """
+        found = self.config.get("quantization_config")
+        if found is None and isinstance(self.config.get("text_config"), dict):
+            found = self.config["text_config"].get("quantization_config")
+        if found is None and (self.path / QUANT_CONFIG).is_file():
+            found = read_json(self.path / QUANT_CONFIG)
+        if found is not None and not isinstance(found, dict):
+            raise InputError(f"{self.path / CONFIG}: quantization_config must be an object; got {found!r}: {_HINT}")
+        return found
+
+    def require_whole(self) -> None:
+        """Raise `InputError` with the first fault of the files, if there is one."""
+        if self.faults:
+            raise InputError(self.faults[0])
+
+    @contextmanager
+    def reading(self) -> Iterator["TensorReader"]:
+        """Read tensors; files are opened when they are needed, one or two at a time."""
+        reader = TensorReader(self)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+    def _index(self) -> dict[str, str] | None:
+        if not (self.path / INDEX).is_file():
+            if not (self.path / SINGLE).is_file():
+                raise InputError(
+                    f"{self.path} has neither {SINGLE} nor {INDEX}; expected weights in safetensors: save them so, "
+                    "since other files may run code when they are read"
+                )
+            return None
+        index = read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise InputError(f"{self.path / INDEX}: weight_map must give a file for each tensor: {_HINT}")
+        outside = next((file for file in index.values() if Path(file).name != file), None)
+        if outside is not None:
+            raise InputError(f"{self.path / INDEX} names {outside!r}; expected files of the same folder: {_HINT}")
+        return index
+
+    def _read_header(self, file: str) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.path / file
+        if not path.is_file():
+            self.faults.append(f"{path} is missing, which the index names: {_HINT}")
+            return
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    part = opened.get_slice(name)
+                    if name in self.tensors:
+                        self.faults.append(f"{name} stands in {self.tensors[name].file} and in {file}: {_HINT}")
+                    self.tensors[name] = Stored(name, file, part.get_dtype(), tuple(part.get_shape()))
+        except (SafetensorError, OSError) as error:
+            self.faults.append(f"{path} is truncated or no safetensors file ({error}): {_HINT}")
+
+    def _compare(self, index: dict[str, str]) -> None:
+        if self.faults:
+            return
+        for name, file in index.items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                self.faults.append(f"{self.path / INDEX} has {name} in {file}, where it is not: {_HINT}")
+        for name, stored in self.tensors.items():
+            if name not in index:
+                self.faults.append(f"{self.path / INDEX} lacks {name}, which {stored.file} holds: {_HINT}")
+
+
+class TensorReader:
+    """Tensors by name; `CheckpointFolder.reading` makes one."""
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self._folder = folder
+        self._open: dict[str, tuple[Any, Any]] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, on the CPU.
+
+        Raises:
+            InputError: the file can't be read.
+        """
+        from safetensors import SafetensorError
+
+        file = self._folder.tensors[name].file
+        try:
+            tensor: Tensor = self._opened(file).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self._folder.path / file}: {name} can't be read ({error}): {_HINT}") from error
+        return tensor
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._close(next(iter(self._open)))
+
+    def _opened(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._open:
+            while len(self._open) > 1:
+                self._close(next(iter(self._open)))
+            context = safe_open(self._folder.path / file, framework="pt")
+            self._open[file] = context, context.__enter__()  # type: ignore[no-untyped-call]
+        # The one used last is closed last.
+        self._open[file] = self._open.pop(file)
+        return self._open[file][1]
+
+    def _close(self, file: str) -> None:
+        self._open.pop(file)[0].__exit__(None, None, None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a file.
+
+    Raises:
+        InputError: no such file, or it holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} can't be read ({error.strerror}): {_HINT}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON ({error}): {_HINT}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} must hold a JSON object; got {type(found).__name__}: {_HINT}")
+    return found

@@ -1,0 +1,105 @@
+"""What a format of files is: `Format`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from kpt_core import InputError
+from kpt_fp8.checkpoints.scheme import Scheme
+from kpt_fp8.scales import scale_shape
+
+#: By granularity of weights, granularities of activations, each with whether their scale is static.
+Takes = Mapping[str, tuple[tuple[str, bool], ...]]
+
+
+class Format:
+    """How a library writes quantised weights: names and shapes of tensors, and what its configuration says.
+
+    A weight is known by the name that it has in the model, `layer.weight`. Subclasses say how things are named; where
+    they say nothing, a weight has its own name and its scale ends in `_scale`.
+
+    Attributes:
+        name: what `convert_checkpoint` calls it.
+        method: `quant_method` in the configuration.
+        takes: by granularity of weights, what activations may be, the usual first: granularity, and whether static.
+        bound: the largest magnitude that activations are taken to have unless something else is said; None: none.
+    """
+
+    name: ClassVar[str]
+    method: ClassVar[str]
+    takes: ClassVar[Takes]
+    bound: ClassVar[float | None] = None
+
+    def read_config(self, config: Mapping[str, Any]) -> Scheme:
+        """What `quantization_config` says.
+
+        Raises:
+            InputError: it says something that is not understood.
+        """
+        raise NotImplementedError
+
+    def write_config(self, scheme: Scheme, skipped: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` of a scheme.
+
+        Args:
+            scheme: how weights are quantised.
+            skipped: modules whose weights are not.
+        """
+        raise NotImplementedError
+
+    def skips(self, config: Mapping[str, Any], module: str) -> bool:
+        """Whether the configuration names a module among those that are not quantised, as transformers reads names."""
+        listed = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+        end = r"(?:(?<=\.)|(?=\.|$))"
+        return any(module.endswith(each) or re.match(f"(?:{each}){end}", module) for each in listed)
+
+    def weight_name(self, stored: str) -> str:
+        """The weight's name, from the name under which the file has its codes."""
+        return stored
+
+    def codes_name(self, weight: str) -> str:
+        """The name of the codes."""
+        return weight
+
+    def scale_name(self, weight: str) -> str:
+        """The name of the scale."""
+        return f"{weight}_scale"
+
+    def input_scale_name(self, weight: str) -> str:
+        """The name of the static scale of activations."""
+        return f"{weight.rpartition('.')[0]}.input_scale"
+
+    def stored_shape(self, shape: Sequence[int], granularity: str) -> list[int]:
+        """The shape that a scale has in the file."""
+        return scale_shape(shape, granularity)
+
+    def refusal(self, scheme: Scheme) -> str:
+        """Why the format can't hold such weights, as the rest of a sentence; empty where it can."""
+        if scheme.granularity in self.takes:
+            return ""
+        return f"it has scales per {' or '.join(self.takes)}; got scales per {scheme.granularity}"
+
+    def metadata(
+        self, scheme: Scheme, names: Sequence[str], weights: Mapping[str, Sequence[int]], dtype: str
+    ) -> dict[str, str]:
+        """What stands in the header of every file.
+
+        Args:
+            scheme: how weights are quantised.
+            names: of all parameters, as the model has them.
+            weights: shapes of those that are quantised.
+            dtype: of the model, as in `bfloat16`.
+        """
+        return {"format": "pt"}
+
+
+def expect(format: str, key: str, value: object, known: Sequence[object]) -> None:
+    """Raise `InputError` unless a value of the configuration is one of those known."""
+    if value not in known:
+        listed = " or ".join(repr(each) for each in known)
+        raise InputError(f"{format}: quantization_config has {key}={value!r}; expected {listed}")
+
+
+def module_of(weight: str) -> str:
+    """The module of a weight: `layer` of `layer.weight`."""
+    return weight.removesuffix(".weight")

@@ -1,0 +1,117 @@
+"""A checkpoint that is written: files of bounded size and an index, in a folder that appears whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kpt_core import InputError
+
+from .folder import CONFIG, INDEX, QUANT_CONFIG, SINGLE
+
+#: What belongs to a model beside its weights: tokenizers, chat templates, licence, code of its own.
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
+
+
+def check_target(source: Path, target: Path) -> Path:
+    """The real path of a target that may be written.
+
+    Raises:
+        InputError: it is taken, in a wrong place, or its folder does not exist.
+    """
+    real, origin = target.resolve(), source.resolve()
+    if real == origin or origin in real.parents or real in origin.parents:
+        raise InputError(f"{target} overlaps the source {source}; expected a folder apart from it: choose another")
+    if real.exists() and (not real.is_dir() or any(real.iterdir())):
+        raise InputError(f"{target} exists already; expected a new or empty folder: choose another, or remove it")
+    if not real.parent.is_dir():
+        raise InputError(f"{target}: the folder {real.parent} does not exist: make it first")
+    return real
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A new folder beside `target` that takes its place at the end, or vanishes if the block raises."""
+    staging = target.parent / f".{target.name}.{os.urandom(4).hex()}.partial"
+    staging.mkdir()
+    try:
+        yield staging
+        staging.rename(target)  # over an empty folder too
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def copy_rest(source: Path, target: Path) -> None:
+    """Copy what belongs to the model beside weights and what describes them."""
+    left = {CONFIG, INDEX, QUANT_CONFIG}
+    found = {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
+    for file in sorted(found):
+        if file.name not in left:
+            shutil.copyfile(file, target / file.name)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object, as transformers lays it out."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class ShardWriter:
+    """Collects tensors and writes a file whenever they fill one.
+
+    Args:
+        folder: that exists; `finish` must be called at the end.
+        metadata: of each file's header.
+        most: bytes of a file; a tensor that is larger has one for itself.
+    """
+
+    def __init__(self, folder: Path, metadata: dict[str, str], most: int) -> None:
+        self._folder, self._metadata, self._most = folder, metadata, most
+        self._held: dict[str, Tensor] = {}
+        self._size = 0
+        self._files: list[list[str]] = []
+        self.total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor, to be written with others."""
+        if self._held and self._size + tensor.nbytes > self._most:
+            self._write()
+        self._held[name] = tensor.contiguous()
+        self._size += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, name the files by their number, and write the index."""
+        if self._held or not self._files:
+            self._write()
+        count = len(self._files)
+        if count == 1:
+            (self._folder / self._part(0)).rename(self._folder / SINGLE)
+            return
+        places = {}
+        for number, names in enumerate(self._files):
+            final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / self._part(number)).rename(self._folder / final)
+            places.update(dict.fromkeys(names, final))
+        write_json(
+            self._folder / INDEX,
+            {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(places.items()))},
+        )
+
+    def _part(self, number: int) -> str:
+        return f"part-{number}.safetensors"
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        path = self._folder / self._part(len(self._files))
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self._held, path, self._metadata)
+        path.chmod(mode)  # safetensors' files are for their owner only, whatever the umask says
+        self._files.append(list(self._held))
+        self._held, self._size = {}, 0

@@ -1,0 +1,261 @@
+"""`FP8Tensor`: 8-bit codes and their scale as one tensor."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kpt_core import InputError
+
+from .dequantize import check_quantized, dequantize
+from .formats import require_floating
+from .linear import linear as linear_op
+from .sharding import Dtypes, gather_inputs, gathered
+from .tensor_operations import HANDLERS
+
+_MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+
+
+class FP8Tensor(Tensor):
+    """Codes and scale that stand for a tensor of another dtype; only the codes and the scale are in memory.
+
+    `F.linear(x, weight)` and `x @ weight.t()` run op `fp8.linear`, differentiable in `x` and the bias. It has these
+    operations too: `detach`, `clone`, `copy_` from one like it, `empty_like`, `.to(device)`, `.to(dtype)` (what it
+    stands for; the codes stay), `.t()`, and slices and splits of whole rows where no scale is cut in two. Every other
+    operation raises `InputError`: nothing is dequantised unasked. Call `dequantize()` for that. `nbytes` and
+    `element_size()` tell of the memory that it takes, not of the dtype that it stands for.
+
+    FSDP2 (`fully_shard`) shards its rows and gathers them in 8 bits. The number of rows must be a multiple of the
+    number of processes, and for `128x128` of 128 times that. gloo has no 8-bit dtype for other collectives: over gloo,
+    save and load sharded state dicts, not full ones.
+
+    It may be an `nn.Parameter(tensor, requires_grad=False)`. It has no gradient: with `requires_grad=True` the linear
+    raises. State dicts, `copy.deepcopy`, `torch.save` and `torch.load` with `weights_only=True` keep codes and scale;
+    `to_tensors` and `from_tensors` make plain tensors of it for safetensors.
+
+    Args:
+        codes: `[..., K]` of an 8-bit format.
+        scale: of `scale_shape(codes.shape, granularity)`, float32, float64 or float8_e8m0fnu.
+        granularity: what shares a scale: `tensor`, `row`, `1x128`, `128x128` or `1x32`.
+        dtype: what it stands for: float64, float32, bfloat16 or float16.
+        transposed: it stands for the transpose of codes and scale, which have two dimensions.
+
+    Raises:
+        InputError: a shape, dtype or device does not fit.
+        UnknownNameError: no such granularity.
+    """
+
+    #: As quantised, also where `transposed`. (`data` is a name that torch keeps for itself.)
+    codes: Tensor
+    scale: Tensor
+    granularity: str
+    transposed: bool
+
+    @staticmethod
+    def __new__(  # noqa: D102  documented by the class
+        cls: type[Self],
+        codes: Tensor,
+        scale: Tensor,
+        granularity: str,
+        dtype: torch.dtype = torch.float32,
+        transposed: bool = False,
+    ) -> Self:
+        shape, strides = codes.shape, codes.stride()
+        if transposed:
+            shape, strides = shape[::-1], strides[::-1]
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=codes.device, layout=codes.layout, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        granularity: str,
+        dtype: torch.dtype = torch.float32,
+        transposed: bool = False,
+    ) -> None:
+        require_floating("FP8Tensor", "dtype", dtype)
+        check_quantized("FP8Tensor", "codes", codes, scale, granularity)
+        if transposed and codes.dim() != 2:
+            raise InputError(
+                f"FP8Tensor: a transposed one has two dimensions; got codes of {list(codes.shape)}: dequantize() first"
+            )
+        self.codes = codes
+        self.scale = scale
+        self.granularity = granularity
+        self.transposed = transposed
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers, as a plain tensor.
+
+        Args:
+            dtype: of the result; None is what this stands for.
+        """
+        numbers = dequantize(self.codes, self.scale, granularity=self.granularity, dtype=dtype or self.dtype)
+        return numbers.t() if self.transposed else numbers
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # torch's stub has an attribute there
+        """Bytes of codes and scale."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    def element_size(self) -> int:
+        """Bytes of a code."""
+        return self.codes.element_size()
+
+    def require_frozen(self) -> None:
+        """Raise `InputError` if a gradient is asked for: there is none."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise InputError(
+                "FP8Tensor: the weight is frozen and has no gradient; got requires_grad=True: call "
+                "requires_grad_(False) on it, or write nn.Parameter(tensor, requires_grad=False)"
+            )
+
+    def share_memory_(self) -> Self:
+        """Move codes and scale to shared memory; torch's own way looks for memory here, where there is none."""
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether codes and scale are in shared memory."""
+        return bool(self.codes.is_shared() and self.scale.is_shared())
+
+    def like(self, codes: Tensor, scale: Tensor, *, dtype: torch.dtype | None = None, turn: bool = False) -> Self:
+        """One of other codes and scale.
+
+        Args:
+            codes: as the class takes them.
+            scale: likewise.
+            dtype: what it stands for; None is as here.
+            turn: transposed if this is not, and the other way round.
+        """
+        return type(self)(codes, scale, self.granularity, dtype or self.dtype, self.transposed ^ turn)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, bool]]:
+        return ["codes", "scale"], (self.granularity, self.dtype, self.transposed)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Tensor], about: tuple[str, torch.dtype, bool], size: object, stride: object
+    ) -> Self:
+        return cls(inner["codes"], inner["scale"], *about)
+
+    def fsdp_pre_all_gather(  # noqa: D102  what fully_shard asks for
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
+    ) -> tuple[tuple[Tensor, ...], Dtypes]:
+        return gather_inputs(self, outer_size, mesh.size())
+
+    def fsdp_post_all_gather(  # noqa: D102  what fully_shard asks for
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Dtypes,
+        param_dtype: torch.dtype,
+        *,
+        out: Self | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        whole = gathered(self, all_gather_outputs, metadata, param_dtype, out)
+        return None if out is not None else (whole, ())
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # no name in torch's stub
+        turned = ", transposed" if self.transposed else ""
+        return (
+            f"{type(self).__name__}({list(self.shape)}, {self.codes.dtype}, granularity={self.granularity!r}, "
+            f"stands for {self.dtype}, device={str(self.device)!r}{turned})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Here, since below autograd a linear would be a product of matrices and the gradient of its weight.
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, **kwargs)
+        if func in _MATMUL and len(args) == 2 and isinstance(args[1], FP8Tensor) and args[1].transposed:
+            return _linear(args[0], args[1].t())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no class method
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        # Where something else comes first, as in `plain.copy_(tensor)`, the result would be plain.
+        if handler is None or not isinstance(args[0], FP8Tensor):
+            raise InputError(
+                f"FP8Tensor: torch's operation {func} is not defined for 8-bit codes with scales: call .dequantize() "
+                "on the tensor first, or use it as the weight of F.linear"
+            )
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
+            # A view of a tensor that autograd knows must be one too: torch ties their versions.
+            with torch.inference_mode(False), torch.no_grad():
+                return handler(*args, **(kwargs or {}))
+        return handler(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, FP8Tensor) or isinstance(input, FP8Tensor) or isinstance(bias, FP8Tensor):
+        raise InputError("FP8Tensor: F.linear takes one as its weight alone: call .dequantize() on the others")
+    if weight.transposed:
+        raise InputError(
+            "FP8Tensor: F.linear takes a weight [N, K] as quantised; got a transposed one: call .t() on it"
+        )
+    weight.require_frozen()
+    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise InputError(
+            "FP8Tensor: F.linear takes x [..., K] and weight [N, K] with equal K; "
+            f"got {list(input.shape)} and {list(weight.shape)}"
+        )
+    # torch.Size.numel would make a graph one of this size alone.
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    out = linear_op(rows, weight.codes, weight.scale, bias, granularity=weight.granularity)
+    return out.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def to_tensors(name: str, tensor: FP8Tensor) -> dict[str, Tensor]:
+    """Plain tensors for a file of safetensors: `name` has the codes, `name` with `_scale` their scale.
+
+    Raises:
+        InputError: the tensor is transposed.
+    """
+    if tensor.transposed:
+        raise InputError(f"to_tensors: {name!r} is transposed, which files can't tell: call .t() on it first")
+    return {name: tensor.codes.detach().contiguous(), f"{name}_scale": tensor.scale.detach().contiguous()}
+
+
+def from_tensors(
+    name: str, tensors: Mapping[str, Tensor], *, granularity: str, dtype: torch.dtype = torch.float32
+) -> FP8Tensor:
+    """The other way round.
+
+    Args:
+        name: of the codes.
+        tensors: has `name` and `name` with `_scale`, as `to_tensors` gives them.
+        granularity: what shares a scale; shapes alone don't always tell.
+        dtype: what it stands for.
+
+    Raises:
+        InputError: one of the two is missing, or they don't belong together.
+        UnknownNameError: no such granularity.
+    """
+    missing = [each for each in (name, f"{name}_scale") if each not in tensors]
+    if missing:
+        raise InputError(f"from_tensors: expected {name!r} and {name + '_scale'!r}; got no {' and no '.join(missing)}")
+    return FP8Tensor(tensors[name], tensors[f"{name}_scale"], granularity, dtype)
+
+
+torch.serialization.add_safe_globals([FP8Tensor])

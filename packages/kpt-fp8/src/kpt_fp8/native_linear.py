@@ -1,0 +1,287 @@
+"""A linear layer whose weight stays 8-bit: `NativeFP8Linear`."""
+
+from collections.abc import Callable
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import InputError, UnknownNameError
+
+from .formats import require_fp8
+from .fp8_tensor import FP8Tensor
+from .linear import NONE
+from .linear import linear as linear_op
+from .quality import Quality
+from .scales import BLOCKS, scale_shape
+from .weight_state import FP8Module, separate
+from .weights import MXFP8, quantize_weight, require_finite, scale_format
+
+#: What activations are quantised to beside a weight: no device multiplies e5m2 by e5m2.
+ACTIVATION_DTYPES = {
+    torch.float8_e4m3fn: torch.float8_e4m3fn,
+    torch.float8_e5m2: torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz: torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz: torch.float8_e4m3fnuz,
+}
+
+
+class NativeFP8Linear(FP8Module):
+    """`nn.Linear` with a frozen weight of 8-bit codes and scales; it runs op `fp8.linear`.
+
+    In memory are codes, scales and bias, nothing else. `weight` is an `FP8Tensor`: its dtype is the one that it stands
+    for, so code that converts inputs to `weight.dtype` works as with `nn.Linear`, and `.to(dtype)`, `.half()` and the
+    like change what it stands for, not the codes. Gradients reach `x` and the bias. The weight is a frozen parameter,
+    not a buffer: FSDP2 shards and gathers it, in 8 bits. An optimizer skips it, since it never has a gradient;
+    `requires_grad_(True)` on it makes the next call fail with a sentence.
+
+    The state dict holds plain tensors, which safetensors and other tools take: codes as `weight`, `weight_scale`,
+    `bias` if there is one, and `input_scale` if activations have a static scale. Loading copies nothing into a layer
+    where they have another format than the layer.
+
+    A new one computes zeros, until a checkpoint is loaded; `from_linear` quantises a trained layer, and `from_fp8`
+    takes what is quantised.
+
+    Args:
+        in_features, out_features: K and N, positive.
+        bias: add a bias.
+        granularity: what shares a scale of the weight: `tensor`, `row`, `1x128`, `128x128`, `1x32`, or `mxfp8`, which
+            is `1x32` with scales that are powers of two in 8 bits.
+        activations: likewise of the activations, which are quantised at each call; `none` leaves them as they are.
+        dtype: of the codes: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz.
+        static: have an `input_scale`, float32 `[]`, 1 at first. For `activations="tensor"` alone: other scales depend
+            on the number of rows.
+        bias_dtype: of the bias, and what the weight stands for; None is torch's default.
+        device: of the parameters.
+
+    Raises:
+        InputError: a size is not positive, no such format, or `static` without `activations="tensor"`.
+        UnknownNameError: no such granularity.
+    """
+
+    weight: FP8Tensor
+    input_scale: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        granularity: str = "row",
+        activations: str = NONE,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        static: bool = False,
+        bias_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if size < 1:
+                raise InputError(f"{owner}: {name} must be a positive integer; got {size!r}")
+        require_fp8(owner, "dtype", dtype)
+        if granularity not in (*BLOCKS, MXFP8):
+            raise UnknownNameError("granularity", granularity, (*BLOCKS, MXFP8))
+        if activations not in (NONE, *BLOCKS, MXFP8):
+            raise UnknownNameError("granularity of activations", activations, (NONE, *BLOCKS, MXFP8))
+        if static and activations != "tensor":
+            raise InputError(
+                f"{owner}: a static input scale is one number, for activations='tensor'; got activations="
+                f"{activations!r}: give 'tensor', or no input scale"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.granularity, scale_dtype, _ = scale_format(granularity, False)
+        self.activations, _, self.activation_rounding = scale_format(activations, False)
+        self.code_dtype, self.activation_dtype = dtype, ACTIVATION_DTYPES[dtype]
+        shape = (out_features, in_features)
+        codes = torch.zeros(shape, device=device, dtype=dtype)
+        scales = torch.ones(scale_shape(shape, self.granularity), device=device, dtype=scale_dtype)
+        stands_for = bias_dtype or torch.get_default_dtype()
+        self._set_weight(FP8Tensor(codes, scales, self.granularity, stands_for))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=bias_dtype))
+        # A buffer: FSDP2 shards no parameter without dimensions, and mixed precision would round one.
+        self.register_buffer("input_scale", torch.ones((), device=device, dtype=torch.float32) if static else None)
+
+    def _set_weight(self, weight: FP8Tensor) -> None:
+        self.weight = cast(FP8Tensor, nn.Parameter(weight, requires_grad=False))
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """The scales of the weight, sharing its memory; a DTensor where the weight is one."""
+        return separate(self.weight)[1]
+
+    @classmethod
+    def from_fp8(
+        cls,
+        weight: FP8Tensor,
+        bias: Tensor | None = None,
+        *,
+        activations: str = NONE,
+        input_scale: Tensor | float | None = None,
+    ) -> Self:
+        """The layer of a weight that is quantised, as from a checkpoint; it shares its memory, and the bias's.
+
+        Args:
+            weight: `[out_features, in_features]`, not transposed.
+            bias: `[out_features]` floating, or None; a parameter stays the parameter that it is.
+            activations: what shares a scale of the activations, as the class takes it.
+            input_scale: what activations are divided by, one positive number (static); None: what they ask for
+                themselves at each call (dynamic).
+
+        Raises:
+            InputError: a shape or an argument does not fit.
+            UnknownNameError: no such granularity.
+        """
+        owner = cls.__name__
+        _require_matrix(owner, weight)
+        if bias is not None and (list(bias.shape) != [weight.shape[0]] or not bias.is_floating_point()):
+            raise InputError(f"{owner}: bias must be floating [{weight.shape[0]}]; got {bias.dtype} {list(bias.shape)}")
+        static = None if input_scale is None else _one_positive(owner, input_scale)
+        made = cls(
+            weight.shape[1],
+            weight.shape[0],
+            bias is not None,
+            granularity=weight.granularity,
+            activations=activations,
+            dtype=weight.codes.dtype,
+            static=static is not None,
+            device="meta",
+        )
+        made._set_weight(weight)
+        if bias is not None:
+            made.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        if static is not None:
+            made.input_scale = torch.tensor(static, device=weight.device, dtype=torch.float32)
+        return made
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        granularity: str = "row",
+        activations: str = NONE,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        input_scale: Tensor | float | None = None,
+    ) -> Self:
+        """Quantise a layer; it stays as it is, and shares no memory with what is returned.
+
+        Args:
+            linear: with a weight of float64, float32, bfloat16 or float16.
+            granularity: what shares a scale of the weight, as the class takes it.
+            activations: likewise of the activations; `none` leaves them as they are.
+            dtype: of the codes.
+            input_scale: what activations are divided by, one positive number (static); None: what they ask for
+                themselves at each call (dynamic).
+
+        Raises:
+            InputError: no `nn.Linear`, its weight has another dtype, no data, NaN or infinity, or an argument does not
+                fit.
+            UnknownNameError: no such granularity.
+        """
+        return cls.from_linear_with_quality(
+            linear, granularity=granularity, activations=activations, dtype=dtype, input_scale=input_scale
+        )[0]
+
+    @classmethod
+    def from_linear_with_quality(
+        cls,
+        linear: nn.Linear,
+        *,
+        granularity: str = "row",
+        activations: str = NONE,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        input_scale: Tensor | float | None = None,
+    ) -> tuple[Self, Quality]:
+        """As `from_linear`, and how well the new weight stands for the old one."""
+        if not isinstance(linear, nn.Linear):
+            raise InputError(f"{cls.__name__}: linear must be an nn.Linear; got {type(linear).__name__}")
+        cls(1, 1, granularity=granularity, activations=activations, dtype=dtype, device="meta")  # before any work
+        require_finite(cls.__name__, "weight", linear.weight)
+        codes, scale, quality = quantize_weight(linear.weight, dtype=dtype, granularity=granularity)
+        weight = FP8Tensor(codes, scale, scale_format(granularity, False)[0], linear.weight.dtype)
+        bias = linear.bias
+        if bias is not None:
+            bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        made = cls.from_fp8(weight, bias, activations=activations, input_scale=input_scale)
+        return made.train(linear.training), quality
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input @ weight.t() + bias`, see op `fp8.linear`.
+
+        Args:
+            input: `[..., in_features]` of the bias's dtype; any floating dtype without a bias or under autocast.
+
+        Returns:
+            `[..., out_features]` of `input`'s dtype.
+
+        Raises:
+            InputError: a shape, dtype or device does not fit.
+        """
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise InputError(
+                f"{type(self).__name__}: input must be [..., {self.in_features}]; got {list(input.shape)}: check "
+                "in_features"
+            )
+        weight = self.weight
+        weight.require_frozen()
+        rows = linear_op(
+            input.reshape(-1, self.in_features),
+            weight.codes,
+            weight.scale,
+            self.bias,
+            self.input_scale,
+            granularity=self.granularity,
+            activations=self.activations,
+            activation_dtype=self.activation_dtype,
+            activation_rounding=self.activation_rounding,
+        )
+        # As F.linear does it: a view of the rows could not be changed in place under FSDP2.
+        shape = (*input.shape[:-1], self.out_features)
+        return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that the weight stands for, `[out_features, in_features]` of `dtype`."""
+        return self.weight.dequantize(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scale, self.input_scale = self.input_scale, None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self.input_scale = scale
+        if scale is not None:
+            moved = fn(scale)
+            # Rounded, it would be another one than that of the calibration.
+            self.input_scale = moved if moved.dtype is scale.dtype else scale.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """For `print(module)`."""
+        static = self.input_scale is not None
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"granularity={self.granularity!r}, activations={self.activations!r}, static={static}, "
+            f"dtype={self.code_dtype}"
+        )
+
+
+def _require_matrix(owner: str, weight: object) -> None:
+    if not isinstance(weight, FP8Tensor) or weight.dim() != 2 or weight.transposed:
+        got = repr(weight) if isinstance(weight, FP8Tensor) else type(weight).__name__
+        raise InputError(
+            f"{owner}: weight must be an FP8Tensor [out_features, in_features], not transposed; got {got}: make one "
+            "with FP8Tensor(codes, scale, granularity, dtype)"
+        )
+
+
+def _one_positive(owner: str, scale: Tensor | float) -> float:
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise InputError(f"{owner}: input_scale must be one number; got a tensor of shape {list(scale.shape)}")
+    number = float(scale)
+    if not 0 < number < float("inf"):
+        raise InputError(f"{owner}: input_scale must be positive and finite; got {number}: calibrate again")
+    return number

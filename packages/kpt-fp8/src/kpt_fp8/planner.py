@@ -1,0 +1,240 @@
+"""Which layers go to FP8, and how: `plan_fp8` weighs what each costs with what it was measured to gain."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from kpt_core import InputError
+
+from .front import Option, Step, chosen_by, front_of
+from .planned import Key, gain_of_layer, plan_of
+from .rewrites import MIN_FEATURES
+from .sensitivity import LayerSensitivity, Progress, SensitivityReport, candidates_of, sensitivity_of
+from .timing import Timing, time_layers
+from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
+
+if TYPE_CHECKING:
+    from kpt_core import Plan
+
+_OWNER = "plan_fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A choice of the Pareto front: all steps up to this one.
+
+    Attributes:
+        layer: that this step converts, or converts in another way.
+        granularity: of its weight.
+        layers: so many are converted.
+        bytes_saved: of weights.
+        seconds_saved: of the first batch, from the layers' times; negative where it takes longer.
+        predicted_error: of the model's output, from the layers' sensitivities.
+        error: the same, measured; None where it was not.
+        loss_change: likewise of the loss.
+    """
+
+    layer: str
+    granularity: str
+    layers: int
+    bytes_saved: int
+    seconds_saved: float
+    predicted_error: float
+    error: float | None
+    loss_change: float | None
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A plan, and what it was made from.
+
+    Attributes:
+        plan: `kpt_core.apply_plan(model, planning.plan)` converts a model by it; `plan.save` writes the file that
+            `apply_plan` reads. Its errors are `|after - before| / |before|` of the worst row of the model's output;
+            a layer's is that with this layer alone.
+        front: the choices that nothing beats, from one layer to all that gain something.
+        chosen: how many of the front's steps the plan takes.
+        sensitivity: of each layer.
+    """
+
+    plan: "Plan"
+    front: tuple[Point, ...]
+    chosen: int
+    sensitivity: SensitivityReport
+
+    def __str__(self) -> str:
+        from kpt_core.optimization import table
+
+        head = ("", "layers", "bytes saved", "ms saved", "predicted error", "error", "the step's layer")
+        rows = [
+            (
+                ">" if number == self.chosen else "",
+                str(point.layers),
+                f"{point.bytes_saved:,}",
+                f"{point.seconds_saved * 1e3:+.2f}",
+                f"{point.predicted_error:.2%}",
+                "" if point.error is None else f"{point.error:.2%}",
+                f"{point.layer} ({point.granularity})",
+            )
+            for number, point in enumerate(self.front, start=1)
+        ]
+        return "\n".join(table(head, *rows))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "plan": self.plan.as_dict(),
+            "front": [asdict(point) for point in self.front],
+            "chosen": self.chosen,
+            "sensitivity": self.sensitivity.as_dict(),
+        }
+
+
+def plan_fp8(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    objective: str = "memory",
+    max_error: float = 0.04,
+    max_loss_change: float | None = None,
+    granularities: Sequence[str] = ("row", "128x128"),
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    min_features: int = MIN_FEATURES,
+    loss: Loss | None = None,
+    max_batches: int | None = None,
+    progress: Progress | None = None,
+) -> Planning:
+    """Choose the layers that gain most for the error they cost, as many as the budget allows.
+
+    Each layer is converted by itself, and what that does to the model's output is measured; its time is measured once
+    for each shape. From both follow the choices that nothing beats, from one layer to all that gain something. The
+    largest of them whose error, measured on all the data, is within the budget is taken, found by bisection. At last
+    the model is timed with it; a plan for latency that is slower as a whole converts nothing.
+
+    The model runs once for each layer, granularity and batch, and is left as it was.
+
+    Args:
+        model: with layers `nn.Linear`.
+        data: batches, as `measure_sensitivity` takes them; the first is what is timed.
+        objective: `memory`: bytes of weights; or `latency`: only layers that are faster by more than the noise.
+        max_error: budget of the model's output: `|after - before| / |before|` of each row. 0.04 keeps the cosine of
+            an embedding at 0.9992 at least.
+        max_loss_change: budget of the loss as well; 0.01 is 1% of perplexity.
+        granularities: of `row` and `128x128`: what a layer may become.
+        include: patterns of layers, as `convert_model_to_fp8` takes them.
+        exclude: likewise; nothing is excluded by itself, since what a layer costs is measured.
+        min_features: likewise.
+        loss: as `measure_sensitivity` takes it.
+        max_batches: take so many of `data`; None takes all.
+        progress: called with the number of runs done, of all, and what runs next.
+
+    Raises:
+        InputError: a budget is negative, `max_loss_change` without a loss, or as in `measure_sensitivity`.
+        UnknownNameError: no such objective or granularity.
+    """
+    from kpt_core.optimization.rewrite import check_max_error, check_objective
+
+    check_objective(objective)
+    check_max_error(max_error)
+    if max_loss_change is not None and not max_loss_change >= 0:
+        raise InputError(f"{_OWNER}: max_loss_change must be at least 0; got {max_loss_change!r}: 0.01 is 1%")
+    batches = batches_of(_OWNER, data, max_batches)
+    candidates, skipped = candidates_of(_OWNER, model, granularities, include, exclude, min_features)
+    by_key = {(each.name, each.granularity): each for each in candidates}
+    trials = Trials(_OWNER, model, loss)
+    with evaluating(model):
+        if max_loss_change is not None and trials.exact(batches[0])[1] is None:
+            raise InputError(
+                f"{_OWNER}: max_loss_change needs a loss; got a model whose output has none: put labels into the "
+                "batches, or give loss"
+            )
+        report = sensitivity_of(trials, candidates, batches, skipped, progress)
+        told = {key: layer for key in by_key for layer in report.layers if key == (layer.name, layer.granularity)}
+        timings = time_layers(model, [by_key[key] for key in told], batches[0])
+        steps = front_of(
+            [
+                Option(*key, gain, layer.error)
+                for key, layer in told.items()
+                if (gain := gain_of_layer(layer, timings.get(key), objective)) > 0
+            ]
+        )
+
+        def measure(count: int) -> Effect:
+            swaps = [(by_key[key].linear, by_key[key].layer) for key in chosen_by(steps[:count]).items()]
+            return mean_of([trials.with_layers(swaps, batch, trials.exact(batch)[0]) for batch in batches])
+
+        def allowed(effect: Effect) -> bool:
+            change = loss_change(effect, report.loss)
+            return effect.error <= max_error and (
+                max_loss_change is None or (change is not None and change <= max_loss_change)
+            )
+
+        chosen, measured = _largest(len(steps), measure, allowed)
+        plan = plan_of(
+            model,
+            batches[0],
+            candidates,
+            chosen_by(steps[:chosen]),
+            told,
+            timings,
+            objective=objective,
+            max_error=max_error,
+            error=measured[chosen].error if chosen else 0.0,
+        )
+    front = _points(steps, told, timings, measured, report.loss)
+    return Planning(plan, front, chosen if plan.kept else 0, report)
+
+
+def loss_change(effect: Effect, loss: float | None) -> float | None:
+    """What was added to the loss; None without one, infinite where it is no number."""
+    if loss is None or effect.loss is None:
+        return None
+    change = effect.loss - loss
+    return math.inf if math.isnan(change) else change
+
+
+def _largest(
+    most: int, measure: Callable[[int], Effect], allowed: Callable[[Effect], bool]
+) -> tuple[int, dict[int, Effect]]:
+    """The largest count that is allowed, by bisection, and all that was measured on the way; 0 always is."""
+    measured: dict[int, Effect] = {}
+    low, high = 0, most + 1
+    count = most
+    while high - low > 1:
+        measured[count] = measure(count)
+        if allowed(measured[count]):
+            low = count
+        else:
+            high = count
+        count = (low + high) // 2
+    return low, measured
+
+
+def _points(
+    steps: Sequence[Step],
+    told: Mapping[Key, LayerSensitivity],
+    timings: Mapping[Key, Timing],
+    measured: Mapping[int, Effect],
+    loss: float | None,
+) -> tuple[Point, ...]:
+    points = []
+    for count, step in enumerate(steps, start=1):
+        chosen = chosen_by(steps[:count])
+        effect = measured.get(count)
+        points.append(
+            Point(
+                step.option.name,
+                step.option.granularity,
+                len(chosen),
+                sum(told[key].bytes_before - told[key].bytes_after for key in chosen.items()),
+                sum(timings[key].before - timings[key].after for key in chosen.items() if key in timings),
+                step.error,
+                None if effect is None else effect.error,
+                None if effect is None else loss_change(effect, loss),
+            )
+        )
+    return tuple(points)

@@ -1,0 +1,207 @@
+"""How well the layers of a converted model stand for the original's: `quality_report`."""
+
+import math
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import InputError
+
+from .native_linear import NativeFP8Linear
+from .quality import Quality, QualityMeter, sqnr
+from .report import Mark, Report, decibels
+from .trials import batches_of, call, evaluating
+
+_OWNER = "quality_report"
+
+
+@dataclass(frozen=True, slots=True)
+class RowQuality:
+    """A row of a weight.
+
+    Attributes:
+        row: its number, which is that of an output feature.
+        sqnr: in dB.
+        relative_error: `|after - before| / |before|`, in Euclidean norms.
+    """
+
+    row: int
+    sqnr: float
+    relative_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerQuality:
+    """A converted layer.
+
+    Attributes:
+        name: in the model.
+        granularity: what shares a scale of its weight.
+        shape: of the weight, N and K.
+        weight: its quality.
+        relative_error: of the weight, `|after - before| / |before|`.
+        worst_rows: of the weight, worst first.
+        output: quality on the inputs that the layer has in the original model; None without data, or where they do not
+            reach it.
+    """
+
+    name: str
+    granularity: str
+    shape: tuple[int, int]
+    weight: Quality
+    relative_error: float
+    worst_rows: tuple[RowQuality, ...]
+    output: Quality | None
+
+
+@dataclass(frozen=True)
+class QualityReport(Report):
+    """Layers of a converted model, that with the worst row first: of its output, without data of its weight.
+
+    Attributes:
+        layers: the layers.
+    """
+
+    layers: tuple[LayerQuality, ...]
+
+    def title(self) -> str:
+        """One line."""
+        return "Quality of layers in dB, worst first"
+
+    def head(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return "layer", "scales", "shape", "weight", "relative error", "worst rows", "output", "its worst row"
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table's rows."""
+        return [
+            (
+                layer.name,
+                layer.granularity,
+                "x".join(map(str, layer.shape)),
+                decibels(layer.weight.sqnr),
+                f"{layer.relative_error:.2%}",
+                ", ".join(f"{row.row}: {decibels(row.sqnr)}" for row in layer.worst_rows),
+                *(("", "") if layer.output is None else map(decibels, _both(layer.output))),
+            )
+            for layer in self.layers
+        ]
+
+    def marks(self) -> list[Mark]:
+        """Outputs, or weights where there are none."""
+        return [
+            Mark(f"{layer.name} ({layer.granularity})", *_both(layer.output or layer.weight)) for layer in self.layers
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def quality_report(
+    original: nn.Module, converted: nn.Module, data: Iterable[Any] | None = None, *, rows: int = 3
+) -> QualityReport:
+    """Compare the layers of a converted model with those that they were made from.
+
+    Args:
+        original: with layers `nn.Linear` of the same names; it is left as it was.
+        converted: by `convert_model_to_fp8` or a plan.
+        data: batches, as `calibrate` takes them; with them the original runs in evaluation mode, and outputs are
+            compared as well, each layer's on the inputs that it has there.
+        rows: how many of each weight's worst rows are told.
+
+    Raises:
+        InputError: no layer was converted, the original has no `nn.Linear` of that name and shape, `data` has no
+            batch, or `rows` is negative.
+    """
+    if rows < 0:
+        raise InputError(f"{_OWNER}: rows must be at least 0; got {rows}: 3 is usual")
+    pairs: dict[str, tuple[nn.Linear, NativeFP8Linear]] = {}
+    linears = dict(original.named_modules(remove_duplicate=False))
+    for name, layer in converted.named_modules():
+        if isinstance(layer, NativeFP8Linear):
+            pairs[name] = _original_of(name, linears.get(name), layer), layer
+    if not pairs:
+        got = type(converted).__name__
+        raise InputError(f"{_OWNER}: converted must have a NativeFP8Linear; got a {got} without: convert it first")
+    outputs = {} if data is None else _outputs(original, pairs, batches_of(_OWNER, data, None))
+    layers = []
+    for name, (linear, layer) in pairs.items():
+        exact, after = linear.weight.detach(), layer.dequantize()
+        weight = sqnr(exact, after)
+        layers.append(
+            LayerQuality(
+                name,
+                layer.granularity,
+                (layer.out_features, layer.in_features),
+                weight,
+                _relative(weight.sqnr),
+                _worst_rows(exact, after, rows),
+                outputs.get(name),
+            )
+        )
+    layers.sort(key=lambda layer: ((layer.output or layer.weight).worst_row_sqnr, layer.name))
+    return QualityReport(tuple(layers))
+
+
+def _original_of(name: str, linear: nn.Module | None, layer: NativeFP8Linear) -> nn.Linear:
+    shape = [layer.out_features, layer.in_features]
+    if isinstance(linear, nn.Linear) and list(linear.weight.shape) == shape and not linear.weight.is_meta:
+        return linear
+    if isinstance(linear, nn.Linear) and not linear.weight.is_meta:
+        found = f"an nn.Linear of {list(linear.weight.shape)}"
+    else:
+        found = "nothing" if linear is None else f"a {type(linear).__name__} without numbers that could be compared"
+    raise InputError(
+        f"{_OWNER}: original must have an nn.Linear of {shape} at {name!r}; got {found}: give the model that converted "
+        "was made from, not changed since"
+    )
+
+
+def _outputs(
+    model: nn.Module, pairs: dict[str, tuple[nn.Linear, NativeFP8Linear]], batches: list[Any]
+) -> dict[str, Quality]:
+    meters: dict[str, QualityMeter] = {}
+    with evaluating(model), ExitStack() as stack:
+        for name, (linear, layer) in pairs.items():
+            hook = partial(_compare, meters, name, layer)
+            stack.callback(linear.register_forward_hook(hook, with_kwargs=True).remove)
+        for batch in batches:
+            call(model, batch)
+    return {name: meter.result() for name, meter in meters.items()}
+
+
+def _compare(
+    meters: dict[str, QualityMeter],
+    name: str,
+    layer: NativeFP8Linear,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    output: Tensor,
+) -> None:
+    meters.setdefault(name, QualityMeter()).add(output, layer(*args, **named))
+
+
+def _worst_rows(exact: Tensor, after: Tensor, rows: int) -> tuple[RowQuality, ...]:
+    numbers = exact.to(torch.float64)
+    noise, signal = (after.to(torch.float64) - numbers).norm(dim=1), numbers.norm(dim=1)
+    errors = torch.where(noise == 0, 0.0, noise / signal)
+    worst = errors.topk(min(rows, errors.numel()))
+    return tuple(
+        RowQuality(int(row), -20 * math.log10(error) if error else math.inf, error)
+        for row, error in zip(worst.indices.tolist(), worst.values.tolist(), strict=True)
+    )
+
+
+def _relative(decibels: float) -> float:
+    return float(10 ** (-decibels / 20))
+
+
+def _both(quality: Quality) -> tuple[float, float]:
+    return quality.sqnr, quality.worst_row_sqnr

@@ -1,0 +1,105 @@
+"""What `kpt_core.optimize` may do to the linear layers of a model: hold their weights in 8 bits."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from kpt_core import InputError
+
+from .linear import NONE
+from .native_linear import NativeFP8Linear
+from .selection import select
+
+if TYPE_CHECKING:
+    from kpt_core.optimization import Site  # most processes never optimise
+
+#: Layers with fewer inputs or outputs stay as they are.
+MIN_FEATURES = 64
+
+
+@dataclass(frozen=True)
+class FP8Linear:
+    """Make an `nn.Linear` a `NativeFP8Linear`.
+
+    `optimize` keeps it where the layer's output is within the error budget and the layer is measured faster, or smaller
+    where that is the objective.
+
+    Attributes:
+        granularity: what shares a scale of the weight.
+        activations: likewise of the activations; `none` leaves them as they are.
+    """
+
+    name: str
+    granularity: str
+    activations: str = NONE
+    level: str = "balanced"
+    lossless: bool = False
+
+    def sites(self, model: nn.Module) -> "Iterator[Site]":
+        """Every layer that could be converted."""
+        from kpt_core.optimization import Site
+
+        places: dict[nn.Module, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            places.setdefault(module, []).append(path)
+        for module, paths in places.items():
+            if paths[0] and convertible(module) and not any(weight_is_read(model, path) for path in paths):
+                yield Site(paths[0], "fp8.linear")
+
+    def replacement(self, module: nn.Module) -> nn.Module:
+        """The converted layer.
+
+        Raises:
+            RejectedError: the layer was converted already, and this rewrite adds nothing to it.
+            InputError: it is no `nn.Linear`, or its weight holds NaN or infinity.
+        """
+        if isinstance(module, NativeFP8Linear):
+            return self._from_converted(module)
+        if not isinstance(module, nn.Linear):
+            raise InputError(f"{self.name}: module must be an nn.Linear; got {type(module).__name__}")
+        return NativeFP8Linear.from_linear(module, granularity=self.granularity, activations=self.activations)
+
+    def _from_converted(self, layer: NativeFP8Linear) -> nn.Module:
+        """A twin with the same codes that quantises activations too."""
+        from kpt_core.optimization import RejectedError
+
+        if self.activations == NONE or layer.activations != NONE or layer.granularity != self.granularity:
+            raise RejectedError(f"the layer is 8-bit already, with scales for each {layer.granularity}")
+        return NativeFP8Linear.from_fp8(layer.weight, layer.bias, activations=self.activations).train(layer.training)
+
+
+def convertible(module: nn.Module) -> bool:
+    """Whether a module is a layer that `convert_model_to_fp8` would convert, by itself."""
+    if type(module) is not nn.Linear or module.weight.is_meta:
+        return False
+    try:
+        return bool(select("rewrites", nn.ModuleList([module]), None, (), MIN_FEATURES).chosen)
+    except InputError:  # its dtype is none to convert from, or it has hooks that would be lost
+        return False
+
+
+def weight_is_read(model: nn.Module, path: str) -> bool:
+    """Whether the layer's parent reads its weight instead of only calling it, as its source tells.
+
+    Such a parent would take codes for numbers: `nn.TransformerEncoderLayer`, and T5's feed-forward layers, which
+    convert their input to the weight's dtype.
+    """
+    parent, _, name = path.rpartition(".")
+    try:
+        source = inspect.getsource(type(model.get_submodule(parent)).forward)
+    except (OSError, TypeError):  # made on the spot, or no Python
+        return False
+    return re.search(rf"\bself\.{re.escape(name)}\.(weight|bias)\b", source) is not None
+
+
+#: By granularity of the weight: what a plan names. Blocks are for layers whose rows are not accurate enough, which few
+#: are; with them at a lower level each layer would be tried twice.
+WEIGHTS = {
+    "row": FP8Linear("fp8.linear", "row"),
+    "128x128": FP8Linear("fp8.linear_128x128", "128x128", level="aggressive"),
+}
+REWRITES = (*WEIGHTS.values(), FP8Linear("fp8.linear_activations", "row", "row", level="aggressive"))

@@ -1,0 +1,202 @@
+"""Which layers of a model are converted, and why the others are not."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from kpt_core import InputError
+
+from .experts import is_fused_experts
+from .formats import DTYPES, NAMES_OF_DTYPES
+
+#: Left as they are unless something else is asked for. No model needs to have such a layer.
+EXCLUDED = ("lm_head",)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A layer that is converted.
+
+    Attributes:
+        linear: the layer.
+        names: where it stands in the model; several where the model shares it.
+    """
+
+    linear: nn.Linear
+    names: tuple[str, ...]
+
+    @property
+    def module(self) -> nn.Module:
+        """The layer, as experts have it."""
+        return self.linear
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenExperts:
+    """Experts that are converted, as `Chosen`."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Selection:
+    """What is converted, and by name the reason for each other `nn.Linear` and module of experts."""
+
+    chosen: list[Chosen] = field(default_factory=list)
+    experts: list[ChosenExperts] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def patterns(owner: str, name: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """The patterns as a tuple; one string is one pattern.
+
+    Raises:
+        InputError: something else than strings.
+    """
+    if given is None:
+        return None
+    listed = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            raise InputError(f"{owner}: {name} must be patterns of module names, as in '*.q_proj'; got {pattern!r}")
+    return listed
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a shell pattern describes a module's name, or its end after a dot: `lm_head` matches `model.lm_head`."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def chosen_layers(
+    owner: str,
+    model: nn.Module,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
+    min_features: int,
+) -> Selection:
+    """Choose layers and experts by patterns as users give them.
+
+    Raises:
+        InputError: as `select`; or nothing is left to convert.
+    """
+    wanted, unwanted = patterns(owner, "include", include), patterns(owner, "exclude", exclude) or ()
+    found = select(owner, model, wanted, unwanted, min_features)
+    require_some(owner, found)
+    return found
+
+
+def require_some(owner: str, found: Selection) -> None:
+    """Raise `InputError` if nothing is left to convert, with the reasons."""
+    if not found.chosen and not found.experts:
+        reasons = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(found.skipped.items())[:5])
+        raise InputError(
+            f"{owner}: no layer to convert; expected an nn.Linear at least; got {len(found.skipped)} that are left as "
+            f"they are{f' ({reasons})' if reasons else ''}: change include, exclude or min_features"
+        )
+
+
+def select(
+    owner: str, model: nn.Module, include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
+) -> Selection:
+    """Choose the layers.
+
+    Raises:
+        InputError: a pattern describes no module, or a layer that is asked for can't be converted.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    kept: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in modules:
+        if isinstance(module, nn.Linear) or is_fused_experts(module):
+            kept.setdefault(id(module), (module, []))[1].append(name)
+    _require_use(owner, "include", include or (), [name for _, names in kept.values() for name in names])
+    _require_use(owner, "exclude", [each for each in exclude if each not in EXCLUDED], [name for name, _ in modules])
+    ties = _ties(model)
+    found = Selection()
+    for module, names in kept.values():
+        reason = _left(module, names, include, exclude, min_features) or ties.get(id(module), "")
+        if reason:
+            found.skipped[names[0]] = reason
+            continue
+        _require_plain(owner, names[0], module)
+        if isinstance(module, nn.Linear):
+            found.chosen.append(Chosen(module, tuple(names)))
+        else:
+            found.experts.append(ChosenExperts(module, tuple(names)))
+    return found
+
+
+def _left(
+    module: nn.Module, names: list[str], include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
+) -> str:
+    """Why a layer is left as it is; empty where it isn't."""
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+        # It may do something else with its weight, as attention's output projection in torch does.
+        return f"it is a {type(module).__name__}, a subclass of nn.Linear, which may use its weight in its own way"
+    if include is not None and not any(matches(name, pattern) for name in names for pattern in include):
+        return "no pattern of include describes it"
+    for pattern in exclude:
+        if any(matches(name, pattern) for name in names):
+            return f"excluded by {pattern!r}"
+    for name, weight in _weights(module):
+        rows, columns = weight.shape[-2:]
+        if min(rows, columns) < min_features:
+            return f"{columns} to {rows} features, fewer than min_features={min_features}"
+        if type(weight) is not nn.Parameter:
+            return f"its {name} is a {type(weight).__name__}, no plain tensor"
+    return ""
+
+
+def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:
+    if isinstance(module, nn.Linear):
+        return [("weight", module.weight)]
+    return [(name, each) for name, each in module.named_parameters(recurse=False) if not name.endswith("bias")]
+
+
+def _require_use(owner: str, name: str, wanted: Iterable[str], names: list[str]) -> None:
+    for pattern in wanted:
+        if not any(matches(each, pattern) for each in names):
+            known = ", ".join(repr(each) for each in names[:5] if each) or "none"
+            what = "nn.Linear" if name == "include" else "module"
+            raise InputError(
+                f"{owner}: {name} has {pattern!r}, which describes no {what} of the model; the first of its "
+                f"{len(names)} are {known}: correct the pattern, or leave it out"
+            )
+
+
+def _require_plain(owner: str, name: str, module: nn.Module) -> None:
+    for own, weight in _weights(module):
+        if weight.dtype not in DTYPES:
+            raise InputError(
+                f"{owner}: the {own} of {name!r} must be {NAMES_OF_DTYPES}; got {weight.dtype}: exclude the layer"
+            )
+    if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
+        raise InputError(
+            f"{owner}: {name!r} has hooks or a forward of its own, which the converted layer would lose: remove them, "
+            "convert, and add them again, or exclude the layer"
+        )
+
+
+def _ties(model: nn.Module) -> dict[int, str]:
+    """By layer, what shares its weight: a parameter of another module, by object or by memory."""
+    owners: dict[object, list[tuple[nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(_place(parameter), []).append((module, f"{name}.{own}" if name else own))
+    tied: dict[int, str] = {}
+    for sharing in owners.values():
+        for module, name in sharing:
+            others = [other for which, other in sharing if which is not module]
+            if others and not name.endswith("bias"):
+                tied[id(module)] = f"its {name.rpartition('.')[2]} is tied to {others[0]}"
+    return tied
+
+
+def _place(parameter: Tensor) -> object:
+    # A subclass may have no memory of its own, and on the meta device there is none.
+    if parameter.is_meta or type(parameter) is not nn.Parameter or parameter.numel() == 0:
+        return id(parameter)
+    return parameter.device, parameter.data_ptr()

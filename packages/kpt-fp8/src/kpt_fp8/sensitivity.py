@@ -1,0 +1,267 @@
+"""What converting each layer by itself costs: `measure_sensitivity`."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from kpt_core import InputError, UnknownNameError
+
+from .native_linear import NativeFP8Linear
+from .quality import Quality, QualityMeter
+from .report import Mark, Report, decibels
+from .rewrites import MIN_FEATURES, WEIGHTS, weight_is_read
+from .selection import Chosen, patterns, select
+from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
+
+#: Called with the number of runs done, of all, and what runs next.
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSensitivity:
+    """A layer converted by itself.
+
+    Attributes:
+        name: in the model; the first one where the model shares the layer.
+        granularity: what shares a scale of its weight.
+        shape: of the weight, N and K.
+        bytes_before, bytes_after: of weight, scales and bias.
+        output: quality of the layer's output on the inputs that it has in the model.
+        error: of the model's output, `|after - before| / |before|` of the worst row.
+        loss_change: of the model's loss, in its own unit; None where it has none.
+    """
+
+    name: str
+    granularity: str
+    shape: tuple[int, int]
+    bytes_before: int
+    bytes_after: int
+    output: Quality
+    error: float
+    loss_change: float | None
+
+
+@dataclass(frozen=True)
+class SensitivityReport(Report):
+    """Layers of a model, the one that costs most first.
+
+    Attributes:
+        layers: for each layer and granularity, by falling error of the model's output.
+        skipped: by name, why another `nn.Linear` is not among them.
+        loss: of the model as it is; None where it has none.
+    """
+
+    layers: tuple[LayerSensitivity, ...]
+    skipped: dict[str, str]
+    loss: float | None = None
+
+    def title(self) -> str:
+        """One line."""
+        return "Sensitivity of layers, worst first"
+
+    def head(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        last = ("perplexity",) if self.loss is not None else ()
+        return ("layer", "scales", "shape", "output SQNR", "worst row", "model error", *last)
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table's rows. Perplexity is told by the factor that it changes by, as a percentage."""
+        return [
+            (
+                layer.name,
+                layer.granularity,
+                "x".join(map(str, layer.shape)),
+                decibels(layer.output.sqnr),
+                decibels(layer.output.worst_row_sqnr),
+                f"{layer.error:.2%}",
+                *(() if layer.loss_change is None else (f"{math.expm1(layer.loss_change):+.3%}",)),
+            )
+            for layer in self.layers
+        ]
+
+    def marks(self) -> list[Mark]:
+        """Outputs of layers."""
+        return [
+            Mark(f"{layer.name} ({layer.granularity})", layer.output.sqnr, layer.output.worst_row_sqnr)
+            for layer in self.layers
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; an infinite number is None."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layer, and what it would become."""
+
+    linear: nn.Linear
+    layer: NativeFP8Linear
+    name: str
+    granularity: str
+
+
+def measure_sensitivity(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    granularities: Sequence[str] = ("row",),
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    min_features: int = MIN_FEATURES,
+    loss: Loss | None = None,
+    max_batches: int | None = None,
+    progress: Progress | None = None,
+) -> SensitivityReport:
+    """Convert each linear layer by itself, and measure what that does to its output and to the model's.
+
+    The model runs in evaluation mode without gradients, once for each layer, granularity and batch, and is left as it
+    was. Beside it, its layers' codes are in memory, once for each granularity. All rows of the output count, those of
+    padding as well: give a model that returns what matters, such as sentence embeddings.
+
+    Args:
+        model: with layers `nn.Linear`.
+        data: batches: a tensor, which the model is called with; a mapping of keyword arguments; or a list or tuple of
+            positional ones. They must be few enough to stay in memory.
+        granularities: of `row` and `128x128`.
+        include: patterns of layers, as `convert_model_to_fp8` takes them.
+        exclude: likewise; nothing is excluded by itself.
+        min_features: likewise.
+        loss: takes the model's output and the batch. None: `output.loss`, which models of transformers have where the
+            batch holds labels. Its change is told as that of perplexity, which it is for a mean cross-entropy.
+        max_batches: stop after so many; None takes all.
+        progress: called with the number of runs done, of all, and what runs next.
+
+    Raises:
+        InputError: no layer to measure, or none that the data reach; no batch; a pattern describes no module; a layer
+            can't be converted.
+        UnknownNameError: no such granularity.
+    """
+    owner = "measure_sensitivity"
+    batches = batches_of(owner, data, max_batches)
+    candidates, skipped = candidates_of(owner, model, granularities, include, exclude, min_features)
+    with evaluating(model):
+        return sensitivity_of(Trials(owner, model, loss), candidates, batches, skipped, progress)
+
+
+def candidates_of(
+    owner: str,
+    model: nn.Module,
+    granularities: Sequence[str],
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
+    min_features: int,
+) -> tuple[list[Candidate], dict[str, str]]:
+    """The converted layers in the model's order, and why others are left, see `measure_sensitivity`."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{owner}: model must be an nn.Module; got {type(model).__name__}")
+    if isinstance(granularities, str) or not granularities:
+        raise InputError(f"{owner}: granularities must be names in a list, as in ['row']; got {granularities!r}")
+    for granularity in granularities:
+        if granularity not in WEIGHTS:
+            raise UnknownNameError("granularity of a plan", granularity, WEIGHTS)
+    excluded = patterns(owner, "exclude", exclude) or ()
+    found = select(owner, model, patterns(owner, "include", include), excluded, min_features)
+    skipped = dict(found.skipped)
+    chosen: list[Chosen] = []
+    for each in found.chosen:
+        if any(weight_is_read(model, name) for name in each.names):
+            skipped[each.names[0]] = "the module around it reads its weight"
+        else:
+            chosen.append(each)
+    if not chosen:
+        reasons = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(skipped.items())[:5])
+        raise InputError(
+            f"{owner}: no layer to convert; expected an nn.Linear at least; got {len(skipped)} that are left as they "
+            f"are{f' ({reasons})' if reasons else ''}: change include, exclude or min_features"
+        )
+    return [
+        Candidate(
+            each.linear,
+            NativeFP8Linear.from_linear(each.linear, granularity=granularity),
+            each.names[0],
+            granularity,
+        )
+        for each in chosen
+        for granularity in dict.fromkeys(granularities)
+    ], skipped
+
+
+def sensitivity_of(
+    trials: Trials,
+    candidates: Sequence[Candidate],
+    batches: Sequence[Any],
+    skipped: dict[str, str],
+    progress: Progress | None,
+) -> SensitivityReport:
+    """The report, see `measure_sensitivity`; the model is in evaluation mode."""
+    meters = [QualityMeter() for _ in candidates]
+    called = [0] * len(candidates)
+    effects: list[list[Effect]] = [[] for _ in candidates]
+    losses: list[Effect] = []
+    total, done = len(batches) * len(candidates), 0
+    for batch in batches:
+        with ExitStack() as stack:
+            for index, candidate in enumerate(candidates):
+                hook = partial(_compare, candidate.layer, meters[index], called, index)
+                stack.callback(candidate.linear.register_forward_hook(hook, with_kwargs=True).remove)
+            exact, loss = trials.exact(batch)
+        losses.append(Effect(0.0, loss))
+        for index, candidate in enumerate(candidates):
+            if progress is not None:
+                progress(done, total, f"{candidate.name} ({candidate.granularity})")
+            if called[index]:
+                effects[index].append(trials.with_layers([(candidate.linear, candidate.layer)], batch, exact))
+            done += 1
+    if progress is not None:
+        progress(total, total, "done")
+    base = mean_of(losses).loss
+    found = []
+    for index, candidate in enumerate(candidates):
+        if not called[index]:
+            skipped.setdefault(candidate.name, "the data do not reach it")
+            continue
+        effect = mean_of(effects[index])
+        change = None if base is None or effect.loss is None else effect.loss - base
+        found.append(_told(candidate, meters[index].result(), effect.error, change))
+    if not found:
+        raise InputError("measure_sensitivity: no linear layer was called: check the data and the model")
+    found.sort(key=lambda layer: (-layer.error, layer.name, layer.granularity))
+    return SensitivityReport(tuple(found), skipped, base)
+
+
+def _told(candidate: Candidate, quality: Quality, error: float, change: float | None) -> LayerSensitivity:
+    linear = candidate.linear
+    return LayerSensitivity(
+        candidate.name,
+        candidate.granularity,
+        (linear.out_features, linear.in_features),
+        _bytes(linear),
+        _bytes(candidate.layer),
+        quality,
+        error,
+        change,
+    )
+
+
+def _compare(
+    layer: NativeFP8Linear,
+    meter: QualityMeter,
+    called: list[int],
+    index: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    output: Any,
+) -> None:
+    called[index] += 1
+    meter.add(output, layer(*args, **named))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

@@ -1,0 +1,222 @@
+"""What torch's own operations do to an `FP8Tensor`: each handler works on codes and scale, none dequantises."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from kpt_core import InputError
+
+from .formats import require_floating
+from .scales import BLOCKS, scale_shape
+
+if TYPE_CHECKING:
+    from .fp8_tensor import FP8Tensor
+
+_aten = torch.ops.aten
+
+
+def _alias(x: "FP8Tensor") -> "FP8Tensor":
+    return x.like(x.codes.detach(), x.scale.detach())
+
+
+def _clone(x: "FP8Tensor", *, memory_format: torch.memory_format | None = None) -> "FP8Tensor":
+    return x.like(x.codes.clone(), x.scale.clone())
+
+
+def _empty_like(
+    x: "FP8Tensor", *, dtype: torch.dtype | None = None, device: torch.device | None = None, **others: object
+) -> "FP8Tensor":
+    codes, scale = torch.empty_like(x.codes, device=device), torch.empty_like(x.scale, device=device)
+    return x.like(codes, scale, dtype=dtype)
+
+
+def _to_copy(
+    x: "FP8Tensor",
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **others: object,
+) -> "FP8Tensor":
+    if dtype is not None:
+        require_floating("FP8Tensor.to", "dtype", dtype)
+    codes = x.codes.to(device, non_blocking=non_blocking, copy=True)
+    return x.like(codes, x.scale.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
+
+
+def _copy(x: "FP8Tensor", source: Tensor, non_blocking: bool = False) -> "FP8Tensor":
+    if not isinstance(source, type(x)) or _about(source) != _about(x):
+        what = " ".join(map(str, _about(source))) if isinstance(source, type(x)) else f"a tensor of {source.dtype}"
+        raise InputError(
+            f"FP8Tensor.copy_: expected one like {' '.join(map(str, _about(x)))}; got {what}: quantise it alike with "
+            "quantize_to_fp8"
+        )
+    x.codes.copy_(source.codes, non_blocking=non_blocking)
+    x.scale.copy_(source.scale, non_blocking=non_blocking)
+    return x
+
+
+def _about(x: "FP8Tensor") -> tuple[object, ...]:
+    return x.codes.dtype, list(x.codes.shape), x.granularity, x.scale.dtype, "transposed" if x.transposed else "upright"
+
+
+def _t(x: "FP8Tensor") -> "FP8Tensor":
+    return _permute(x, list(range(x.dim()))[::-1])
+
+
+def _transpose(x: "FP8Tensor", first: int, second: int) -> "FP8Tensor":
+    order = list(range(x.dim()))
+    one, other = _dim(x, first), _dim(x, second)
+    order[one], order[other] = other, one
+    return _permute(x, order)
+
+
+def _permute(x: "FP8Tensor", dims: list[int]) -> "FP8Tensor":
+    order = [_dim(x, dim) for dim in dims]
+    if sorted(order) != list(range(x.dim())):
+        raise InputError(f"FP8Tensor.permute: needs each dimension of {list(x.shape)} once; got {list(dims)}")
+    if order == sorted(order):
+        return _alias(x)
+    if x.dim() != 2:
+        raise InputError(
+            f"FP8Tensor: what has two dimensions can be transposed; got {list(x.shape)}: dequantize() first"
+        )
+    return x.like(x.codes.detach(), x.scale.detach(), turn=True)
+
+
+def _dim(x: "FP8Tensor", dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise InputError(
+            f"FP8Tensor: no dimension {dim}; got {list(x.shape)}: give one from {-x.dim()} to {x.dim() - 1}"
+        )
+    return dim % x.dim()
+
+
+class Flat(Tensor):
+    """A view `[numbers]` of an `FP8Tensor`. FSDP2 takes one and keeps it, unread; it has no operation but `detach`."""
+
+    whole: "FP8Tensor"
+
+    @staticmethod
+    def __new__(cls: type["Flat"], whole: "FP8Tensor") -> "Flat":  # noqa: D102  documented by the class
+        made: Flat = torch.Tensor._make_wrapper_subclass(
+            cls, (whole.numel(),), dtype=whole.dtype, device=whole.device, requires_grad=False
+        )
+        made.whole = whole
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # no name in torch's stub
+        return f"{type(self).__name__}({self.whole!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no class method
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> "Flat":
+        if func is _aten.detach.default:
+            return cls(args[0].whole)
+        raise InputError(
+            f"FP8Tensor: torch's operation {func} is not defined for a flat view of 8-bit codes with scales: call "
+            ".dequantize() on the tensor first. If this came from DistributedDataParallel, which broadcasts all "
+            "parameters: name the FP8 weights to its _set_params_and_buffers_to_ignore_for_model, as "
+            "convert_model_to_fp8 does for the model that it returns"
+        )
+
+
+def _view(x: "FP8Tensor", size: list[int]) -> Tensor:
+    if list(size) == [-1]:
+        return Flat(x)
+    if list(size) != list(x.shape):
+        raise InputError(
+            f"FP8Tensor.view: its rows and columns share scales and stay as they are; got {list(size)} for "
+            f"{list(x.shape)}: dequantize() first"
+        )
+    return _alias(x)
+
+
+def _as_strided(
+    x: "FP8Tensor", size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> "FP8Tensor":
+    if list(stride) != list(x.stride()) or storage_offset:
+        raise InputError(
+            f"FP8Tensor.as_strided: strides are {list(x.stride())}; got {list(stride)} from {storage_offset}: "
+            "dequantize() first"
+        )
+    return cast("FP8Tensor", _view(x, list(size)))
+
+
+def _new_zeros(
+    x: "FP8Tensor",
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **others: object,
+) -> "FP8Tensor":
+    if x.transposed:
+        raise InputError("FP8Tensor.new_zeros: expected one as quantised; got a transposed one: call .t() on it first")
+    scale = torch.ones(scale_shape(size, x.granularity), dtype=x.scale.dtype, device=device or x.device)
+    return x.like(x.codes.new_zeros(size, device=device), scale, dtype=dtype)
+
+
+def _slice(
+    x: "FP8Tensor", dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> "FP8Tensor":
+    dim = _dim(x, dim)
+    size = x.shape[dim]
+    start, end, step = slice(start, end, step).indices(size)
+    if (start, step) == (0, 1) and end == size:
+        return _alias(x)
+    own = x.codes.dim() - 1 - dim if x.transposed else dim
+    part = (slice(None),) * own + (slice(start, max(start, end), step),)
+    rows, _ = BLOCKS[x.granularity]
+    if rows is None:
+        return x.like(x.codes[part], x.scale.detach())
+    height = rows if own == x.codes.dim() - 2 else 1
+    whole = start % height == 0 and (end % height == 0 or end == size) and (step == 1 or height == 1)
+    if own == x.codes.dim() - 1 or not whole:
+        raise InputError(
+            f"FP8Tensor: a slice must not cut what shares a scale of granularity {x.granularity!r}; got {start}:{end} "
+            f"of dimension {dim} of {list(x.shape)}: take whole rows, {height} at a time, or dequantize() first"
+        )
+    scales = slice(start // height, -(-max(start, end) // height), step)
+    return x.like(x.codes[part], x.scale[(*(slice(None),) * own, scales)])
+
+
+def _split(x: "FP8Tensor", size: int, dim: int = 0) -> list["FP8Tensor"]:
+    dim = _dim(x, dim)
+    if size < 1:
+        raise InputError(f"FP8Tensor.split: parts must have a size of 1 at least; got {size} for {list(x.shape)}")
+    return [_slice(x, dim, start, start + size) for start in range(0, max(x.shape[dim], 1), size)]
+
+
+def _split_with_sizes(x: "FP8Tensor", sizes: list[int], dim: int = 0) -> list["FP8Tensor"]:
+    dim = _dim(x, dim)
+    if sum(sizes) != x.shape[dim] or min(sizes, default=0) < 0:
+        raise InputError(f"FP8Tensor.split: sizes must be positive and add up to {x.shape[dim]}; got {list(sizes)}")
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    return [_slice(x, dim, start, end) for start, end in pairwise(ends)]
+
+
+#: By torch's operation.
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.alias.default: _alias,
+    _aten.as_strided.default: _as_strided,
+    _aten.clone.default: _clone,
+    _aten.copy_.default: _copy,
+    _aten.detach.default: _alias,
+    _aten.empty_like.default: _empty_like,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.permute.default: _permute,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split_with_sizes,
+    _aten.t.default: _t,
+    _aten._to_copy.default: _to_copy,
+    _aten.transpose.int: _transpose,
+    _aten.view.default: _view,
+}

@@ -1,0 +1,106 @@
+"""What an engine knows beside model and optimizer, as plain values for a checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, astuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kpt_core import InputError
+from kpt_fp8.formats import FORMATS
+
+from .layer import FP8TrainingLinear
+from .recipe import FP8Recipe
+from .report import Escalation
+
+if TYPE_CHECKING:
+    from .engine import FP8TrainingEngine
+
+_VERSION = 1
+_NUMBERS = ("loss_scale", "steps", "skipped", "taken_in_row", "skipped_in_row")
+_DTYPES = {str(dtype): dtype for dtype in FORMATS}
+
+
+def engine_state(engine: "FP8TrainingEngine") -> dict[str, Any]:
+    """The engine's part of its state dict."""
+    return {
+        "version": _VERSION,
+        **{name: getattr(engine, name) for name in _NUMBERS},
+        "bad_signs": dict(engine.bad_signs),
+        "recipes": {name: _plain(layer.recipe) for name, layer in engine.layers.items()},
+        "histories": {name: _remembers(layer) for name, layer in engine.layers.items()},
+        "escalations": [list(astuple(each)) for each in engine.escalations],
+        "last_skips": list(engine.last_skips),
+        "errors": {name: list(errors) for name, errors in engine.errors.items()},
+        "random": _random(_device(engine)),
+    }
+
+
+def require_fitting(engine: "FP8TrainingEngine", state: Mapping[str, Any]) -> None:
+    """Raise `InputError` unless a state is of such an engine."""
+    owner = type(engine).__name__
+    own = state.get("engine")
+    if not isinstance(own, Mapping) or not {"model", "optimizer"} <= state.keys():
+        raise InputError(f"{owner}: state must be what state_dict gave; got {type(state).__name__} without its parts")
+    if own.get("version") != _VERSION:
+        raise InputError(
+            f"{owner}: the state has version {own.get('version')}; this kpt-fp8 reads {_VERSION}: install the kpt-fp8 "
+            "that wrote it"
+        )
+    given, here = own["histories"], {name: _remembers(layer) for name, layer in engine.layers.items()}
+    if given.keys() != here.keys():
+        other = sorted(given.keys() ^ here.keys())
+        raise InputError(
+            f"{owner}: the state is of {len(given)} FP8 layers, this model has {len(here)}, and {other[0]!r} is in one "
+            "of them alone: make model and engine with the same include, exclude and min_features"
+        )
+    wrong = next((name for name in here if given[name] != here[name]), None)
+    if wrong is not None:
+        raise InputError(
+            f"{owner}: the state has histories of {given[wrong]} steps for {wrong!r}, this engine {here[wrong]}: make "
+            "it with the same recipe"
+        )
+
+
+def load_engine_state(engine: "FP8TrainingEngine", state: Mapping[str, Any]) -> None:
+    """Set what `engine_state` gave."""
+    for name in _NUMBERS:
+        setattr(engine, name, state[name])
+    engine.bad_signs = dict(state["bad_signs"])
+    engine.escalations = [Escalation(*each) for each in state["escalations"]]
+    engine.last_skips.clear()
+    engine.last_skips.extend(state["last_skips"])
+    engine.errors = {name: tuple(errors) for name, errors in state["errors"].items()}
+    for name, layer in engine.layers.items():
+        layer.set_recipe(_recipe(state["recipes"][name]))
+        layer.reset_observed()
+    _set_random(state["random"], _device(engine))
+
+
+def _remembers(layer: FP8TrainingLinear) -> int:
+    return 0 if layer.amax_history is None else layer.amax_history.shape[1]
+
+
+def _plain(recipe: FP8Recipe) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in asdict(recipe).items()}
+
+
+def _recipe(plain: Mapping[str, Any]) -> FP8Recipe:
+    return FP8Recipe(**{name: _DTYPES.get(value, value) for name, value in plain.items()})
+
+
+def _device(engine: "FP8TrainingEngine") -> torch.device:
+    return next(iter(engine.layers.values())).weight.device
+
+
+def _random(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set_random(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type in state and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)

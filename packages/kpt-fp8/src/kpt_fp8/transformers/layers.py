@@ -1,0 +1,170 @@
+"""The modules that a checkpoint's tensors are loaded into."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+from transformers.integrations.moe import use_experts_implementation
+
+from kpt_core import InputError
+from kpt_fp8.checkpoints.formats import Format
+from kpt_fp8.checkpoints.scheme import QuantizedWeight, Scheme
+from kpt_fp8.fp8_tensor import FP8Tensor
+from kpt_fp8.linear import NONE, linear
+from kpt_fp8.native_linear import NativeFP8Linear
+from kpt_fp8.scales import scale_shape
+
+_SIDE = 128
+
+
+class StoredLinear(nn.Module):
+    """A linear layer as the files have it: parameters by the names there; it never runs.
+
+    Args:
+        linear: the layer that it stands for.
+        form: names and shapes.
+        scheme: how the weight is quantised.
+    """
+
+    def __init__(self, linear: nn.Linear, form: Format, scheme: Scheme) -> None:
+        super().__init__()
+        shape = (linear.out_features, linear.in_features)
+        names = [form.codes_name("0.weight"), form.scale_name("0.weight")]
+        tensors = [
+            torch.empty(shape, dtype=scheme.dtype, device="meta"),
+            torch.empty(form.stored_shape(shape, scheme.granularity), dtype=torch.float32, device="meta"),
+        ]
+        if scheme.static:
+            names.append(form.input_scale_name("0.weight"))
+            tensors.append(torch.empty(form.stored_shape((1, 1), "tensor"), dtype=torch.float32, device="meta"))
+        self.stored = [name.removeprefix("0.") for name in names]
+        for name, tensor in zip(self.stored, tensors, strict=True):
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.bias = linear.bias
+        self.dtype = linear.weight.dtype
+        self.scheme = scheme
+
+    def native(self, activations: bool) -> NativeFP8Linear:
+        """The layer that runs, of the same memory.
+
+        Args:
+            activations: quantise activations as the checkpoint says.
+
+        Raises:
+            InputError: its tensors were not loaded.
+        """
+        codes, scale, *given = (getattr(self, name).detach() for name in self.stored)
+        if codes.is_meta:
+            raise InputError(
+                "kpt_fp8.transformers: a weight was offloaded, which 8-bit layers can't follow: pass a device_map that "
+                "keeps all weights on devices"
+            )
+        granularity = self.scheme.granularity
+        scale = scale.reshape(scale_shape(codes.shape, granularity))
+        own = given[0].reshape(()) if given and activations else None
+        weight = QuantizedWeight(codes, scale, granularity, own)
+        return native_linear_of(weight, self.bias, self.scheme.activations if activations else NONE, self.dtype)
+
+
+def native_linear_of(
+    weight: QuantizedWeight, bias: nn.Parameter | None, activations: str, dtype: torch.dtype
+) -> NativeFP8Linear:
+    """A layer of a weight, without a copy.
+
+    Args:
+        weight: codes and scales, on any device.
+        bias: `[N]`; None without one.
+        activations: what they are quantised by at each call; `none` leaves them as they are.
+        dtype: what the weight stands for.
+    """
+    held = FP8Tensor(weight.codes, weight.scale, weight.granularity, dtype)
+    return NativeFP8Linear.from_fp8(held, bias, activations=activations, input_scale=weight.input_scale)
+
+
+class StoredExperts(FP8Experts):
+    """transformers' FP8 experts with scales of any scheme, and without its kernels: op `fp8.linear`, expert by expert.
+
+    `gate_up_proj_scale_inv` has the scales of the gate's matrix and then those of the up projection's, as two matrices
+    have them in the files: `[E, 2, 1]`, `[E, 2 * I, 1]` or `[E, 2 * ceil(I / 128), ceil(H / 128)]`; those of static
+    activations likewise, `[E, 2, 1]`. With `experts_implementation="kpt"` kpt-moe runs them.
+
+    Args:
+        config: of the model.
+        scheme: how weights are quantised.
+        activations: quantise activations as the checkpoint says.
+        has_gate: there is a `gate_up_proj`; otherwise an `up_proj`.
+    """
+
+    def __init__(self, config: Any, scheme: Scheme, activations: bool, has_gate: bool = True) -> None:
+        blocks = scheme.granularity == "128x128"
+        super().__init__(
+            config,
+            block_size=(_SIDE, _SIDE) if blocks else None,
+            activation_scheme="static" if scheme.static else "dynamic",
+            has_gate=has_gate,
+        )
+        self.scheme, self.quantize_activations = scheme, activations
+        halves = 2 if has_gate else 1
+        for name, parts in (("gate_up_proj" if has_gate else "up_proj", halves), ("down_proj", 1)):
+            experts, rows, columns = getattr(self, name).shape
+            one = scale_shape((rows // parts, columns), scheme.granularity)
+            shape = [experts, parts * (one[0] if one else 1), one[1] if blocks else 1]
+            self._hold(name, torch.empty(experts, rows, columns, dtype=scheme.dtype))
+            self._hold(f"{name}_scale_inv", torch.empty(shape, dtype=torch.float32))
+            if scheme.static:
+                self._hold(f"{name}_activation_scale", torch.empty(experts, parts, 1, dtype=torch.float32))
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    def linear(
+        self, input: Tensor, weight: Tensor, weight_scale_inv: Tensor, activation_scale: Tensor | None = None
+    ) -> Tensor:
+        """The product with one expert's matrix, or with the gate's and the up projection's, which scales keep apart."""
+        granularity = self.scheme.granularity
+        whole = {"tensor": 1, "row": weight.shape[0], "128x128": -(-weight.shape[0] // _SIDE)}[granularity]
+        parts = 1 if weight_scale_inv.shape[0] == whole else 2
+        if activation_scale is not None:
+            parts = max(parts, activation_scale.numel())
+        given = activation_scale if self.quantize_activations else None
+        products = [
+            linear(
+                input,
+                codes,
+                scale.reshape(scale_shape(codes.shape, granularity)),
+                None,
+                None if given is None else given.reshape(-1)[part],
+                granularity=granularity,
+                activations=self.scheme.activations if self.quantize_activations else NONE,
+                activation_dtype=self.scheme.dtype,
+            )
+            for part, (codes, scale) in enumerate(
+                zip(weight.detach().chunk(parts), weight_scale_inv.detach().chunk(parts), strict=True)
+            )
+        ]
+        return products[0] if parts == 1 else torch.cat(products, -1)
+
+
+def experts_of(module: Any, config: Any, scheme: Scheme, activations: bool) -> StoredExperts:
+    """Experts for a model's own ones; `experts_implementation` chooses what runs them, as it does for transformers'.
+
+    Raises:
+        InputError: they have a bias.
+    """
+    has_gate = getattr(module, "has_gate", True)
+    if getattr(module, "has_bias", False):
+        raise InputError(
+            f"kpt_fp8.transformers: experts with a bias ({type(module).__name__}) have no 8-bit form here: load the "
+            "model with transformers"
+        )
+    # A class of its own, since the decorator changes the one that it is given.
+    kind = type("KptFP8Experts", (StoredExperts,), {})
+    decorated: Any = use_experts_implementation(
+        kind, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=has_gate
+    )
+    with torch.device("meta"):
+        made: StoredExperts = decorated(
+            getattr(module, "config", config), scheme=scheme, activations=activations, has_gate=has_gate
+        )
+    return made

@@ -1,0 +1,164 @@
+"""What transformers is told of KPT: the quantisation method "kpt_fp8", its configuration and its quantizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kpt_core import InputError
+from kpt_fp8.checkpoints.formats import Format, format_of
+from kpt_fp8.checkpoints.scheme import Scheme
+
+from .layers import StoredExperts, StoredLinear, experts_of
+
+METHOD = "kpt_fp8"
+
+
+@register_quantization_config(METHOD)
+class KptFP8Config(QuantizationConfigMixin):
+    """Names KPT as what loads a checkpoint.
+
+    Args:
+        checkpoint: the `quantization_config` that the checkpoint has.
+        activations: quantise activations as the checkpoint says; False leaves them as they are.
+        quantized: by name of a module in the files, whether its weight is 8-bit.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Any],
+        activations: bool = True,
+        quantized: Mapping[str, bool] | None = None,
+        **_: Any,
+    ) -> None:
+        self.quant_method = METHOD  # type: ignore[assignment]  # transformers' own are an enum
+        self.checkpoint = dict(checkpoint)
+        self.activations = activations
+        self.quantized = dict(quantized or {})
+
+
+class _AsMatrix(ConversionOps):
+    """Scales of one expert as a matrix, so that those of all experts can be stacked and joined like weights."""
+
+    def convert(  # type: ignore[override]  # the patterns are among the rest
+        self, input_dict: dict[str, Any], **_: Any
+    ) -> dict[str, list[Tensor]]:
+        """By name, lists of scales `[]`, `[1]`, `[N, 1]` or `[a, 1, b, 1]` as matrices."""
+        found = {}
+        for name, value in input_dict.items():
+            listed = value if isinstance(value, list) else [value]
+            found[name] = [_matrix(each) for each in listed]
+        return found
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Scales stay matrices."""
+        return self
+
+
+def _matrix(scale: Tensor) -> Tensor:
+    if scale.dim() < 2:
+        return scale.reshape(-1, 1)
+    return scale.reshape(scale.shape[0], -1)
+
+
+@register_quantizer(METHOD)
+class KptFP8Quantizer(HfQuantizer):
+    """Loads FP8 checkpoints into layers that stay 8-bit on every device."""
+
+    requires_calibration = True
+
+    quantization_config: KptFP8Config
+
+    def __init__(self, quantization_config: KptFP8Config, **choices: Any) -> None:
+        super().__init__(quantization_config, **choices)
+        self.format: Format = format_of(quantization_config.checkpoint)
+        self.scheme: Scheme = self.format.read_config(quantization_config.checkpoint)
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Experts run by KPT unless something else is asked for; this hook sees the configuration first."""
+        for part in (config, config.get_text_config()):
+            if part._experts_implementation is None:
+                part._experts_implementation = "eager"
+            elif part._experts_implementation == "kpt" and self.scheme.granularity == "row":
+                raise InputError(
+                    'experts_implementation="kpt" takes FP8 experts with scales of blocks or of a matrix; got scales '
+                    'per row: pass experts_implementation="eager", or convert the checkpoint'
+                )
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        replaced = 0
+        for name, module in list(model.named_modules()):
+            made = self._replacement(model, name, module)
+            if made is not None:
+                model.set_submodule(name, made)
+                replaced += 1
+        if not replaced:
+            raise InputError(
+                f"kpt_fp8.transformers: {type(model).__name__} has no linear layer that the checkpoint has in 8 bits: "
+                "load it with transformers"
+            )
+        return model
+
+    def _replacement(self, model: Any, name: str, module: nn.Module) -> nn.Module | None:
+        if type(module) is nn.Linear and self._is_quantized(name):
+            return StoredLinear(module, self.format, self.scheme)
+        if not name.endswith(".experts") or isinstance(module, nn.ModuleList):
+            return None
+        if self.format.skips(self.quantization_config.checkpoint, name):
+            return None
+        return experts_of(module, model.config.get_text_config(), self.scheme, self.quantization_config.activations)
+
+    def _is_quantized(self, name: str) -> bool:
+        """As the files have it; where they have another name for it, as the configuration says."""
+        known = self.quantization_config.quantized.get(name)
+        return not self.format.skips(self.quantization_config.checkpoint, name) if known is None else known
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Converters for scales beside those that stack the matrices of experts."""
+        params = [name for name, _ in model.named_parameters()]
+        made: list[Any] = []
+        for each in weight_conversions:
+            made.append(each)
+            if not isinstance(each, WeightConverter):
+                continue
+            sources, (target, *others) = each._original_source_patterns, each._original_target_patterns
+            if others or not all(source.endswith(".weight") for source in sources):
+                continue
+            codes = [self.format.codes_name(source) for source in sources]
+            if codes != sources and any(param.endswith(f"{target}_scale_inv") for param in params):
+                made.append(each.copy(codes, [target], operations=list(each.operations)))
+            names = {"scale_inv": self.format.scale_name, "activation_scale": self.format.input_scale_name}
+            for ending, name in names.items():
+                if any(param.endswith(f"{target}_{ending}") for param in params):
+                    stored = [name(source) for source in sources]
+                    made.append(each.copy(stored, [f"{target}_{ending}"], operations=[_AsMatrix(), *each.operations]))
+        return made
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, StoredExperts):
+                module.requires_grad_(False)  # transformers makes parameters that ask for gradients
+            elif isinstance(module, StoredLinear):
+                native = module.native(self.quantization_config.activations)
+                model.set_submodule(name, native.train(module.training))
+        return model
+
+    def is_serializable(self) -> bool:
+        """Not: the checkpoint is the folder that it was loaded from."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """As a frozen base of adapters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Its layers are ops, which compile."""
+        return True

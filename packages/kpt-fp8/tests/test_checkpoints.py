@@ -1,0 +1,382 @@
+import json
+import math
+
+import pytest
+import torch
+
+from checkpoint_files import (
+    LAYERS,
+    VARIANTS,
+    change,
+    config_of,
+    modules,
+    plain_tensors,
+    quantized,
+    tensors_of,
+    write,
+)
+from kpt_core import InputError, UnknownNameError
+from kpt_fp8 import compute_fp8_scale, quantize_to_fp8
+from kpt_fp8.checkpoints import convert_checkpoint
+from kpt_fp8.checkpoints.contents import describe
+from kpt_fp8.checkpoints.folder import CheckpointFolder
+
+WEIGHTS = [f"{name}.weight" for name in LAYERS]
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write(tmp_path / "source", plain_tensors())
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def numbers(folder):
+    """What the quantised weights of a checkpoint stand for, by its own reading."""
+    contents = describe(CheckpointFolder(folder))
+    contents.require_good()
+    with contents.folder.reading() as reader:
+        return {
+            name: each.read(reader, contents.scheme).dequantize().clone() for name, each in contents.weights.items()
+        }
+
+
+SUFFIXES = {"fp8": "_scale_inv", "torchao": None}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_checkpoint_is_quantised_as_the_op_does_it(variant, source, tmp_path):
+    report = quantized(tmp_path / "out", source, variant)
+    before, after, options = tensors_of(source), tensors_of(tmp_path / "out"), VARIANTS[variant]
+    granularity = {"fp8-block": "128x128", "ct-block": "128x128"}.get(variant, options.get("granularity", "row"))
+    assert [each.name for each in report.tensors] == sorted(WEIGHTS)
+    assert not report.exact
+    assert all(each.sqnr > 31 for each in report.tensors)
+    for name in WEIGHTS:
+        module = name.removesuffix(".weight")
+        codes, scale = {
+            "fp8": (name, f"{name}_scale_inv"),
+            "torchao": (f"{module}._weight_qdata", f"{module}._weight_scale"),
+        }.get(options["to"], (name, f"{name}_scale"))
+        given = None
+        if variant == "ct-channel-bf16":
+            given = after[scale].float().flatten()
+            assert after[scale].dtype is torch.bfloat16
+            assert (given >= compute_fp8_scale(before[name], granularity="row")).all()
+        expected = quantize_to_fp8(before[name], granularity=granularity, scale=given)
+        assert torch.equal(bits(after[codes]), bits(expected.codes))
+        assert torch.equal(after[scale].float().flatten(), expected.scale.flatten())
+        del after[codes], after[scale]
+        if "static" in variant:
+            given = after.pop(f"{module}.{'activation_scale' if options['to'] == 'fp8' else 'input_scale'}")
+            assert given.item() == pytest.approx(0.01 * (modules(source).index(module) + 1))
+    assert set(after) == set(before) - set(WEIGHTS)
+    for name, tensor in after.items():
+        assert torch.equal(bits(tensor), bits(before[name]))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044 == 0o044
+
+
+SHAPES = {
+    "fp8-block": [2, 1],
+    "fp8-tensor-static": [],
+    "ct-channel": [256, 1],
+    "ct-tensor-static": [1],
+    "ct-block": [2, 1],
+    "fbgemm": [256, 1],
+    "modelopt": [256],
+    "torchao": [256, 1],
+}
+
+
+@pytest.mark.parametrize("variant", SHAPES)
+def test_scales_have_the_shape_that_readers_expect(variant, source, tmp_path):
+    quantized(tmp_path / "out", source, variant)
+    (scale,) = (
+        each
+        for name, each in tensors_of(tmp_path / "out").items()
+        if "model.0.q_proj" in name and "weight_scale" in name
+    )
+    assert list(scale.shape) == SHAPES[variant]
+
+
+def test_blocks_of_modelopt_have_four_dimensions(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "out", to="modelopt", granularity="128x128")
+    assert list(tensors_of(tmp_path / "out")["model.0.q_proj.weight_scale"].shape) == [2, 1, 1, 1]
+    assert config_of(tmp_path / "out")["quantization_config"]["quant_algo"] == "FP8_PB_WO"
+
+
+def test_the_configuration_says_what_was_done(source, tmp_path):
+    quantized(tmp_path / "out", source, "fp8-block")
+    config = config_of(tmp_path / "out")
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+        "ignored_layers": ["lm_head", "model.embed_tokens"],
+    }
+
+
+#: Pairs that keep every number: the same granularity, or one scale repeated.
+EXACT = [
+    (variant, target)
+    for variant in VARIANTS
+    for target in ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao")
+    if ("tensor" in variant)
+    or ("block" in variant and target in ("fp8", "compressed-tensors", "modelopt"))
+    or (not any(each in variant for each in ("tensor", "block")) and target != "fp8")
+]
+
+
+@pytest.mark.parametrize(("variant", "target"), EXACT)
+def test_conversions_that_keep_every_number(variant, target, source, tmp_path):
+    quantized(tmp_path / "first", source, variant)
+    report = convert_checkpoint(tmp_path / "first", tmp_path / "second", to=target)
+    assert report.exact
+    assert all(each.sqnr is None for each in report.tensors)
+    before, after = numbers(tmp_path / "first"), numbers(tmp_path / "second")
+    assert list(before) == list(after)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name])
+    if "static" in variant and target in ("fp8", "compressed-tensors", "modelopt"):
+        assert not report.notes
+        scales = [
+            {
+                name: each.item()
+                for name, each in tensors_of(tmp_path / one).items()
+                if "input_s" in name or "ion_s" in name
+            }
+            for one in ("first", "second")
+        ]
+        assert list(scales[0].values()) == list(scales[1].values())
+        assert len(scales[0]) == 3
+
+
+def test_there_and_back_gives_the_same_bytes(source, tmp_path):
+    quantized(tmp_path / "a", source, "ct-block")
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", to="fp8")
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", to="compressed-tensors")
+    first, last = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c")
+    assert first.keys() == last.keys()
+    assert all(torch.equal(bits(first[name]), bits(last[name])) for name in first)
+    assert config_of(tmp_path / "a") == config_of(tmp_path / "c")
+
+
+def test_what_cant_be_exact_is_an_error_unless_it_is_asked_for(source, tmp_path):
+    quantized(tmp_path / "first", source, "fp8-block")
+    with pytest.raises(InputError, match=r"model.0.o_proj.weight can't be written with the same.*requantize=True"):
+        convert_checkpoint(tmp_path / "first", tmp_path / "second", to="fbgemm_fp8")
+    assert not (tmp_path / "second").exists()
+    report = convert_checkpoint(tmp_path / "first", tmp_path / "second", to="fbgemm_fp8", requantize=True)
+    assert not report.exact
+    assert all(28 < each.sqnr < 50 for each in report.tensors)
+    assert "quantised anew per row  SQNR" in str(report)
+    assert "The bound of activations was None and is 1200.0 now." in report.notes
+
+
+def test_what_readers_do_to_activations_is_told(source, tmp_path):
+    quantized(tmp_path / "first", source, "ct-tensor-static")
+    report = convert_checkpoint(tmp_path / "first", tmp_path / "second", to="torchao")
+    assert report.exact
+    assert "whose scales are left out" in report.notes[0]
+
+
+# fnuz
+
+
+def every_code(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(64).view(128, 128).view(dtype)
+    keep = codes.float().isfinite()
+    return torch.where(keep, codes.view(torch.uint8), 0).view(dtype)
+
+
+def fp8_checkpoint(folder, codes, scale, fmt="e4m3"):
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": fmt, "weight_block_size": [128, 128]}
+    tensors = {"model.0.q_proj.weight": codes, "model.0.q_proj.weight_scale_inv": scale}
+    return write(folder, tensors, {"quantization_config": config})
+
+
+def test_codes_become_fnuz_and_back_to_the_bit(tmp_path):
+    first = fp8_checkpoint(tmp_path / "first", every_code(torch.float8_e4m3fn), torch.tensor([[0.37]]))
+    report = convert_checkpoint(first, tmp_path / "second", to="fp8", dtype=torch.float8_e4m3fnuz)
+    assert report.exact
+    after = tensors_of(tmp_path / "second")
+    assert after["model.0.q_proj.weight"].dtype is torch.float8_e4m3fnuz
+    assert config_of(tmp_path / "second")["quantization_config"]["fmt"] == "e4m3fnuz"
+    assert torch.equal(*(numbers(tmp_path / each)["model.0.q_proj.weight"] for each in ("first", "second")))
+    again = convert_checkpoint(tmp_path / "second", tmp_path / "third", to="fp8", dtype=torch.float8_e4m3fn)
+    assert again.exact
+    assert torch.equal(*(numbers(tmp_path / each)["model.0.q_proj.weight"] for each in ("first", "third")))
+
+
+def test_the_largest_code_of_fnuz_has_no_equal(tmp_path):
+    codes = every_code(torch.float8_e4m3fnuz)
+    first = fp8_checkpoint(tmp_path / "first", codes, torch.tensor([[0.5]]), fmt="e4m3fnuz")
+    with pytest.raises(InputError, match="largest code of float8_e4m3fnuz"):
+        convert_checkpoint(first, tmp_path / "second", to="fp8", dtype=torch.float8_e4m3fn)
+    report = convert_checkpoint(first, tmp_path / "second", to="fp8", dtype=torch.float8_e4m3fn, requantize=True)
+    assert not report.exact
+    assert report.tensors[0].sqnr > 25
+
+
+# Files
+
+
+def test_shards_are_of_bounded_size_and_the_index_is_right(source, tmp_path):
+    report = quantized(tmp_path / "out", source, "fp8-block", max_shard_bytes=45_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) == 3
+    assert files[0] == "model-00001-of-00003.safetensors"
+    assert sorted(each.name for each in (tmp_path / "out").glob("*.safetensors")) == files
+    assert all((tmp_path / "out" / each).stat().st_size < 48_000 for each in files)
+    assert index["metadata"]["total_size"] == report.bytes
+    assert set(index["weight_map"]) == set(tensors_of(tmp_path / "out"))
+    assert not describe(CheckpointFolder(tmp_path / "out")).faults
+
+
+def test_scales_may_stand_in_another_file_than_codes(source, tmp_path):
+    quantized(tmp_path / "one", source, "fp8-block")
+    tensors, config = tensors_of(tmp_path / "one"), config_of(tmp_path / "one")
+    files = {name: f"model-{1 + ('scale' in name)}.safetensors" for name in tensors}
+    write(tmp_path / "two", tensors, config, files)
+    report = convert_checkpoint(tmp_path / "two", tmp_path / "out", to="compressed-tensors")
+    assert report.exact
+    expected = numbers(tmp_path / "one")
+    assert all(torch.equal(each, expected[name]) for name, each in numbers(tmp_path / "out").items())
+
+
+def test_nothing_is_left_of_a_conversion_that_stops(source, tmp_path):
+    def stop(done, total, name):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "out", to="fp8", max_shard_bytes=1000, progress=stop)
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
+def test_memory_is_that_of_one_file(tmp_path):
+    def anonymous():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+    try:
+        anonymous()
+    except (OSError, StopIteration):
+        pytest.skip("this system does not tell the anonymous memory of a process")
+    size = 1 << 20
+    one = torch.randn(512, size // 512 // 2).to(torch.bfloat16)
+    tensors = {f"model.{n}.q_proj.weight": one.clone() for n in range(48)}
+    first = dict(list(tensors.items())[:2])
+    seen = []
+    for name, held in (("warm", first), ("whole", tensors)):
+        source = write(tmp_path / name, held)
+        seen.clear()
+        convert_checkpoint(
+            source,
+            tmp_path / f"{name}-out",
+            to="fp8",
+            max_shard_bytes=size,
+            progress=lambda *_: seen.append(anonymous()),
+        )
+    # 48 MiB are read and 24 written; a file and the work on one matrix are held.
+    assert max(seen) - seen[0] < 10 << 20
+
+
+# Refusals
+
+
+def refused(expected, tmp_path, source, **options):
+    with pytest.raises((InputError, UnknownNameError), match=expected) as raised:
+        convert_checkpoint(source, tmp_path / "out", **({"to": "fp8"} | options))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"to": "gguf"}, "gguf"),
+        ({"granularity": "1x128"}, "fp8 can't hold such weights: .*got scales per 1x128"),
+        ({"to": "fbgemm_fp8", "granularity": "tensor"}, "fbgemm_fp8 can't hold such weights"),
+        ({"activations": "none"}, "activations of fp8"),
+        ({"granularity": "tensor", "activations": "tensor"}, "needs a static scale of its activations"),
+        ({"dtype": torch.float8_e5m2}, "dtype must be float8_e4m3fn"),
+        ({"scale_dtype": torch.float16}, "scale_dtype must be"),
+        ({"exclude": "*"}, "no matrix is left"),
+    ],
+)
+def test_wrong_arguments_are_a_sentence(options, expected, source, tmp_path):
+    refused(expected, tmp_path, source, **options)
+
+
+def test_targets_that_are_taken_are_refused(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    with pytest.raises(InputError, match="exists already"):
+        convert_checkpoint(source, tmp_path / "out", to="fp8")
+    for place in (source, source / "in", tmp_path):
+        with pytest.raises(InputError, match="overlaps the source"):
+            convert_checkpoint(source, place, to="fp8")
+    with pytest.raises(InputError, match="make it first"):
+        convert_checkpoint(source, tmp_path / "no" / "out", to="fp8")
+
+
+def test_weights_that_are_nan_are_refused(source, tmp_path):
+    tensors = plain_tensors()
+    tensors["model.1.q_proj.weight"][3, 4] = math.nan
+    refused("model.1.q_proj.weight must hold numbers that are finite", tmp_path, write(tmp_path / "bad", tensors))
+
+
+def test_blocks_need_columns_that_fill_them(tmp_path):
+    bad = write(tmp_path / "bad", {"model.0.q_proj.weight": torch.randn(128, 200)})
+    refused(r"K=200 is no multiple of the block of 128.*exclude it", tmp_path, bad)
+    convert_checkpoint(bad, tmp_path / "out", to="compressed-tensors")
+
+
+def test_matrices_of_gpt2_are_refused(tmp_path):
+    bad = write(tmp_path / "bad", plain_tensors(), {"model_type": "gpt2"})
+    refused("stores? matrices transposed", tmp_path, bad)
+
+
+def test_a_truncated_file_is_refused(source, tmp_path):
+    whole = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(whole[:-100])
+    refused("is truncated or no safetensors file", tmp_path, source)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'; KPT reads 'fp8'"),
+        ({"fmt": "e5m2"}, "no device multiplies"),
+        ({"fmt": "e3m4"}, "fmt='e3m4'"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]"),
+        ({"activation_scheme": "static"}, "has no model.0.o_proj.activation_scale"),
+    ],
+)
+def test_configurations_that_are_not_understood_are_refused(quantization, expected, source, tmp_path):
+    quantized(tmp_path / "first", source, "fp8-block")
+    refused(expected, tmp_path, change(tmp_path / "first", **quantization), to="compressed-tensors")
+
+
+def test_groups_of_several_schemes_are_refused(source, tmp_path):
+    first = tmp_path / "first"
+    quantized(first, source, "ct-channel")
+    group = config_of(first)["quantization_config"]["config_groups"]["group_0"]
+    other = {**group, "weights": {**group["weights"], "strategy": "tensor"}}
+    change(first, config_groups={"group_0": group, "group_1": other})
+    refused("must have one scheme; got 2", tmp_path, first)
+
+
+def test_scales_of_caches_are_not_dropped(source, tmp_path):
+    quantized(tmp_path / "first", source, "ct-channel")
+    change(tmp_path / "first", kv_cache_scheme={"num_bits": 8})
+    refused("kv_cache_scheme", tmp_path, tmp_path / "first", to="fbgemm_fp8")

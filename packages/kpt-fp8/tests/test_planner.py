@@ -1,0 +1,204 @@
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import kpt_core
+from kpt_core import InputError, UnknownNameError
+from kpt_fp8 import NativeFP8Linear
+from kpt_fp8.front import Option, chosen_by, front_of
+from kpt_fp8.planner import plan_fp8
+from kpt_fp8.timing import Timing
+from test_rewrites import cpu_clock, installed, slow_linear
+
+__all__ = ["cpu_clock", "installed", "slow_linear"]
+
+
+class Branches(nn.Module):
+    """Eight layers side by side; each counts twice as much for the output as the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x):
+        return sum(2.0**number * layer(x) for number, layer in enumerate(self.layers))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Branches()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 64, generator=generator) for _ in range(2)]
+
+
+def error_of(model, converted):
+    with torch.no_grad():
+        pairs = [(converted(x), model(x)) for x in batches()]
+    return max(float(((after - before).norm(dim=1) / before.norm(dim=1)).max()) for after, before in pairs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_beats_the_front(seed):
+    generator = random.Random(seed)
+    layers = [
+        [Option(f"layer{n}", f"g{g}", generator.randint(1, 9), generator.random()) for g in range(2)] for n in range(5)
+    ]
+    steps = front_of([option for several in layers for option in several])
+    choices = []
+    for choice in itertools.product(*([None, *several] for several in layers)):
+        taken = [option for option in choice if option]
+        choices.append((sum(option.gain for option in taken), sum(option.error**2 for option in taken)))
+    versions = {(option.name, option.granularity): option for several in layers for option in several}
+    for count, step in enumerate(steps, start=1):
+        taken = [versions[key] for key in chosen_by(steps[:count]).items()]
+        assert step.gain == pytest.approx(sum(option.gain for option in taken))
+        assert step.error**2 == pytest.approx(sum(option.error**2 for option in taken))
+        better = [gain for gain, cost in choices if cost < step.error**2 * (1 - 1e-9)]
+        assert max(better) < step.gain
+        assert max(gain for gain, cost in choices if cost <= step.error**2 * (1 + 1e-9)) == pytest.approx(step.gain)
+    assert steps[-1].gain == pytest.approx(sum(max(option.gain for option in several) for several in layers))
+
+
+def test_what_costs_nothing_comes_first():
+    steps = front_of([Option("dear", "row", 100, 0.5), Option("free", "row", 1, 0.0)])
+    assert [step.option.name for step in steps] == ["free", "dear"]
+    assert steps[0].error == pytest.approx(0, abs=1e-12)
+    assert front_of([]) == []
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.001, 0.004, 0.01, 0.1])
+def test_a_plan_keeps_the_budget_and_uses_it(model, budget, installed):
+    planning = plan_fp8(model, batches(), max_error=budget, granularities=["row"])
+    kept = [entry.module for entry in planning.plan.kept]
+    # All save the same, so the lightest come first.
+    assert kept == [f"layers.{number}" for number in range(planning.chosen)]
+    assert (len(kept) == 0) == (budget == 0.0)
+    assert (len(kept) == 8) == (budget == 0.1)
+    applied = kpt_core.apply_plan(model, planning.plan)
+    error = error_of(model, applied.model)
+    assert error <= budget
+    assert planning.plan.error == pytest.approx(error, rel=1e-3, abs=1e-9)
+    converted = [name for name, each in applied.model.named_modules() if isinstance(each, NativeFP8Linear)]
+    assert converted == kept
+    if planning.chosen < 8:
+        more = [
+            replace(entry, kept=entry.kept or entry.module == f"layers.{planning.chosen}")
+            for entry in planning.plan.entries
+        ]
+        beyond = kpt_core.apply_plan(model, replace(planning.plan, entries=tuple(more)))
+        assert error_of(model, beyond.model) > budget
+
+
+def test_the_front_trades_error_for_bytes(model, installed):
+    planning = plan_fp8(model, batches(), max_error=0.004, granularities=["row", "128x128"])
+    errors = [point.predicted_error for point in planning.front]
+    saved = [point.bytes_saved for point in planning.front]
+    assert errors == sorted(errors)
+    assert saved == sorted(saved)
+    assert planning.front[-1].layers == 8
+    measured = [point for point in planning.front if point.error is not None]
+    assert len(measured) >= 3
+    for point in measured:
+        assert point.error == pytest.approx(point.predicted_error, rel=0.5)
+    assert planning.front[planning.chosen - 1].error <= 0.004
+    lines = str(planning).splitlines()
+    assert len(lines) == 1 + len(planning.front)
+    assert [line[0] for line in lines].index(">") == planning.chosen
+    document = json.loads(json.dumps(planning.as_dict()))
+    assert document["chosen"] == planning.chosen
+    assert len(document["front"]) == len(planning.front)
+
+
+def test_the_plan_is_the_cores_and_goes_there_and_back(model, installed, tmp_path):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    planning = plan_fp8(model, batches(), max_error=0.004)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+    planning.plan.save(tmp_path / "plan.json")
+    applied = kpt_core.apply_plan(model, tmp_path / "plan.json")
+    plan = applied.plan
+    assert plan == planning.plan
+    assert {entry.rewrite for entry in plan.entries} <= {"fp8.linear", "fp8.linear_128x128"}
+    assert all(entry.kernel == "kpt_fp8.torch_kernels.linear:forward" for entry in plan.entries)
+    assert plan.bytes_before - plan.bytes_after == planning.front[planning.chosen - 1].bytes_saved
+    assert kpt_core.optimization.parameter_bytes(applied.model) == plan.bytes_after
+    applied.revert()
+    assert not any(isinstance(each, NativeFP8Linear) for each in applied.model.modules())
+
+
+def test_a_plan_for_latency_takes_what_is_faster(installed, slow_linear):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), FirstRow(), nn.Linear(512, 64))
+    plan = plan_fp8(model, [torch.randn(128, 512)], objective="latency", max_error=1.0, granularities=["row"]).plan
+    assert [entry.module for entry in plan.kept] == ["0", "1"]
+    first, second, last = plan.entries
+    assert first.gain == second.gain > 1  # of equal shapes one is timed
+    assert plan.gain > 1
+    assert "not faster" in last.reason
+
+
+class FirstRow(nn.Module):
+    """One row of float32 is read faster than it is decoded."""
+
+    def forward(self, x):
+        return x[:1]
+
+
+def test_a_plan_that_is_slower_as_a_whole_converts_nothing(model, monkeypatch, installed, cpu_clock):
+    def as_if_faster(model, candidates, batch):
+        return {(each.name, each.granularity): Timing(2.0, 1.0, 2.0, 0.01, "a kernel") for each in candidates}
+
+    monkeypatch.setattr("kpt_fp8.planner.time_layers", as_if_faster)
+    planning = plan_fp8(model, [torch.randn(1, 64)], objective="latency", max_error=1.0)
+    assert planning.plan.kept == ()
+    assert planning.chosen == 0
+    assert planning.plan.error == 0.0
+    assert planning.plan.bytes_after == planning.plan.bytes_before
+    assert all("together the model was slower" in entry.reason for entry in planning.plan.entries)
+
+
+def test_the_budget_of_the_loss(model):
+    data = batches()
+    with torch.no_grad():
+        exact = {id(batch): model(batch) for batch in data}
+
+    def loss(output, batch):
+        return (output - exact[id(batch)]).square().mean()
+
+    free = plan_fp8(model, data, max_error=1.0, loss=loss)
+    assert free.chosen == len(free.front)
+    budget = free.front[-1].loss_change / 10
+    assert budget > 0
+    bound = plan_fp8(model, data, max_error=1.0, max_loss_change=budget, loss=loss)
+    assert 0 < bound.chosen < free.chosen
+    assert bound.front[bound.chosen - 1].loss_change <= budget
+    assert bound.front[bound.chosen].loss_change > budget
+    with pytest.raises(InputError, match="max_loss_change needs a loss"):
+        plan_fp8(model, data, max_loss_change=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_error": -1.0}, "max_error must be at least 0; got -1.0"),
+        ({"max_error": float("nan")}, "max_error must be at least 0; got nan"),
+        ({"max_loss_change": -0.1}, "max_loss_change must be at least 0; got -0.1"),
+        ({"max_batches": 0}, "data gave no batch"),
+        ({"exclude": "layers.*"}, "no layer to convert"),
+    ],
+)
+def test_wrong_input_is_a_sentence(model, options, message):
+    with pytest.raises(InputError, match=message):
+        plan_fp8(model, batches(), **options)
+    with pytest.raises(UnknownNameError, match="objective"):
+        plan_fp8(model, batches(), objective="speed")

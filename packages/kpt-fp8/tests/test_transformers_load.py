@@ -1,0 +1,174 @@
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_files import VARIANTS, change, quantized, tensors_of
+from kpt_core import InputError
+from kpt_fp8 import FP8Tensor, NativeFP8Linear
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from kpt_fp8.checkpoints.contents import describe
+from kpt_fp8.checkpoints.folder import CheckpointFolder
+from kpt_fp8.transformers import load
+from kpt_fp8.transformers.layers import StoredExperts
+from transformers_models import KINDS, logits, model, sqnr, with_numbers
+
+FP8 = torch.float8_e4m3fn
+MOE = (
+    ("mixtral", "fp8-block"),
+    ("mixtral", "fp8-tensor-static"),
+    ("mixtral", "torchao"),
+    ("qwen3_moe", "ct-channel"),
+    ("qwen3_moe", "ct-block"),
+    ("qwen3_moe", "modelopt"),
+)
+PAIRS = [*(("llama", variant) for variant in VARIANTS), *MOE]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp("models") / kind
+        made[kind] = model(kind)
+        made[kind].save_pretrained(folder)
+        made[f"{kind} on disk"] = folder
+    return made
+
+
+def numbers(folder):
+    contents = describe(CheckpointFolder(folder))
+    with contents.folder.reading() as reader:
+        return {n: each.read(reader, contents.scheme).dequantize().clone() for n, each in contents.weights.items()}
+
+
+@pytest.mark.parametrize(("kind", "variant"), PAIRS)
+def test_a_checkpoint_computes_what_its_numbers_do_and_stays_8_bit(kind, variant, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], variant)
+    expected = logits(with_numbers(models[kind], numbers(tmp_path / "out")))
+    loaded, info = load(tmp_path / "out", quantize_activations=False, output_loading_info=True)
+    assert not any(info.values())
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    held = sum(each.nbytes for each in loaded.parameters())
+    stored = tensors_of(tmp_path / "out")
+    written = sum(each.nbytes for each in stored.values())
+    # Scales of bfloat16 are widened, static scales of activations are not needed; nothing else differs.
+    more = sum(each.nbytes for each in stored.values() if each.dtype is torch.bfloat16)
+    less = sum(each.nbytes for name, each in stored.items() if name.endswith(("input_scale", "activation_scale")))
+    assert written + more - less <= held <= written + more
+    parts = (each.codes if isinstance(each, FP8Tensor) else each for each in loaded.parameters())
+    codes = sum(each.numel() for each in parts if each.dtype is FP8)
+    assert codes == sum(each.numel() for each in numbers(tmp_path / "out").values())
+    assert not any(
+        each.requires_grad for each in loaded.parameters() if isinstance(each, FP8Tensor) or each.dtype is FP8
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [("llama", "ct-channel"), ("llama", "ct-weight-only"), ("mixtral", "fp8-block"), ("qwen3_moe", "fbgemm")],
+)
+def test_activations_are_quantised_as_the_checkpoint_says(kind, variant, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], variant)
+    exact = logits(load(tmp_path / "out", quantize_activations=False))
+    loaded = load(tmp_path / "out")
+    kinds = {each.activations for each in loaded.modules() if isinstance(each, NativeFP8Linear)}
+    wanted = {"fp8-block": "1x128", "ct-weight-only": "none"}.get(variant, "row")
+    assert kinds == {wanted}
+    if wanted == "none":
+        assert torch.equal(logits(loaded), exact)
+    else:
+        assert 15 < sqnr(exact, logits(loaded)) < 45
+
+
+@pytest.mark.parametrize("variant", ["fp8-tensor-static", "ct-tensor-static"])
+def test_static_scales_reach_layers_and_experts(variant, models, tmp_path):
+    quantized(tmp_path / "out", models["mixtral on disk"], variant)
+    loaded, held = load(tmp_path / "out"), tensors_of(tmp_path / "out")
+    ending = "activation_scale" if variant.startswith("fp8") else "input_scale"
+    layer = loaded.model.layers[1].self_attn.k_proj
+    assert layer.activations == "tensor"
+    assert torch.equal(layer.input_scale, held[f"model.layers.1.self_attn.k_proj.{ending}"].reshape(()))
+    experts = loaded.model.layers[1].mlp.experts
+    assert isinstance(experts, StoredExperts)
+    for projection, (scales, place) in {
+        "w1": (experts.gate_up_proj_activation_scale, 0),
+        "w3": (experts.gate_up_proj_activation_scale, 1),
+        "w2": (experts.down_proj_activation_scale, 0),
+    }.items():
+        for expert in range(4):
+            name = f"model.layers.1.block_sparse_moe.experts.{expert}.{projection}.{ending}"
+            assert scales[expert, place].item() == held[name].item()
+    assert logits(loaded).isfinite().all()
+
+
+def test_what_is_no_checkpoint_is_a_sentence(models, tmp_path):
+    with pytest.raises(InputError, match="is not quantised: load it with transformers"):
+        load(models["llama on disk"])
+    with pytest.raises(InputError, match="is no folder"):
+        load("meta-llama/Llama-3.1-8B")
+    quantized(tmp_path / "out", models["llama on disk"], "fp8-block")
+    with pytest.raises(InputError, match="leave it out"):
+        load(tmp_path / "out", quantization_config={})
+    scale = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    change(tmp_path / "out", remove=[scale])
+    with pytest.raises(InputError, match=f"has no scale {scale}"):
+        load(tmp_path / "out")
+
+
+def test_row_scales_of_experts_are_not_for_kpt_moe(models, tmp_path):
+    quantized(tmp_path / "out", models["mixtral on disk"], "ct-channel")
+    with pytest.raises(InputError, match="got scales per row"):
+        load(tmp_path / "out", experts_implementation="kpt")
+
+
+def test_transformers_keeps_what_it_has(models, tmp_path):
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+    assert AUTO_QUANTIZER_MAPPING["fp8"].__module__.startswith(("transformers.", "kpt_moe."))
+    assert AUTO_QUANTIZER_MAPPING["kpt_fp8"].__module__ == "kpt_fp8.transformers.quantizer"
+    assert AUTO_QUANTIZATION_CONFIG_MAPPING["fp8"].__module__.startswith("transformers.")
+    quantized(tmp_path / "out", models["llama on disk"], "fp8-block")
+    loaded = load(tmp_path / "out")
+    with pytest.raises(ValueError, match="not serializable"):
+        loaded.save_pretrained(tmp_path / "again")
+
+
+def run(script, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_experts_run_by_kpt_moe_where_it_is_installed(models, tmp_path):
+    pytest.importorskip("kpt_moe")
+    for variant in ("fp8-block", "fp8-tensor-static"):
+        folder = tmp_path / variant
+        quantized(folder, models["qwen3_moe on disk"], variant)
+        # By itself, since importing kpt_moe.transformers changes what transformers does.
+        (found,) = run(
+            """
+            import sys, kpt_moe.transformers, kpt_core
+            from kpt_fp8.transformers import load
+            from transformers_models import logits, sqnr
+            one = load(sys.argv[1], quantize_activations=False)
+            two = load(sys.argv[1], quantize_activations=False, experts_implementation="kpt")
+            with kpt_core.record() as log:
+                found = logits(two)
+            assert any(each.op == "moe.experts" for each in log), log
+            print(sqnr(logits(one), found))
+            """,
+            folder,
+        )
+        assert float(found) > 80

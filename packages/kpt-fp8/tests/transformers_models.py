@@ -1,0 +1,69 @@
+"""Small random models of transformers, on disk, and what they compute."""
+
+import copy
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32},
+    ),
+}
+KINDS = tuple(_KINDS)
+IDS = torch.arange(10)[None] * 3
+
+
+def model(kind):
+    """In float32; its numbers are not small, so that quantisation is seen."""
+    made, config, more = _KINDS[kind]
+    torch.manual_seed(0)
+    return made(config(**_SIZES, **more, initializer_range=0.1)).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+def with_numbers(original, numbers):
+    """The model with other numbers, by the names of its file."""
+    made = copy.deepcopy(original)
+    state = made.state_dict()
+    for name, tensor in numbers.items():
+        if name in state:
+            state[name].copy_(tensor)
+            continue
+        # Experts are one by one in the file, and stacked in the model; the gate comes before the up projection.
+        place, number, projection, _ = name.replace("block_sparse_moe", "mlp").rsplit(".", 3)
+        number, half = int(number), tensor.shape[0]
+        if projection in ("w2", "down_proj"):
+            state[f"{place}.down_proj"][number] = tensor
+        else:
+            start = half if projection in ("w3", "up_proj") else 0
+            state[f"{place}.gate_up_proj"][number, start : start + half] = tensor
+    return made
+
+
+def sqnr(exact, other):
+    return float(10 * torch.log10(exact.square().sum() / (exact - other).square().sum()))
