@@ -199,3 +199,29 @@ class TestDevices:
         found = devices.present()
         assert "avx2" in found.devices[0].features
         assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("KPT_USE", "foo", "KPT_USE=foo: no name 'foo' is installed (`kpt kernels` lists all)"),
+        ("KPT_USE", "clitets", "no name 'clitets' is installed (did you mean clitest?)"),
+        ("KPT_USE", "no.such.op=reference", "no op 'no.such.op' is installed"),
+        ("KPT_STRICT", "yes", "KPT_STRICT='yes': expected 0 or 1"),
+        ("KPT_REQUIRE_EVIDENCE", "rann", "KPT_REQUIRE_EVIDENCE='rann'"),
+    ],
+)
+def test_variable_that_every_op_refuses_is_a_problem_and_the_rest_is_shown(
+    kpt, backend, monkeypatch, name, value, said
+):
+    monkeypatch.setenv(name, value)
+    found = document(kpt, code=1)
+    (problem,) = found["problems"]
+    assert said in problem
+    assert found["environment"] == {name: value}
+    assert servings(found)["bfloat16"]["runs"] == ["cli_kernels:fast"]
+    result = kpt("doctor")
+    assert result.exit_code == 1
+    assert said in " ".join(result.stdout.split())
+    assert "What runs" in result.stdout
+    assert result.stderr == ""

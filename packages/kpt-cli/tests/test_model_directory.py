@@ -155,7 +155,7 @@ SPOILT = {
 def test_spoilt_model_is_refused_by_the_command_and_nothing_is_written(kpt, model, tmp_path, spoil, said):
     spoil(model)
     before = listing(tmp_path)
-    result = kpt("optimize", model, "-o", tmp_path / "out", "--plan", tmp_path / "plan.json")
+    result = kpt("optimize", model, "-o", tmp_path / "plan.json", "--copy", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr.startswith("kpt: error: ")
     assert said.format(model=model) in result.stderr

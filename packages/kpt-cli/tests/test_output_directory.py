@@ -5,10 +5,13 @@ import json
 import os
 import resource
 import shutil
+import tempfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+import kpt_core
 from kpt_cli.optimize import output_directory
 from kpt_cli.optimize.model_directory import read_model_directory
 from model_files import listing
@@ -31,64 +34,66 @@ def refused(kpt, tmp_path, *arguments):
 
 
 def test_output_is_the_model_itself(kpt, model, tmp_path):
-    assert "is the model's own folder" in refused(kpt, tmp_path, model, "-o", model, "--force")
+    assert "is the model's own folder" in refused(kpt, tmp_path, model, "--copy", model, "--force")
 
 
 def test_output_is_the_model_behind_a_link(kpt, model, tmp_path):
     (tmp_path / "link").symlink_to(model)
-    assert "is the model's own folder" in refused(kpt, tmp_path, model, "-o", tmp_path / "link", "--force")
+    assert "is the model's own folder" in refused(kpt, tmp_path, model, "--copy", tmp_path / "link", "--force")
 
 
 def test_output_inside_the_model(kpt, model, tmp_path):
-    assert "lies inside the model's folder" in refused(kpt, tmp_path, model, "-o", model / "out")
+    assert "lies inside the model's folder" in refused(kpt, tmp_path, model, "--copy", model / "out")
 
 
 def test_model_inside_the_output(kpt, model, tmp_path):
-    assert "contains the model's folder" in refused(kpt, tmp_path, model, "-o", tmp_path, "--force")
+    assert "contains the model's folder" in refused(kpt, tmp_path, model, "--copy", tmp_path, "--force")
 
 
 def test_output_is_a_file(kpt, model, tmp_path):
     (tmp_path / "out").write_text("")
-    assert "is a file" in refused(kpt, tmp_path, model, "-o", tmp_path / "out", "--force")
+    assert "is a file" in refused(kpt, tmp_path, model, "--copy", tmp_path / "out", "--force")
 
 
 def test_output_is_not_empty(kpt, model, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "diary.txt").write_text("dear diary")
     assert "exists and is not empty; choose another folder, or replace it with --force" in refused(
-        kpt, tmp_path, model, "-o", tmp_path / "out"
+        kpt, tmp_path, model, "--copy", tmp_path / "out"
     )
     assert "holds no model, so --force does not replace it" in refused(
-        kpt, tmp_path, model, "-o", tmp_path / "out", "--force"
+        kpt, tmp_path, model, "--copy", tmp_path / "out", "--force"
     )
 
 
 def test_parent_of_the_output_is_missing(kpt, model, tmp_path):
-    assert f"the folder {tmp_path / 'a'} does not exist" in refused(kpt, tmp_path, model, "-o", tmp_path / "a" / "b")
+    assert f"the folder {tmp_path / 'a'} does not exist" in refused(
+        kpt, tmp_path, model, "--copy", tmp_path / "a" / "b"
+    )
 
 
 def test_disk_is_too_small(kpt, model, tmp_path, monkeypatch):
     monkeypatch.setattr(output_directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert "and the disk has 1.0 kB free; make room" in refused(kpt, tmp_path, model, "-o", tmp_path / "out")
+    assert "and the disk has 1.0 kB free; make room" in refused(kpt, tmp_path, model, "--copy", tmp_path / "out")
 
 
 def test_plan_file_is_a_folder(kpt, model, tmp_path):
-    assert "expected a file name" in refused(kpt, tmp_path, model, "--plan", tmp_path)
+    assert "expected a file name" in refused(kpt, tmp_path, model, "-o", tmp_path)
 
 
 def test_plan_file_exists(kpt, model, tmp_path):
     (tmp_path / "plan.json").write_text("{}")
-    assert "replace it with --force" in refused(kpt, tmp_path, model, "--plan", tmp_path / "plan.json")
+    assert "replace it with --force" in refused(kpt, tmp_path, model, "-o", tmp_path / "plan.json")
 
 
 def test_parent_of_the_plan_is_missing(kpt, model, tmp_path):
-    assert "does not exist; make it first" in refused(kpt, tmp_path, model, "--plan", tmp_path / "a" / "plan.json")
+    assert "does not exist; make it first" in refused(kpt, tmp_path, model, "-o", tmp_path / "a" / "plan.json")
 
 
-@pytest.mark.parametrize("option", ["--output", "--plan"])
+@pytest.mark.parametrize("option", ["--output", "--copy"])
 def test_no_permission_is_found_before_the_work(kpt, model, tmp_path, monkeypatch, option):
-    monkeypatch.setattr(output_directory.os, "access", lambda path, mode: not mode & os.W_OK)
-    assert "no permission to write in" in refused(kpt, tmp_path, model, option, tmp_path / "out")
+    fail_at(monkeypatch, tempfile, "TemporaryFile", OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    assert "nothing can be written in" in refused(kpt, tmp_path, model, option, tmp_path / "out")
 
 
 def fail_at(monkeypatch, owner, name, error):
@@ -105,7 +110,7 @@ class TestFailureWhileWriting:
     def test_disk_full_leaves_nothing(self, kpt, model, tmp_path, monkeypatch):
         fail_at(monkeypatch, output_directory.shutil, "copyfile", self.FULL)
         before = listing(tmp_path)
-        result = kpt("optimize", model, "-o", tmp_path / "out", "--plan", tmp_path / "plan.json")
+        result = kpt("optimize", model, "--copy", tmp_path / "out", "-o", tmp_path / "plan.json")
         assert result.exit_code == 2
         assert "kpt: error: the disk is full" in result.stderr
         assert listing(tmp_path) == before
@@ -114,13 +119,13 @@ class TestFailureWhileWriting:
         out = shutil.copytree(model, tmp_path / "out")
         fail_at(monkeypatch, output_directory.shutil, "copyfile", self.FULL)
         before = listing(tmp_path)
-        assert kpt("optimize", model, "-o", out, "--force").exit_code == 2
+        assert kpt("optimize", model, "--copy", out, "--force").exit_code == 2
         assert listing(tmp_path) == before
 
     def test_interrupt_leaves_nothing(self, kpt, model, tmp_path, monkeypatch):
         fail_at(monkeypatch, output_directory.shutil, "copyfile", KeyboardInterrupt())
         before = listing(tmp_path)
-        assert kpt("optimize", model, "-o", tmp_path / "out").exit_code == 130
+        assert kpt("optimize", model, "--copy", tmp_path / "out").exit_code == 130
         assert listing(tmp_path) == before
 
     def test_output_that_appears_meanwhile_is_not_overwritten(self, kpt, model, tmp_path, monkeypatch):
@@ -133,7 +138,7 @@ class TestFailureWhileWriting:
             return copy(source, target)
 
         monkeypatch.setattr(output_directory.shutil, "copyfile", meanwhile)
-        result = kpt("optimize", model, "-o", out)
+        result = kpt("optimize", model, "--copy", out)
         assert result.exit_code == 2
         assert listing(out) == ["diary.txt"]
         assert listing(tmp_path) == sorted(
@@ -152,7 +157,7 @@ class TestFailureWhileWriting:
 
         monkeypatch.setattr(type(out), "rename", once)
         before = listing(tmp_path)
-        result = kpt("optimize", model, "-o", out, "--force")
+        result = kpt("optimize", model, "--copy", out, "--force")
         assert result.exit_code == 2
         assert "Input/output error" in result.stderr
         assert listing(tmp_path) == before
@@ -193,7 +198,7 @@ def test_real_limit_of_the_system_leaves_nothing(model, tmp_path):
 @pytest.mark.usefixtures("quick_optimize")
 class TestWhatIsWritten:
     def test_weights_are_the_same_bytes(self, kpt, model, tmp_path):
-        assert kpt("optimize", model, "-o", tmp_path / "out").exit_code == 0
+        assert kpt("optimize", model, "--copy", tmp_path / "out").exit_code == 0
         for name in ("config.json", "model.safetensors", "generation_config.json"):
             assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
         assert listing(tmp_path / "out") == sorted([*listing(model), "kpt_plan.json"])
@@ -204,7 +209,7 @@ class TestWhatIsWritten:
         for name in ("pytorch_model.bin", "modeling_mixtral.py", "other.safetensors", ".env", "kpt_plan.json"):
             (model / name).write_text("{}")
         (model / "original").mkdir()
-        assert kpt("optimize", model, "-o", tmp_path / "out").exit_code == 0
+        assert kpt("optimize", model, "--copy", tmp_path / "out").exit_code == 0
         assert set(listing(tmp_path / "out")) == {
             "config.json",
             "generation_config.json",
@@ -221,29 +226,45 @@ class TestWhatIsWritten:
     def test_force_replaces_a_model(self, kpt, model, tmp_path):
         out = shutil.copytree(model, tmp_path / "out")
         (out / "old.txt").write_text("")
-        assert kpt("optimize", model, "-o", out, "--yes").exit_code == 0
+        assert kpt("optimize", model, "--copy", out, "--yes").exit_code == 0
         assert "old.txt" not in listing(out)
         assert "kpt_plan.json" in listing(out)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral", "out"]
 
     def test_empty_folder_is_as_good_as_none(self, kpt, model, tmp_path):
         (tmp_path / "out").mkdir()
-        assert kpt("optimize", model, "-o", tmp_path / "out").exit_code == 0
+        assert kpt("optimize", model, "--copy", tmp_path / "out").exit_code == 0
 
     def test_relative_output(self, kpt, model, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        assert kpt("optimize", "mixtral", "-o", "out").exit_code == 0
+        assert kpt("optimize", "mixtral", "--copy", "out").exit_code == 0
         assert "kpt_plan.json" in listing(tmp_path / "out")
 
     def test_dtype_is_noted_in_the_config(self, kpt, model, tmp_path):
-        assert kpt("optimize", model, "-o", tmp_path / "out", "--dtype", "bfloat16").exit_code == 0
+        assert kpt("optimize", model, "--copy", tmp_path / "out", "--dtype", "bfloat16").exit_code == 0
         assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
         assert (tmp_path / "out" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
     def test_plan_alone(self, kpt, model, tmp_path):
         plan = tmp_path / "plan.json"
-        result = kpt("optimize", model, "--plan", plan)
+        result = kpt("optimize", model, "-o", plan)
         assert result.exit_code == 0
         assert f"Wrote the plan to {plan}" in result.stdout
         assert json.loads(plan.read_text())["entries"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral", "plan.json"]
+
+    def test_no_copy_of_a_model_that_stays_as_it_is(self, kpt, model, tmp_path, monkeypatch):
+        optimize = kpt_core.optimize
+
+        def nothing_kept(*given, **options):
+            found = optimize(*given, **options)
+            entries = tuple(replace(entry, kept=False) for entry in found.plan.entries)
+            return replace(found, plan=replace(found.plan, entries=entries))
+
+        monkeypatch.setattr(kpt_core, "optimize", nothing_kept)
+        result = kpt("optimize", model, "--copy", tmp_path / "out")
+        assert result.exit_code == 0
+        assert "Nothing pays, so the model was not copied" in result.stdout
+        assert "To run it" not in result.stdout
+        assert json.loads(kpt("optimize", model, "--copy", tmp_path / "out", "--json").stdout)["copy"] is None
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tuned_plugin import ENTRY_POINTS, SOURCE
+from tuned_distribution import ENTRY_POINTS, SOURCE
 
 PRODUCT = "tuned/tuned.product/tuned_plugin"
 
@@ -56,9 +56,10 @@ def test_the_winner_is_told_written_and_used(kpt_process, plugins, tables):
     assert "was measured as of tuned-plugin 1.0, and comes from tuned-plugin 1.1 now" in other.stderr
 
 
-def test_json_is_the_whole_document(kpt_process, plugins, tables):
+def test_json_is_the_whole_document(kpt_plugged, plugins, tables):
     options = ("--case", "one row", "--seconds", "0.1", "--dry-run", "--json")
-    done = kpt_process("tune", "tuned.product", *options, plugins=plugins)
+    done = kpt_plugged("tune", "tuned.product", *options, plugins=plugins)
+    assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     (entry,) = document["entries"]
     assert (entry["op"], entry["key"], entry["case"]) == ("tuned.product", [1], "one row")
@@ -81,8 +82,9 @@ def test_without_kernels_nothing_is_tuned_and_nothing_written(kpt, tables, monke
     assert not (tmp_path / "table.json").exists()
 
 
-def test_what_is_not_even_tried_is_said_to_be_so(kpt_process, plugins, tables):
-    done = kpt_process("tune", "tuned.product", "--training", plugins=plugins)
+def test_what_is_not_even_tried_is_said_to_be_so(kpt_plugged, plugins, tables):
+    done = kpt_plugged("tune", "tuned.product", "--training", plugins=plugins)
+    assert done.exit_code == 0, done.stderr
     assert "tuned.product: its cases name no argument with a gradient" in done.stdout
     assert done.stdout.endswith("Nothing was measured, and nothing was written.\n")
     assert not tables.exists()
@@ -113,23 +115,23 @@ def test_a_choice_in_the_environment_is_refused(kpt, monkeypatch):
     assert "reference was asked for (use or KPT_USE): tuning compares kernels, take that back" in result.stderr
 
 
-def test_a_table_that_could_not_be_used_is_kept_and_told(kpt_process, plugins, tables):
-    first = kpt_process("tune", "tuned.product", "--seconds", "0.1", "--json", plugins=plugins)
+def test_a_table_that_could_not_be_used_is_kept_and_told(kpt_plugged, plugins, tables):
+    first = kpt_plugged("tune", "tuned.product", "--seconds", "0.1", "--json", plugins=plugins)
     table = Path(json.loads(first.stdout)["path"])
     table.write_text("{")
-    done = kpt_process("tune", "tuned.product", "--seconds", "0.1", plugins=plugins)
-    assert done.returncode == 0, done.stderr
+    done = kpt_plugged("tune", "tuned.product", "--seconds", "0.1", plugins=plugins)
+    assert done.exit_code == 0, done.stderr
     assert f"it is kept as {table}.corrupt" in " ".join(done.stdout.split())
     assert f"kpt: warning: tuning table {table}: ignored, because it is not whole JSON" in " ".join(done.stderr.split())
     assert (tables / f"{table.name}.corrupt").read_text() == "{"
 
 
-def test_doctor_tells_what_is_modelled_from_what_was_measured(kpt_process, plugins, tables):
-    kpt_process("tune", "tuned.product", "--seconds", "0.1", plugins=plugins)
+def test_doctor_tells_what_is_modelled_from_what_was_measured(kpt_plugged, plugins, tables):
+    kpt_plugged("tune", "tuned.product", "--seconds", "0.1", plugins=plugins)
     (table,) = tables.glob("*.json")
     document = json.loads(table.read_text())
     document["entries"][0] |= {"kernel": f"{PRODUCT}:slow", "config": None, "method": "modelled"}
     table.write_text(json.dumps(document))
-    looked = " ".join(kpt_process("doctor", plugins=plugins).stdout.split())
+    looked = " ".join(kpt_plugged("doctor", plugins=plugins).stdout.split())
     assert "For some sizes of tuned.product, tiles are modelled, not measured: `kpt tune` measures them." in looked
     assert "what `kpt tune` measured comes first" not in looked

@@ -7,22 +7,42 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from textwrap import TextWrapper
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-#: Width of tables where there is no terminal to fit.
+#: Width of tables where there is no terminal to fit; they are wider where a name needs it.
 WIDTH = 100
+#: Width of a console that is no terminal.
+_UNBOUNDED = 10_000
+#: Sentences in a column that is narrower are hard to read.
+_READABLE = 16
+#: Between two columns.
+_GAP = 3
+
+
+class _Console(Console):
+    """Leaves a closed pipe to `main`, where rich would end the process, and long names whole."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does, but never cut a table off."""
+        if any(isinstance(each, WordTable) for each in objects):
+            options["crop"] = False
+        super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH
-    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _UNBOUNDED
+    return _Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def out() -> Console:
@@ -53,22 +73,62 @@ def heading(text: str) -> None:
     out().print(f"\n{text}", style="bold")
 
 
-def table(*columns: str, wide: str = "", right: tuple[str, ...] = ()) -> Table:
-    """Make an empty table; its cells fold rather than lose text.
+class WordTable(Table):
+    """A table that breaks cells between words alone: names of kernels and modules can be copied.
+
+    Where that doesn't fit, every row becomes a block of lines, one for each cell.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Decide on the widths first."""
+        cells = [[_plain(cell) for cell in (column.header, *column.cells)] for column in self.columns]
+        words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in cells]
+        most = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
+        least = [max(word, min(line, _READABLE)) for word, line in zip(words, most, strict=True)]
+        room = min(options.max_width, WIDTH) if console.width == _UNBOUNDED else options.max_width
+        spare = room - sum(least) - _GAP * (len(cells) - 1)
+        if spare < 0 and console.width != _UNBOUNDED:
+            yield from _blocks(cells, room)
+            return
+        # Those that want least more get it whole, and leave the rest to the others.
+        for left, index in zip(
+            range(len(cells), 0, -1), sorted(range(len(cells)), key=lambda i: most[i] - least[i]), strict=True
+        ):
+            more = min(most[index] - least[index], max(spare, 0) // left)
+            spare -= more
+            self.columns[index].width = least[index] + more
+        yield from super().__rich_console__(console, options)
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _blocks(cells: list[list[str]], room: int) -> Iterator[Text]:
+    """Rows of a table that is too wide, a line or some for each cell."""
+    heads = [column[0] for column in cells]
+    wide = max(map(len, heads)) + 2
+    fit = TextWrapper(max(room - wide, 1), break_long_words=False, break_on_hyphens=False)
+    for row in zip(*(column[1:] for column in cells), strict=True):
+        lines = [
+            f"{'' if number else head:<{wide}}{line}"
+            for head, cell in zip(heads, row, strict=True)
+            if cell
+            for number, line in enumerate(part for line in cell.splitlines() for part in fit.wrap(line))
+        ]
+        yield Text("\n".join([*lines, ""]), no_wrap=True, overflow="ignore")
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> WordTable:
+    """Make an empty table.
 
     Args:
         columns: titles.
-        wide: title of the column that takes the room that is left.
         right: titles of the columns that hold numbers.
     """
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    made = WordTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for title in columns:
-        made.add_column(
-            title,
-            overflow="fold",
-            ratio=1 if title == wide else None,
-            justify="right" if title in right else "left",
-        )
+        made.add_column(title, overflow="fold", justify="right" if title in right else "left")
     return made
 
 

@@ -20,6 +20,8 @@ def dtypes_named(names: Iterable[str]) -> "list[torch.dtype]":
     names = list(names)
     for name in names:
         check_choice("dtype", name, KNOWN)
+    if not names:
+        return []
     import torch
 
     return [getattr(torch, name) for name in names]

@@ -1,10 +1,13 @@
 """The command `kpt`: its commands, and the one place where errors become sentences and exit codes.
 
-Exit codes: 0 done; 1 something is broken (`doctor`) or differs (`validate replay`, `bisect`), or a bug; 2 what was
-asked for, or its input, is wrong; 130 interrupted.
+Modules of commands import nothing heavy until they run, so that help, completion and refusals are quick.
+
+Exit codes: 0 done; 1 something is broken (`doctor`), wrong (`bench`) or differs (`validate replay`, `bisect`), or a
+bug; 2 what was asked for, or its input, is wrong; 130 interrupted.
 """
 
-import importlib
+import os
+import sys
 import traceback
 from typing import Annotated, Any
 
@@ -12,7 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
+from .bench.command import app as bench
 from .console import complain, plain_warnings
+from .demo.command import demo
 from .doctor.command import doctor
 from .errors import sentence
 from .kernels.command import kernels
@@ -20,6 +25,8 @@ from .lock.command import lock
 from .new.command import app as new
 from .optimize.command import optimize
 from .tune.command import tune
+from .validate.bisect_command import bisect
+from .validate.command import app as validate
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -32,12 +39,19 @@ class KptGroup(TyperGroup):
         """Run the command that was asked for."""
         try:
             with plain_warnings():
-                return super().invoke(ctx)
+                try:
+                    return super().invoke(ctx)
+                finally:
+                    sys.stdout.flush()  # while a closed pipe can still be told from a failure
         except KeyboardInterrupt:
             complain("error", "interrupted")
             raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Who reads has enough, of `| head` for instance; what is left has nowhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise typer.Exit from None
         except Exception as error:
-            text = None if isinstance(error, BrokenPipeError) else sentence(error)
+            text = sentence(error)
             if text is None:
                 raise
             if ctx.params.get("debug"):
@@ -74,52 +88,10 @@ def kpt(
     """Look at the kernels of this machine, optimise a model with them, and see what was chosen and why."""
 
 
-def _forward(ctx: typer.Context, target: str) -> None:
-    """Import a command only now and hand the arguments to it; whatever goes wrong there is not hidden here."""
-    module, _, attribute = target.partition(":")
-    found = getattr(importlib.import_module(module), attribute)
-    if not isinstance(found, typer.Typer):
-        function, found = found, typer.Typer(add_completion=False, context_settings=_HELP)
-        found.command()(function)
-    command = typer.main.get_command(found)
-    code = command.main(args=ctx.args, prog_name=ctx.command_path, standalone_mode=False)
-    if isinstance(code, int) and code:
-        raise typer.Exit(code)
-
-
-#: Every argument is left to the command that is imported, `--help` included.
-_HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-app.command()(doctor)
-app.command()(kernels)
-app.command()(optimize)
-app.command()(tune)
-app.command()(lock)
-app.add_typer(new, name="new")
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-def bench(ctx: typer.Context) -> None:
-    """Measure kernels and layers on this machine against their peers; `kpt bench --help` lists what can be measured."""
-    _forward(ctx, "kpt_cli.bench.command:app")
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-def demo(ctx: typer.Context) -> None:
-    """Optimise a small model on this machine and show the report."""
-    _forward(ctx, "kpt_cli.demo.command:demo")
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-def validate(ctx: typer.Context) -> None:
-    """Record a model's numbers layer by layer, and judge another machine, backend or version by them."""
-    _forward(ctx, "kpt_cli.validate.command:app")
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-def bisect(ctx: typer.Context) -> None:
-    """Find the first module of a model that goes wrong by itself, between two kernels, backends or machines."""
-    _forward(ctx, "kpt_cli.validate.bisect_command:bisect")
+for command in (doctor, kernels, optimize, tune, lock, demo, bisect):
+    app.command()(command)
+for name, group in {"new": new, "bench": bench, "validate": validate}.items():
+    app.add_typer(group, name=name)
 
 
 def main() -> None:

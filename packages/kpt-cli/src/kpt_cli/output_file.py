@@ -1,6 +1,6 @@
 """A file that a command writes when its work is done: whether it can be is asked before."""
 
-import os
+import tempfile
 from pathlib import Path
 
 from .errors import CliError
@@ -31,5 +31,8 @@ def check_output_file(file: Path | None, option: str, *, force: bool = True) -> 
 
 def check_writable(folder: Path, what: str) -> None:
     """Raise `CliError`, which begins with `what`, if nothing may be written in a folder."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise CliError(f"{what}: no permission to write in {folder}; choose a place that you may write to")
+    try:
+        # Asking for permission alone is not enough: a superuser has it where nothing can be written, in /proc say.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CliError(f"{what}: nothing can be written in {folder} ({error.strerror}); choose another place") from None

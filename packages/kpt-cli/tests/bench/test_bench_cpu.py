@@ -21,7 +21,8 @@ from kpt_cli.bench.cpu.rows import GROUPS, Plan
 from kpt_cli.bench.cpu.step import step_contest
 from kpt_cli.bench.moe import GateError, Shape, dense_layers, transformers_experts
 from kpt_core.registry import add_backend, remove_backend
-from kpt_moe import experts, quantise_weights
+from kpt_moe.experts import experts
+from kpt_moe.quantised_experts import quantise_weights
 
 DECODE = Shape("decode", 1, 64, 32, 8, 2, gated=True)
 MANY = Shape("many", 64, 16, 32, 4, 2, gated=False)
@@ -319,19 +320,21 @@ def test_command_prints_a_table(kpt, monkeypatch):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_nothing_is_written_if_a_result_is_wrong(kpt, offering, monkeypatch, tmp_path):
+def test_a_wrong_result_alone_has_a_report_and_no_plot(kpt, offering, monkeypatch, tmp_path):
     monkeypatch.setattr(kpt_core, "refresh", lambda: None)  # which would forget the wrong kernel
     offering("moe.scaled_grouped_mm", "product_without_scales")
     result = kpt("bench", "cpu", "--quick", "--group", "product", "-o", tmp_path / "figures.json")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "no figures for product" in result.stderr
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    lines = json.loads((tmp_path / "figures.json").read_text())["lines"]
+    assert all("seconds" not in line and line["reason"].startswith("no figures") for line in lines)
 
 
 def test_unknown_group_is_refused(kpt):
     result = kpt("bench", "cpu", "--group", "prefil")
     assert result.exit_code == 2
-    assert "did you mean 'prefill'" in result.stderr
+    assert "did you mean prefill?" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -350,3 +353,22 @@ def test_says_whether_there_are_native_kernels(monkeypatch, backends, said):
 
     monkeypatch.setattr(kpt_core, "backends", lambda: backends)
     assert native_kernels() == said
+
+
+def test_a_row_with_a_wrong_result_is_marked_and_the_others_are_measured(kpt, monkeypatch):
+    from kpt_cli.bench.cpu import rows
+
+    measure = rows.measure
+
+    def first_is_wrong(contest, ceilings, seconds):
+        if "float32" in contest.dtype or contest.dtype == "fp32":
+            raise GateError("no figures for this one")
+        return measure(contest, ceilings, seconds)
+
+    monkeypatch.setattr(rows, "measure", first_is_wrong)
+    result = kpt("bench", "cpu", "--quick", "--group", "step", "--seconds", "0.1")
+    assert result.exit_code == 1, result.output
+    assert "kpt: error: no figures for this one" in result.stderr
+    marked = [line for line in result.stdout.splitlines() if line.startswith("step") or "wrong" in line]
+    assert any("wrong" in line for line in marked)
+    assert "bf16" in result.stdout

@@ -14,7 +14,7 @@ from kpt_cli.bench.cpu.measuring import measure
 from kpt_cli.bench.moe import GateError
 from kpt_core.optimization import measure as measure_module
 from kpt_core.registry import add_backend, remove_backend
-from kpt_moe import experts
+from kpt_moe.experts import experts
 
 READ = Probe("reading", lambda: None, amount=1000, rate=100.0)
 FP32 = Probe("products in float32", lambda: None, amount=10, rate=50.0)

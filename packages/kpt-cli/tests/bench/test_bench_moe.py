@@ -1,6 +1,7 @@
 """`kpt bench moe`: what it reports, and when it refuses."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ from typer.testing import CliRunner
 
 import kpt_core
 from kpt_cli.bench import moe
-from kpt_cli.bench.moe import GateError, Shape
+from kpt_cli.bench.moe import Line, Refused, Shape
 from kpt_cli.main import app
 from kpt_core.registry import add_backend, remove_backend
-from kpt_moe import experts
+from kpt_moe.experts import experts
 
 TINY = Shape("prefill", 64, 16, 32, 4, 2, gated=False)
 DECODE = Shape("decode", 1, 64, 32, 8, 2, gated=True)
@@ -39,6 +40,7 @@ def first_tokens_only(call: kpt_core.Call) -> torch.Tensor:
 def test_measures_every_implementation(shape: Shape, dtype: torch.dtype) -> None:
     with kpt_core.record() as log:
         (line,) = moe.run((shape,), (dtype,), seconds=0.01, seed=0)
+    assert isinstance(line, Line)
     assert {selection.op for selection in log} == {"moe.experts"}
     assert [result.implementation for result in line.results] == ["kpt", "eager", "grouped_mm", "dense"]
     assert line.results[0].gain == 1
@@ -52,13 +54,37 @@ def test_counts_operations() -> None:
     assert DECODE.flops == 2 * 3 * (1 * 2) * 64 * 32
 
 
-def test_refuses_to_report_a_wrong_result() -> None:
+@pytest.fixture
+def wrong() -> Iterator[None]:
     add_backend(Wrong())
-    try:
-        with pytest.raises(GateError, match=r"no figures for prefill in torch\.float32: KPT's error"):
-            list(moe.run((TINY,), (torch.float32,), seconds=0.01, seed=0))
-    finally:
-        remove_backend("wrong")
+    yield
+    remove_backend("wrong")
+
+
+@pytest.mark.usefixtures("wrong")
+def test_has_no_figures_for_a_wrong_result_and_goes_on() -> None:
+    refused, line = moe.run((TINY, DECODE), (torch.float32,), seconds=0.01, seed=0)
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith("no figures for prefill in torch.float32: KPT's error")
+    assert isinstance(line, Line)
+
+
+@pytest.mark.usefixtures("wrong")
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_command_marks_a_wrong_result_and_fails_at_the_end(monkeypatch: pytest.MonkeyPatch, how: list[str]) -> None:
+    monkeypatch.setattr(moe, "QUICK_SHAPES", (TINY, DECODE))
+    result = CliRunner().invoke(app, ["bench", "moe", "--quick", "--dtype", "float32", *how], env={"COLUMNS": "160"})
+    assert result.exit_code == 1, result.output
+    assert "kpt: error: no figures for prefill in torch.float32: KPT's error" in result.stderr
+    if how:
+        refused, line = json.loads(result.stdout)["lines"]
+        assert refused["reason"].startswith("no figures for prefill")
+        assert line["gain"] > 0
+    else:
+        rows = [row.split() for row in result.stdout.splitlines()]
+        (marked,) = [row for row in rows if row[:1] == ["64"]]
+        assert marked[-1] == "wrong"
+        assert any(row[:1] == ["1"] and row[-1].endswith("x") for row in rows)
 
 
 def test_command_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +108,4 @@ def test_command_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_dtype_is_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "moe", "--dtype", "bfloat"])
     assert result.exit_code == 2
-    assert "did you mean 'bfloat16'" in result.stderr
+    assert "did you mean bfloat16 or" in result.stderr

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 import kpt_core
 from kpt_cli.bench import training
-from kpt_cli.bench.moe import GateError, Shape
+from kpt_cli.bench.moe import Refused, Shape
 from kpt_cli.main import app
 from kpt_core.registry import add_backend, remove_backend
-from kpt_moe import experts
+from kpt_moe.experts import experts
 
 TINY = Shape("step", 64, 16, 32, 4, 2, gated=True)
 
@@ -41,6 +41,7 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measures_every_implementation(dtype: torch.dtype) -> None:
     (line,) = training.run((TINY,), (dtype,), seconds=0.01, seed=0)
+    assert isinstance(line, training.Line)
     assert [result.implementation for result in line.results] == ["kpt", "eager", "grouped_mm"]
     assert line.results[0].gain == 1
     assert 0 < line.routing_share < 1
@@ -59,13 +60,20 @@ def test_peak_grows_with_the_tokens() -> None:
 
 
 @pytest.mark.usefixtures("no_probe")
-def test_refuses_to_report_a_wrong_gradient() -> None:
+def test_has_no_figures_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "QUICK_SHAPES", (TINY,))
     add_backend(Wrong())
     try:
-        with pytest.raises(GateError, match=r"no figures for step in torch\.float32: KPT's error of gradient 0"):
-            list(training.run((TINY,), (torch.float32,), seconds=0.01, seed=0))
+        (refused,) = training.run((TINY,), (torch.float32,), seconds=0.01, seed=0)
+        command = ["bench", "moe-training", "--quick", "--dtype", "float32"]
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "170"})
     finally:
         remove_backend("wrong")
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith("no figures for step in torch.float32: KPT's error of gradient 0")
+    assert result.exit_code == 1
+    assert "fp32    wrong" in result.stdout
+    assert refused.reason in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.usefixtures("no_probe")

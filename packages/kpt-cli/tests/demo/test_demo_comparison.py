@@ -1,5 +1,9 @@
-import pytest
+import itertools
 
+import pytest
+import torch
+
+from kpt_cli.demo import speed
 from kpt_cli.demo.comparison import NOISE, Spread, median_interval, of_bytes, of_times
 
 MIB = 2**20
@@ -63,3 +67,27 @@ def test_spread_of_one_run():
 
 def test_spread_of_many_runs():
     assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(3.0, 2.0, 4.0, 5)
+
+
+def test_the_interval_is_told_even_within_noise():
+    comparison = of_times("prefill", 100, [1.0, 1.4, 0.9, 1.2, 1.1] * 3, [1.1, 0.9, 1.0, 1.3, 0.8] * 3)
+    assert comparison.interval == f"{comparison.gain:.2f}x [{comparison.gain_low:.2f} to {comparison.gain_high:.2f}]"
+    assert not comparison.settled
+    assert of_times("decode", 10, [1.0] * 15, [1.25] * 15).settled
+
+
+class FakeClock:
+    """Times that jump, or do not."""
+
+    def __init__(self, seconds):
+        self.prefill = self.decode = seconds
+
+
+@pytest.mark.parametrize(("after", "rounds"), [([0.5], 8), ([0.2, 1.5, 0.6, 3.0], 24)], ids=["quiet", "busy"])
+def test_rounds_go_on_until_the_gain_is_known(monkeypatch, after, rounds):
+    turns = itertools.cycle(after)
+    monkeypatch.setattr(
+        speed, "generate_timed", lambda model, *given: FakeClock(1.0 if model == "before" else next(turns))
+    )
+    found, _ = speed.compare_speed("before", "after", torch.zeros(1, 4), 3, 8, lambda done, total: None)
+    assert {comparison.before.runs for comparison in found} == {rounds}

@@ -1,11 +1,13 @@
+import errno
 import json
 import os
 import shutil
+import tempfile
 from collections import namedtuple
 
 import pytest
 
-from kpt_cli.demo import output, run
+from kpt_cli.demo import run
 from kpt_cli.demo.output import KIND, REPORT
 
 
@@ -70,8 +72,11 @@ def test_a_place_where_nobody_can_write_is_refused(kpt):
 
 
 def test_a_folder_without_permission_is_refused(kpt, tmp_path, monkeypatch):
-    monkeypatch.setattr(output.os, "access", lambda path, mode: False)
-    assert "no permission to write" in refused(kpt, "-o", tmp_path / "out")
+    def refuse(**options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert "nothing can be written in" in refused(kpt, "-o", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -6,6 +6,7 @@ import torch
 
 import kpt_core
 from kpt_cli.demo import run
+from kpt_cli.demo.memory import TRAINING
 from kpt_cli.demo.output import KIND
 from kpt_cli.demo.sizes import QUICK
 
@@ -73,7 +74,7 @@ def test_html_needs_nothing_else(page):
 def test_html_follows_light_and_dark(page):
     assert "prefers-color-scheme: dark" in page
     assert "#010101" not in page
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 9  # two figures, wide and narrow, and a panel for each comparison
 
 
 def test_json_says_all(quick_run):
@@ -99,7 +100,7 @@ def test_json_says_all(quick_run):
     assert len(document["training"]["losses"]) == QUICK.steps
     assert document["training"]["losses"][-1] < document["training"]["losses"][0]
     names = [comparison["name"] for comparison in document["comparisons"]]
-    assert names == ["prefill", "decode", "peak memory, prefill", "peak memory, decode"]
+    assert names == ["prefill", "decode", "peak memory, prefill", "peak memory, decode", TRAINING]
     assert [comparison["name"] for comparison in document["over_plain"]] == ["prefill", "decode"]
     for row in document["quality"]["expert_load"]:
         assert sum(row) == pytest.approx(1)
@@ -157,3 +158,16 @@ def test_tables_for_people_and_an_earlier_demo_is_replaced(kpt, quick_run, tmp_p
         assert part in done.stdout
     assert str(out / "report.html") in done.stdout.replace("\n", "")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_every_comparison_shows_its_gain_and_interval(page, quick_run, kpt, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "run_demo", lambda options, folder, screen: quick_run.result)
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = " ".join(kpt("demo", "--quick", "-o", tmp_path / "out").stdout.split())
+    tiles = page[page.index('class="tiles"') : page.index("<section>")]
+    for comparison in quick_run.result.comparisons:
+        assert f"{comparison.gain:.2f}x [{comparison.gain_low:.2f} to " in comparison.interval
+        assert f"{comparison.verdict}, {comparison.interval}" in shown
+        assert page.count(comparison.interval) >= 2  # chart and table
+    for comparison in (*quick_run.result.comparisons[:2], quick_run.result.comparisons[-1]):
+        assert comparison.interval in tiles

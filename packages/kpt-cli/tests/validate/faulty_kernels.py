@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import kpt_core
-from kpt_moe import experts
+from kpt_moe.experts import experts
 
 #: A kernel fails only for weights that begin with this number, so that a test chooses the module that goes wrong.
 MARK = 0.015625

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kpt_cli.console import out, print_json, say, table
+from kpt_cli.completion import one_of
+from kpt_cli.console import complain, out, print_json, say, table
 from kpt_cli.errors import CliError
+from kpt_cli.optimize.choices import check_choice
 from kpt_cli.output_file import check_output_file
+
+from .names import DTYPES, GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from .cpu.contest import Row
-    from .moe import Line, Result, Shape
+    from .moe import Line, Refused, Result, Shape
     from .training import Line as TrainingLine
     from .training import Result as TrainingResult
 
@@ -28,6 +32,9 @@ _TRAINING_LEGEND = """
 A forward and backward, with the gradients of tokens, routing weights and parameters. How many times longer than KPT
 transformers' eager and grouped_mm take, and how many times more memory a step of theirs adds; ~ means within two
 standard errors of 1. Routing is the share of router and sorting in the forward of a whole layer."""
+
+#: Exit code where a result is wrong.
+WRONG = 1
 
 app = typer.Typer(
     help="Measure KPT beside its peers, in one run.",
@@ -45,7 +52,9 @@ def bench() -> None:
 @app.command()
 def moe(
     quick: Annotated[bool, typer.Option(help="Two small shapes, a few seconds.")] = False,
-    dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16; may be repeated.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated.", autocompletion=one_of(DTYPES))
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long each line takes.")] = 8.0,
     seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
@@ -54,12 +63,12 @@ def moe(
 ) -> None:
     """Experts of a MoE layer: KPT beside transformers' eager and grouped_mm, and a dense product of equal operations.
 
-    Refuses to report if KPT's result is less accurate than eager's against float64.
+    No figures where KPT's result is less accurate than eager's against float64: that line is marked, exit code 1.
     """
     check_output_file(output, "--output")
+    dtypes = _dtypes(dtype, threads)
     from . import moe as benchmark
 
-    dtypes = _dtypes(dtype, threads)
     shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
     running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
     _report("moe", running, _table, _LEGEND, output, as_json)
@@ -68,7 +77,9 @@ def moe(
 @app.command()
 def moe_training(
     quick: Annotated[bool, typer.Option(help="One small shape, a few seconds.")] = False,
-    dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16; may be repeated.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated.", autocompletion=one_of(DTYPES))
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long the timing of each line takes.")] = 20.0,
     seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
@@ -77,12 +88,13 @@ def moe_training(
 ) -> None:
     """A training step of experts: KPT beside transformers' eager and grouped_mm, with peak memory and routing's share.
 
-    Refuses to report if an output or a gradient of KPT is less accurate than eager's against float64.
+    No figures where an output or a gradient of KPT is less accurate than eager's against float64: that line is marked,
+    exit code 1.
     """
     check_output_file(output, "--output")
+    dtypes = _dtypes(dtype, threads)
     from . import training as benchmark
 
-    dtypes = _dtypes(dtype, threads)
     shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
     running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
     _report("moe-training", running, _training_table, _TRAINING_LEGEND, output, as_json)
@@ -93,7 +105,7 @@ def cpu(
     quick: Annotated[bool, typer.Option(help="Small sizes and few rounds, some seconds.")] = False,
     group: Annotated[
         list[str] | None,
-        typer.Option(help="decode, product, prefill, step, gating or sorting; may be repeated. All if not given."),
+        typer.Option(help=f"{', '.join(GROUPS)}; may be repeated. All if not given.", autocompletion=one_of(GROUPS)),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long the timing of each row takes.")] = 3.0,
@@ -105,14 +117,14 @@ def cpu(
 ) -> None:
     """The CPU's kernels beside KPT without them, transformers and PyTorch, and beside what the machine can do at best.
 
-    Every result is compared with float64 before it is timed: nothing is reported if one is wrong.
+    Every result is compared with float64 before it is timed: a row with a wrong one is marked, exit code 1.
     """
     check_output_file(output, "--output")
     if output is not None and output.suffix == ".svg":
         raise CliError(f"--output {output} is for the figures, beside which the plot is an .svg; name it .json")
+    for name in group or ():
+        check_choice("group", name, GROUPS)
     import torch
-
-    from kpt_core import UnknownNameError
 
     from .cpu import rows as benchmark
     from .cpu.ceilings import last_cache, measure_ceilings
@@ -120,9 +132,6 @@ def cpu(
     from .cpu.report import LEGEND, native_kernels, table_of
     from .machine import machine
 
-    for name in group or ():
-        if name not in benchmark.GROUPS:
-            raise UnknownNameError("group", name, benchmark.GROUPS)
     if threads is not None:
         torch.set_num_threads(threads)
     ceilings = measure_ceilings(quick=quick)
@@ -131,7 +140,7 @@ def cpu(
         say(f"{natives}. {torch.get_num_threads()} threads.")
         say(f"This machine at best: {ceilings.summary()}.\n")
     plan = benchmark.QUICK if quick else benchmark.FULL
-    running = benchmark.rows(plan, ceilings, group or benchmark.GROUPS, min(seconds, 0.2) if quick else seconds, seed)
+    running = benchmark.rows(plan, ceilings, group or GROUPS, min(seconds, 0.2) if quick else seconds, seed)
     facts = {"native_kernels": natives, "ceilings": ceilings.as_dict(), "last_cache_bytes": last_cache()}
 
     def plot(measured: "list[Row]") -> str:
@@ -143,18 +152,14 @@ def cpu(
 
 
 def _dtypes(names: list[str] | None, threads: int | None) -> "tuple[torch.dtype, ...]":
-    import torch
-
-    from kpt_core import UnknownNameError
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     names = names or ["float32", "bfloat16"]
     for name in names:
-        if name not in known:
-            raise UnknownNameError("dtype", name, known)
+        check_choice("dtype", name, DTYPES)
+    import torch
+
     if threads is not None:
         torch.set_num_threads(threads)
-    return tuple(known[name] for name in names)
+    return tuple(getattr(torch, name) for name in names)
 
 
 def _report(
@@ -184,33 +189,43 @@ def _report(
     from kpt_core.files import write_whole
 
     from .machine import machine
+    from .moe import Refused
 
     lines: list[Any] = []
     if as_json:
         lines.extend(running)
     else:
-        with Live(make_table(lines), console=out()) as live:
+        with Live("", console=out()) as live:
             for line in running:
                 lines.append(line)
                 live.update(make_table(lines))
         say(legend)
+    refused = [line for line in lines if isinstance(line, Refused)]
+    for line in refused:
+        complain("error", line.reason)
     dicts = [line.as_dict() for line in lines]
     report = {"benchmark": name, "machine": machine(), **(facts or {}), "lines": dicts}
     if as_json:
         print_json(report)
     if output is not None:
         write_whole(output, json.dumps(report, indent=2) + "\n")
-        if plot is not None:
-            write_whole(output.with_suffix(".svg"), plot(lines))
+        measured = [line for line in lines if not isinstance(line, Refused)]
+        if plot is not None and measured:
+            write_whole(output.with_suffix(".svg"), plot(measured))
+    if refused:
+        raise typer.Exit(WRONG)
 
 
-def _table(lines: "list[Line]") -> "Table":
-    from .moe import PEERS
+def _table(lines: "list[Line | Refused]") -> "Table":
+    from .moe import PEERS, Refused
 
     left = ("tokens", "experts", "hidden", "width", "dtype")
     right = ("ms", "tokens/s", "GFLOP/s", *PEERS, "dense")
     made = table(*left, *right, right=right)
     for line in lines:
+        if isinstance(line, Refused):
+            _add_refused(made, line)
+            continue
         kpt, *others = line.results
         made.add_row(
             *_sizes(line.shape, line.dtype),
@@ -222,7 +237,8 @@ def _table(lines: "list[Line]") -> "Table":
     return made
 
 
-def _training_table(lines: "list[TrainingLine]") -> "Table":
+def _training_table(lines: "list[TrainingLine | Refused]") -> "Table":
+    from .moe import Refused
     from .training import IMPLEMENTATIONS
 
     left = ("tokens", "experts", "hidden", "width", "dtype")
@@ -230,6 +246,9 @@ def _training_table(lines: "list[TrainingLine]") -> "Table":
     right = ("ms", "GFLOP/s", "peak MiB", *peers, "routing")
     made = table(*left, *right, right=right)
     for line in lines:
+        if isinstance(line, Refused):
+            _add_refused(made, line)
+            continue
         kpt, *others = line.results
         made.add_row(
             *_sizes(line.shape, line.dtype),
@@ -240,6 +259,11 @@ def _training_table(lines: "list[TrainingLine]") -> "Table":
             f"{line.routing_share:.1%}",
         )
     return made
+
+
+def _add_refused(made: "Table", line: "Refused") -> None:
+    assert line.shape is not None
+    made.add_row(*_sizes(line.shape, line.dtype), "wrong")
 
 
 def _sizes(shape: "Shape", dtype: str) -> tuple[str, ...]:

@@ -102,7 +102,30 @@ class GateError(KptError):
     """The benchmark refuses to report, because KPT's result is not right."""
 
 
-def run(shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: float, seed: int) -> Iterator[Line]:
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What stands in a line's place where a result is not right.
+
+    Attributes:
+        title: what was to be measured.
+        dtype: in which dtype.
+        reason: the sentence of the `GateError`.
+        shape: of the experts, where the line has one.
+    """
+
+    title: str
+    dtype: str
+    reason: str
+    shape: Shape | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def run(
+    shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: float, seed: int
+) -> Iterator[Line | Refused]:
     """Measure every shape in every dtype.
 
     Args:
@@ -112,16 +135,17 @@ def run(shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: flo
         seed: of weights, inputs and routings.
 
     Yields:
-        A line as soon as it is measured.
-
-    Raises:
-        GateError: KPT's error against float64 exceeds that of transformers' eager implementation.
+        A line as soon as it is measured, or `Refused` where KPT's error against float64 exceeds that of transformers'
+        eager implementation.
     """
     for shape in shapes:
         for dtype in dtypes:
             generator = torch.Generator().manual_seed(seed)
             module = transformers_experts(shape, dtype, generator)
-            yield _measure(shape, module, generator, seconds)
+            try:
+                yield _measure(shape, module, generator, seconds)
+            except GateError as error:
+                yield Refused(shape.name, str(dtype).removeprefix("torch."), str(error), shape)
 
 
 def transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:

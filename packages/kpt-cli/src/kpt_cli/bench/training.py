@@ -15,7 +15,7 @@ from torch import Tensor
 from kpt_core import KptError
 from kpt_core.optimization import gain_of, interleaved_times
 
-from .moe import PEERS, GateError, Shape, random_routing, require_right_output, transformers_experts
+from .moe import PEERS, GateError, Refused, Shape, random_routing, require_right_output, transformers_experts
 
 IMPLEMENTATIONS = ("kpt", *PEERS)
 
@@ -78,7 +78,9 @@ class Line:
         }
 
 
-def run(shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: float, seed: int) -> Iterator[Line]:
+def run(
+    shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: float, seed: int
+) -> Iterator[Line | Refused]:
     """Measure every shape in every dtype.
 
     Args:
@@ -88,16 +90,18 @@ def run(shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: flo
         seed: of weights, inputs and routings.
 
     Yields:
-        A line as soon as it is measured.
-
-    Raises:
-        GateError: a gradient of KPT is further from float64 than that of transformers' eager implementation.
+        A line as soon as it is measured, or `Refused` where an output or a gradient of KPT is further from float64 than
+        that of transformers' eager implementation.
     """
     for shape in shapes:
         for dtype in dtypes:
             generator = torch.Generator().manual_seed(seed)
             module = transformers_experts(shape, dtype, generator)
-            _gate(replace(shape, tokens=min(shape.tokens, _GATE_TOKENS)), module, generator)
+            try:
+                _gate(replace(shape, tokens=min(shape.tokens, _GATE_TOKENS)), module, generator)
+            except GateError as error:
+                yield Refused(shape.name, str(dtype).removeprefix("torch."), str(error), shape)
+                continue
             inputs = make_inputs(shape, dtype, generator)
             times = interleaved_times(
                 [partial(gradients, module, name, inputs) for name in IMPLEMENTATIONS], inputs.x.device, seconds
@@ -185,7 +189,8 @@ def _peak_of_step(shape: Shape, dtype: torch.dtype, implementation: str, seed: i
 
 def _routing_share(shape: Shape, dtype: torch.dtype, seconds: float) -> float:
     """Time of the router and of sorting by expert over that of a whole layer, forward."""
-    from kpt_moe import MoEConfig, MoELayer, sort_by_expert
+    from kpt_moe import MoEConfig, MoELayer
+    from kpt_moe.permutation import sort_by_expert
 
     sizes = {name: getattr(shape, name) for name in ("hidden_size", "num_experts", "top_k", "intermediate_size")}
     layer = MoELayer(MoEConfig(**sizes, activation="swiglu" if shape.gated else "gelu"), dtype=dtype)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kpt_cli.completion import one_of
 from kpt_cli.console import print_json, say
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import LEVELS, OBJECTIVES, check_choice, check_max_error
@@ -30,8 +31,12 @@ def demo(
         typer.Option(min=1.0, help="Train this long instead; the result then depends on the machine's speed."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides the weights and what is trained on when.")] = 0,
-    level: Annotated[str, typer.Option(help=f"What may change: {', '.join(LEVELS)}.")] = "balanced",
-    objective: Annotated[str, typer.Option(help=f"What to gain: {' or '.join(OBJECTIVES)}.")] = "latency",
+    level: Annotated[
+        str, typer.Option(help=f"What may change: {', '.join(LEVELS)}.", autocompletion=one_of(LEVELS))
+    ] = "balanced",
+    objective: Annotated[
+        str, typer.Option(help=f"What to gain: {' or '.join(OBJECTIVES)}.", autocompletion=one_of(OBJECTIVES))
+    ] = "latency",
     max_error: Annotated[
         float | None,
         typer.Option(help="Largest relative error of a module's output; the level's own if left out."),

@@ -77,12 +77,14 @@ class Comparison:
         return f"{1 / self.gain:.2f}x {self.worse}"
 
     @property
-    def verdict_range(self) -> str:
-        """What the verdict's figure may be, by chance."""
-        low, high = self.gain_low, self.gain_high
-        if self.gain < 1:
-            low, high = 1 / high, 1 / low
-        return f"{low:.2f} to {high:.2f}"
+    def interval(self) -> str:
+        """The gain, and what it may be by chance."""
+        return f"{self.gain:.2f}x [{self.gain_low:.2f} to {self.gain_high:.2f}]"
+
+    @property
+    def settled(self) -> bool:
+        """Whether the gain is known to a tenth."""
+        return self.gain_high - self.gain_low <= 0.1 * self.gain
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -128,8 +130,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def of_bytes(name: str, before: Sequence[int], after: Sequence[int]) -> Comparison:
     """Compare bytes of several processes; ranges that touch are noise, and so is a single process each."""
     old, new = (Spread.of([size / 2**20 for size in sizes]) for sizes in (before, after))
-    gain = old.median / new.median
-    low, high = min(before) / max(after), max(before) / min(after)
+    gain = old.median / max(new.median, 1e-9)
+    low, high = min(before) / max(*after, 1), max(before) / max(min(after), 1)
     if min(len(before), len(after)) == 1:
         low, high = min(low, 1.0), max(high, 1.0)
     return Comparison(

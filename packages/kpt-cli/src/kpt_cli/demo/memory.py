@@ -19,6 +19,10 @@ from .sizes import Size
 OnProcess = Callable[[int, int], None]
 
 
+#: What a training step adds, with transformers' own experts and with KPT's.
+TRAINING = "memory of a training step"
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What the processes said.
@@ -41,6 +45,7 @@ def compare_memory(model: Path, plan: Path, size: Size, on_process: OnProcess) -
     command = [sys.executable, "-m", "kpt_cli.demo.memory_probe", str(model), str(plan)]
     command += ["--runs", str(size.memory_runs), "--threads", str(torch.get_num_threads())]
     command += ["--prompt-tokens", str(size.prompt_tokens), "--new-tokens", str(size.new_tokens)]
+    command += ["--batch", str(size.batch), "--context", str(size.context)]
     peaks: dict[tuple[str, bool], list[int]] = {(phase, after): [] for phase in PHASES for after in (False, True)}
     libraries = 0
     total = size.memory_runs * len(peaks)
@@ -63,5 +68,8 @@ def compare_memory(model: Path, plan: Path, size: Size, on_process: OnProcess) -
         if probe.wait():
             messages.seek(0)
             raise RuntimeError(f"the memory probe failed with exit code {probe.returncode}:\n{messages.read()}")
-    comparisons = (of_bytes(f"peak memory, {phase}", peaks[phase, False], peaks[phase, True]) for phase in PHASES)
+    names = {"training": TRAINING}
+    comparisons = (
+        of_bytes(names.get(phase, f"peak memory, {phase}"), peaks[phase, False], peaks[phase, True]) for phase in PHASES
+    )
     return Memory(tuple(comparisons), libraries)

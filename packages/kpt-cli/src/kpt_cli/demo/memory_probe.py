@@ -21,24 +21,44 @@ from kpt_cli.peak_memory import forget_peak, peak
 from .model import load_model, quiet_transformers
 from .speed import generate_timed
 
-PHASES = ("prefill", "decode")
+PHASES = ("prefill", "decode", "training")
 #: Tokens of the prompt where decoding is measured.
 SHORT_PROMPT = 16
 
 
-def measure(model_folder: Path, plan: Path | None, phase: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+def measure(model_folder: Path, plan: Path | None, phase: str, given: argparse.Namespace) -> dict[str, Any]:
     """Load a model, apply a plan to it if there is one, run a phase and read the peak."""
     libraries = psutil.Process().memory_info().rss
     model = load_model(model_folder)
+    if phase == "training":
+        if plan is not None:
+            model.set_experts_implementation("kpt")
+        added = _of_a_step(model, given.batch, given.context)
+        return {"phase": phase, "optimised": plan is not None, "libraries": libraries, "peak": added}
     if plan is not None:
         model = kpt_core.apply_plan(model, kpt_core.Plan.load(plan), inplace=True).model
     gc.collect()
     forget_peak()
-    tokens = prompt_tokens if phase == "prefill" else SHORT_PROMPT
+    tokens = given.prompt_tokens if phase == "prefill" else SHORT_PROMPT
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
-    generate_timed(model, prompt, 2 if phase == "prefill" else new_tokens)
+    generate_timed(model, prompt, 2 if phase == "prefill" else given.new_tokens)
     return {"phase": phase, "optimised": plan is not None, "libraries": libraries, "peak": peak()}
+
+
+def _of_a_step(model: Any, batch: int, context: int) -> int:
+    """By how many bytes a forward and backward raises resident memory, gradients included."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, model.config.vocab_size, (batch, context), generator=generator)
+    model.train()
+    # What libraries keep after their first use is not the step's.
+    for ids in (rows[:1, :8], rows):
+        model.zero_grad()
+        gc.collect()
+        forget_peak()
+        before = psutil.Process().memory_info().rss
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return peak() - before
 
 
 def main() -> None:
@@ -50,6 +70,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, required=True)
     parser.add_argument("--new-tokens", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--context", type=int, required=True)
     given = parser.parse_args()
     quiet_transformers()
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401  counted as library, not as model
@@ -67,7 +89,7 @@ def _in_a_fork(model: Path, plan: Path | None, phase: str, given: argparse.Names
     if child == 0:
         # Threads are started here and not before: they do not survive a fork.
         torch.set_num_threads(given.threads)
-        result = measure(model, plan, phase, given.prompt_tokens, given.new_tokens)
+        result = measure(model, plan, phase, given)
         print(json.dumps(result), flush=True)  # noqa: T201
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -1,11 +1,11 @@
 """Where the demo may write: checked before any work."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 from kpt_cli.errors import CliError
+from kpt_cli.output_file import check_writable
 
 REPORT = "report.json"
 #: What report.json says it is, by which an earlier demo is recognised.
@@ -30,8 +30,7 @@ def check_output(output: Path, disk_bytes: int) -> Path:
     parent = real.parent
     if not parent.is_dir():
         raise CliError(f"--output {output}: {parent} is no folder; make it first")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CliError(f"--output {output}: no permission to write in {parent}; choose another place")
+    check_writable(parent, f"--output {output}")
     free = shutil.disk_usage(parent).free
     if free < disk_bytes:
         raise CliError(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from .comparison import CONFIDENCE, NOISE
 from .kernels import pattern
+from .memory import TRAINING
 from .output import REPORT
-from .plots import CSS, PAPER, comparison_figure, inline, load_figure, loss_figure
+from .plots import CSS, NARROW, PAPER, WIDE, comparison_figure, inline, load_figure, loss_figure
 from .result import MEMORY_MEASURE
 from .terminal import why
 
@@ -40,15 +41,18 @@ def page(result: "Result") -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    figures = {
-        "loss": loss_figure(result.training, result.model["vocabulary"], CSS),
-        "comparison": comparison_figure(result.comparisons, result.libraries, CSS),
-        "load": load_figure(result.quality.expert_load, CSS),
-    }
+    figures: dict[str, list[str]] = {"loss": [], "comparison": [], "load": []}
+    for kind, width in (("wide", WIDE), ("narrow", NARROW)):
+        loss = loss_figure(result.training, result.model["vocabulary"], CSS, width)
+        figures["loss"].append(inline(loss, f"loss-{kind}"))
+        figures["load"].append(inline(load_figure(result.quality.expert_load, CSS, width), f"load-{kind}"))
+    for number, comparison in enumerate(result.comparisons):
+        drawn = comparison_figure(comparison, result.libraries, CSS)
+        figures["comparison"].append(inline(drawn, f"comparison-small{number}"))
     return environment.get_template("report.html.j2").render(
         result=result,
         tiles=_tiles(result),
-        figures={name: Markup(inline(figure, name)) for name, figure in figures.items()},
+        figures={name: Markup("".join(drawn)) for name, drawn in figures.items()},
         kernels=[(pattern(use.modules), use, why(use.kernel, use.reasons)) for use in result.kernels],
         balance=_balance(result.quality.expert_load),
         identical=sum(sample.identical for sample in result.samples),
@@ -71,12 +75,13 @@ def _tiles(result: "Result") -> list[dict[str, Any]]:
             "good": False,
         }
     ]
-    for comparison in result.comparisons[:2]:
+    for comparison in (*result.comparisons[:2], *(c for c in result.comparisons if c.name == TRAINING)):
         tiles.append(
             {
                 "label": comparison.name,
                 "value": comparison.verdict,
-                "note": f"{comparison.before.median:,.0f} → {comparison.after.median:,.0f} {comparison.unit}",
+                "note": f"{comparison.interval}; {comparison.before.median:,.0f} → {comparison.after.median:,.0f} "
+                f"{comparison.unit}",
                 "good": comparison.beyond_noise and comparison.gain > 1,
             }
         )

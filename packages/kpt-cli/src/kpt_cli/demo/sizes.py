@@ -28,7 +28,7 @@ class Size:
         quality_windows: that perplexity and the use of experts are measured on at the end.
         prompt_tokens: of the prompt that is timed.
         new_tokens: that are generated and timed after it.
-        rounds: of timing, each with both models.
+        rounds: of timing, each with both models; more where the machine is busy.
         memory_runs: processes for each phase and model.
         sample_tokens: of each text that is shown.
         disk_bytes: that the output needs.

@@ -95,7 +95,7 @@ def show_result(result: "Result") -> None:
 
 def _show_comparisons(result: "Result") -> None:
     heading("Before and after")
-    made = table("", "before", "after", "verdict", right=("before", "after"), wide="verdict")
+    made = table("", "before", "after", "verdict", right=("before", "after"))
     _add_rows(made, result.comparisons)
     weights = (result.plan.bytes_before / 2**20, result.plan.bytes_after / 2**20)
     made.add_row("weights, MiB", *(f"{size:.1f}" for size in weights), f"{weights[0] / weights[1]:.2f}x")
@@ -117,7 +117,7 @@ def _show_comparisons(result: "Result") -> None:
 
 def _show_over_plain(result: "Result") -> None:
     heading("The optimised model without a vendor's kernels, and with them")
-    made = table("", "plain PyTorch", "kernels", "verdict", right=("plain PyTorch", "kernels"), wide="verdict")
+    made = table("", "plain PyTorch", "kernels", "verdict", right=("plain PyTorch", "kernels"))
     _add_rows(made, result.over_plain)
     out().print(made)
 
@@ -125,7 +125,9 @@ def _show_over_plain(result: "Result") -> None:
 def _add_rows(made: Table, comparisons: Sequence[Comparison]) -> None:
     for comparison in comparisons:
         made.add_row(
-            f"{comparison.name}, {comparison.unit}", *_cells(comparison), Text(comparison.verdict, _style(comparison))
+            f"{comparison.name}, {comparison.unit}",
+            *_cells(comparison),
+            Text(f"{comparison.verdict}, {comparison.interval}", _style(comparison)),
         )
 
 
@@ -146,7 +148,7 @@ def _style(comparison: Comparison) -> str:
 def _show_plan(result: "Result") -> None:
     plan = result.plan
     heading(f"Plan: {len(plan.kept)} of {len(plan.entries)} rewrites kept ({plan.level}, {plan.objective})")
-    made = table("module", "rewrite", "gain", "error", "verdict", wide="verdict", right=("gain", "error"))
+    made = table("module", "rewrite", "gain", "error", "verdict", right=("gain", "error"))
     for entry in plan.entries:
         verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
         made.add_row(entry.module, entry.rewrite, f"{entry.gain:.2f}x", f"{entry.error:.1e}", verdict)
@@ -158,7 +160,7 @@ def _show_kernels(result: "Result") -> None:
     if not result.kernels:
         say("No op of KPT ran: nothing was kept, so transformers' own code serves the experts.")
         return
-    made = table("module", "op", "kernel", "why", wide="why")
+    made = table("module", "op", "kernel", "why")
     for use in result.kernels:
         made.add_row(pattern(use.modules), "  " * use.level + use.op, use.kernel, why(use.kernel, use.reasons))
     out().print(made)

@@ -9,7 +9,7 @@ from kpt_cli.devices import Device, Present, present
 from kpt_cli.offers import DTYPES, Serving, serving, summary
 from kpt_cli.plugins import Package, installed_version, packages, third_parties
 
-from .environment import slips, variables
+from .environment import readable, slips, variables
 
 if TYPE_CHECKING:
     from kpt_core import Backend
@@ -85,10 +85,14 @@ class Report:
 def examine() -> Report:
     """Look at everything; nothing is computed and no third party is imported.
 
-    Raises:
-        UnknownNameError: `KPT_USE` names something that is not installed.
-        InputError: a `KPT_*` variable is malformed.
+    A `KPT_*` variable that every op refuses is a problem, and the rest is as without it.
     """
+    shown = variables()
+    with readable() as faults:
+        return _examine(shown, faults)
+
+
+def _examine(shown: dict[str, str], faults: list[str]) -> Report:
     import kpt_core
     from kpt_core.contract import TORCH
     from kpt_core.registry import problems
@@ -104,14 +108,14 @@ def examine() -> Report:
         )
         for name, op in sorted(kpt_core.ops().items())
     )
-    wrong = [str(problem) for problem in problems()]  # last: looking at kernels may find more
+    wrong = faults + [str(problem) for problem in problems()]  # last: looking at kernels may find more
     wrong += [text for backend in backends for text in backend.broken]
     wrong += [text for op in ops for found in op.servings for text in found.broken]
     return Report(
         versions=_versions(),
         packages=tuple(packages()),
         third_parties=third_parties(),
-        environment=variables(),
+        environment=shown,
         devices=there.devices,
         backends=backends,
         ops=ops,

@@ -30,7 +30,7 @@ def _show_sentences(title: str, sentences: list[str], style: str = "") -> None:
 
 def _show_versions(report: Report) -> None:
     heading("Installed")
-    made = table("what", "version", "offers", wide="offers")
+    made = table("what", "version", "offers")
     for name, version in report.versions.items():
         if version is not None and not name.startswith("kpt-"):
             made.add_row(name, version, "")
@@ -47,7 +47,7 @@ def _show_versions(report: Report) -> None:
 
 def _show_devices(report: Report) -> None:
     heading("Devices")
-    made = table("device", "name", "memory", "features", wide="features", right=("memory",))
+    made = table("device", "name", "memory", "features", right=("memory",))
     for device in report.devices:
         memory = "-" if device.memory_bytes is None else f"{device.memory_bytes / 2**30:.1f} GiB"
         made.add_row(device.device, device.name, memory, ", ".join(device.features))
@@ -56,7 +56,7 @@ def _show_devices(report: Report) -> None:
 
 def _show_backends(report: Report) -> None:
     heading("Backends")
-    made = table("backend", "from", "serves", "state", "capabilities", wide="capabilities")
+    made = table("backend", "from", "serves", "state", "capabilities")
     for backend in report.backends:
         if backend.broken:
             state = "broken"
@@ -75,7 +75,7 @@ def _show_ops(report: Report) -> None:
     if not report.ops:
         return
     heading("What runs")
-    made = table("op", "device", "dtype", "kernel", wide="kernel")
+    made = table("op", "device", "dtype", "kernel")
     refusals: dict[str, None] = {}
     for op in report.ops:
         for device, dtypes, runs in _rows(op):

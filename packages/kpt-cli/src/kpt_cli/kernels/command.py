@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.padding import Padding
 
+from kpt_cli.completion import op_names
 from kpt_cli.console import complain, heading, out, print_json, say, table
 
 if TYPE_CHECKING:
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 def kernels(
     op: Annotated[
-        str | None, typer.Argument(metavar="OP", help="Show this op alone, with its contract.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="OP", help="Show this op alone, with its contract.", show_default=False, autocompletion=op_names
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -62,7 +66,7 @@ def _show(row: "OpRow", *, contract: bool) -> None:
             out().print(Padding(calls, (0, 0, 0, 2), expand=False))
     out().print()
     devices = list(row.reference_on)
-    made = table("priority", "kernel", "backend", "needs", "evidence", *devices, wide=devices[-1], right=("priority",))
+    made = table("priority", "kernel", "backend", "needs", "evidence", *devices, right=("priority",))
     for kernel in row.kernels:
         needs = ", ".join(kernel.requires) or "-"
         proof = str(kernel.evidence)

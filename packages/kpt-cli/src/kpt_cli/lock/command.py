@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kpt_cli.completion import DEVICE_TYPES, one_of
 from kpt_cli.console import out, print_json, progress, say, table
 from kpt_cli.dtypes import KNOWN, dtypes_named
 from kpt_cli.offers import function_of
@@ -20,10 +21,20 @@ if TYPE_CHECKING:
 def lock(
     output: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("kpt.lock"),
     device: Annotated[
-        str | None, typer.Option(help="As torch spells it.", show_default="the first accelerator, or the CPU")
+        str | None,
+        typer.Option(
+            help="As torch spells it.",
+            show_default="the first accelerator, or the CPU",
+            autocompletion=one_of(DEVICE_TYPES),
+        ),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(KNOWN)}; may be repeated.", show_default="those of the cases")
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(KNOWN)}; may be repeated.",
+            show_default="those of the cases",
+            autocompletion=one_of(KNOWN),
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -32,8 +43,8 @@ def lock(
     `kpt doctor --lock FILE` compares. Nothing is computed. To lock a run of yours instead, record it:
     `with kpt_core.record() as log: ...` and `kpt_core.lock.write_lock("kpt.lock", log)`.
     """
-    dtypes = dtypes_named(dtype or [])
     check_output_file(output, "--out")
+    dtypes = dtypes_named(dtype or [])
     from dataclasses import asdict
 
     from kpt_cli.optimize.choices import check_device
@@ -47,7 +58,7 @@ def lock(
     if as_json:
         print_json({"path": str(output), "versions": written.versions, "entries": list(map(asdict, written.entries))})
         return
-    made = table("op", "dtype", "sizes", "kernel", "from", wide="kernel")
+    made = table("op", "dtype", "sizes", "kernel", "from")
     for entry in written.entries:
         config = "".join(f"\n{name}={value}" for name, value in (entry.config or {}).items())
         source = f"{entry.distribution} {entry.version}" if entry.distribution else "-"

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kpt_cli.completion import DEVICE_TYPES
 from kpt_cli.errors import CliError
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def check_device(given: str | None) -> "torch.device":
         return torch.device(next((device.device for device in devices if device.type != "cpu"), "cpu"))
     first = next((device.device for device in devices if given in (device.device, device.type)), None)
     if first is None:
-        near = difflib.get_close_matches(given, [*known, *(device.type for device in devices)], n=1, cutoff=0.5)
-        offer = f"did you mean {near[0]}? " if near else ""
-        raise CliError(
-            f"unknown device {given!r}: {offer}this machine has {', '.join(known)} (`kpt doctor` says what it found)"
-        )
+        kind = given.partition(":")[0]
+        what = f"no {given} is usable here" if kind in DEVICE_TYPES else f"unknown device {given!r}"
+        raise CliError(f"{what}: this machine has {', '.join(known)} (`kpt doctor` says what it found)")
     return torch.device(first)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kpt_cli.completion import DEVICE_TYPES, one_of
 from kpt_cli.console import print_json, progress, say
 from kpt_cli.errors import CliError
 from kpt_cli.output_file import check_output_file
@@ -25,21 +26,31 @@ def optimize(
         Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model with safetensors weights.")
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="New folder for the model and its plan.", show_default=False)
+        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.", show_default=False)
     ] = None,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Write the plan alone to this file.", show_default=False)
+    copy: Annotated[
+        Path | None,
+        typer.Option(help="New folder for a copy of the model and its plan, if anything pays.", show_default=False),
     ] = None,
-    level: Annotated[str, typer.Option(help=f"What may change: {', '.join(LEVELS)}.")] = "balanced",
-    objective: Annotated[str, typer.Option(help=f"What to gain: {' or '.join(OBJECTIVES)}.")] = "latency",
+    level: Annotated[
+        str, typer.Option(help=f"What may change: {', '.join(LEVELS)}.", autocompletion=one_of(LEVELS))
+    ] = "balanced",
+    objective: Annotated[
+        str, typer.Option(help=f"What to gain: {' or '.join(OBJECTIVES)}.", autocompletion=one_of(OBJECTIVES))
+    ] = "latency",
     max_error: Annotated[
         float | None,
         typer.Option(help="Largest relative error of a module's output; the level's own if left out."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Where to measure; the first accelerator or the CPU if left out.")
+        str | None,
+        typer.Option(
+            help="Where to measure; the first accelerator or the CPU if left out.", autocompletion=one_of(DEVICE_TYPES)
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights in memory: {', '.join(DTYPES)}.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help=f"Of the weights in memory: {', '.join(DTYPES)}.", autocompletion=one_of(DTYPES))
+    ] = "auto",
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Length of the text that is measured with; 512, or what the model can read."),
@@ -50,16 +61,15 @@ def optimize(
 ) -> None:
     """Try every rewrite on a model, keep what is within the error budget and measured to gain, and say so.
 
-    Without --output or --plan nothing is written. The model's folder is never changed.
+    Without --output or --copy nothing is written. The model's folder is never changed.
     """
     check_choice("level", level, LEVELS)
     check_choice("objective", objective, OBJECTIVES)
     check_choice("dtype", dtype, DTYPES)
     check_max_error(max_error)
     directory = read_model_directory(model_dir)
-    real_output = None if output is None else check_output(output, directory, force=force)
-    if plan_file is not None:
-        check_output_file(plan_file, "--plan", force=force)
+    real_copy = None if copy is None else check_output(copy, directory, force=force)
+    check_output_file(output, "--output", force=force)
 
     with redirect_stdout(sys.stderr):  # stdout is for the result
         plan, inputs = _measure(directory, level, objective, max_error, device, dtype, tokens, seed)
@@ -68,10 +78,16 @@ def optimize(
 
         say(f"Measured with {inputs}.")
         show_plan(plan)
-    if real_output is not None:
-        _write_model(directory, plan, dtype, real_output, plan_file, replace=force)
-    elif plan_file is not None:
-        plan.save(plan_file)
+    copied = real_copy is not None and bool(plan.kept)
+    if real_copy is not None and copied:
+        with progress() as tell, staged(real_copy, replace=force) as staging:
+            tell(0, None, f"writing {copy}")
+            copy_model(directory, staging, dtype)
+            plan.save(staging / PLAN)
+            if output is not None:
+                plan.save(output)  # before the copy is in its place: all that was asked for is written, or nothing
+    elif output is not None:
+        plan.save(output)
     if as_json:
         print_json(
             {
@@ -79,11 +95,11 @@ def optimize(
                 "inputs": inputs,
                 "plan": plan.as_dict(),
                 "output": None if output is None else str(output),
-                "plan_file": None if plan_file is None else str(plan_file),
+                "copy": str(copy) if copied else None,
             }
         )
     else:
-        _say_what_next(output, plan_file)
+        _say_what_next(plan, model_dir, dtype, output, copy)
 
 
 def _measure(
@@ -129,37 +145,29 @@ def _measure(
 def _nothing_to_rewrite(directory: ModelDirectory, model: str) -> str:
     offering = [package.name for package in packages() if any(o.startswith(REWRITES) for o in package.offers)]
     if not offering:
-        return f"nothing can be rewritten in {directory.path}: no rewrites are installed; kpt-moe brings some"
+        return f"nothing can be rewritten in {directory.path}: no rewrites are installed; kpt-fp8 and kpt-moe have some"
     return (
-        f"{directory.path} ({model}) has nothing that the rewrites of {', '.join(offering)} apply to: it has no "
-        "Mixture-of-Experts layer; expected a model with some, for instance Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss"
+        f"{directory.path} ({model}) has nothing that the rewrites of {', '.join(offering)} apply to; expected "
+        "Mixture-of-Experts layers for kpt-moe, as in Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss, or linear layers of "
+        "64 features and more for kpt-fp8"
     )
 
 
-def _write_model(
-    directory: ModelDirectory, plan: "Plan", dtype: str, output: Path, plan_file: Path | None, *, replace: bool
-) -> None:
-    """Write all that was asked for, or nothing."""
-    with progress() as tell, staged(output, replace=replace) as staging:
-        tell(0, None, f"writing {output}")
-        copy_model(directory, staging, dtype)
-        plan.save(staging / PLAN)
-        if plan_file is not None:
-            plan.save(plan_file)
-
-
-def _say_what_next(output: Path | None, plan_file: Path | None) -> None:
-    if output is None and plan_file is None:
-        say("Nothing was written; `--output FOLDER` keeps the model with its plan, `--plan FILE` the plan alone.")
-        return
-    if plan_file is not None:
-        say(f"Wrote the plan to {plan_file}.")
+def _say_what_next(plan: "Plan", model: Path, dtype: str, output: Path | None, copy: Path | None) -> None:
+    if output is None and copy is None:
+        say("Nothing was written; `--output FILE` keeps the plan.")
     if output is not None:
-        say(f"Wrote the model and its plan to {output}. To run it:")
+        say(f"Wrote the plan to {output}.")
+    if copy is not None:
+        kept = "Wrote the model and its plan to" if plan.kept else "Nothing pays, so the model was not copied to"
+        say(f"{kept} {copy}.")
+    if plan.kept and (output is not None or copy is not None):
+        folder, file = (model, output) if copy is None else (copy, copy / PLAN)
+        how = "" if dtype == "auto" or copy is not None else f', dtype="{dtype}"'
         say(
-            "\n"
+            "To run it:\n\n"
             "    import kpt_core\n"
             "    from transformers import AutoModelForCausalLM\n\n"
-            f'    model = AutoModelForCausalLM.from_pretrained("{output}")\n'
-            f'    model = kpt_core.apply_plan(model, kpt_core.Plan.load("{output / PLAN}"), inplace=True).model\n'
+            f'    model = AutoModelForCausalLM.from_pretrained("{folder}"{how})\n'
+            f'    kpt_core.apply_plan(model, "{file}", inplace=True)\n'
         )

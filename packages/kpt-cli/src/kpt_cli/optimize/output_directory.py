@@ -27,25 +27,25 @@ def check_output(out: Path, directory: ModelDirectory, *, force: bool) -> Path:
     """
     real, model = out.resolve(), directory.path.resolve()
     if real == model:
-        raise CliError(f"--output {out} is the model's own folder; choose another one")
+        raise CliError(f"--copy {out} is the model's own folder; choose another one")
     if model in real.parents:
-        raise CliError(f"--output {out} lies inside the model's folder {directory.path}; choose a place outside of it")
+        raise CliError(f"--copy {out} lies inside the model's folder {directory.path}; choose a place outside of it")
     if real in model.parents:
-        raise CliError(f"--output {out} contains the model's folder {directory.path}; choose another place")
+        raise CliError(f"--copy {out} contains the model's folder {directory.path}; choose another place")
     if real.exists() and not real.is_dir():
-        raise CliError(f"--output {out} is a file; expected a folder that does not exist yet")
+        raise CliError(f"--copy {out} is a file; expected a folder that does not exist yet")
     if real.is_dir() and any(real.iterdir()):
         if not force:
-            raise CliError(f"--output {out} exists and is not empty; choose another folder, or replace it with --force")
+            raise CliError(f"--copy {out} exists and is not empty; choose another folder, or replace it with --force")
         if not (real / CONFIG).is_file():
-            raise CliError(f"--output {out} is not empty and holds no model, so --force does not replace it")
+            raise CliError(f"--copy {out} is not empty and holds no model, so --force does not replace it")
     if not real.parent.is_dir():
-        raise CliError(f"--output {out}: the folder {real.parent} does not exist; make it first")
-    check_writable(real.parent, f"--output {out}")
+        raise CliError(f"--copy {out}: the folder {real.parent} does not exist; make it first")
+    check_writable(real.parent, f"--copy {out}")
     needed, free = _bytes_to_copy(directory), shutil.disk_usage(real.parent).free
     if needed > free:
         raise CliError(
-            f"--output {out} needs {decimal(needed)} and the disk has {decimal(free)} free; make room or choose another"
+            f"--copy {out} needs {decimal(needed)} and the disk has {decimal(free)} free; make room or choose another"
         )
     return real
 

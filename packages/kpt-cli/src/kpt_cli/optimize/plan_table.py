@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def show_plan(plan: "Plan") -> None:
     """Print what was tried on each module and what came of it, then the whole model before and after."""
     heading(f"Plan for {plan.model}: {plan.level}, {plan.objective}, on {plan.device}")
-    made = table("module", "rewrite, op, kernel", "gain", "error", "verdict", wide="verdict", right=("gain", "error"))
+    made = table("module", "rewrite, op, kernel", "gain", "error", "verdict", right=("gain", "error"))
     for module, entries in _by_module(plan).items():
         for number, entry in enumerate(entries):
             made.add_row("" if number else module, *_cells(entry))
@@ -24,7 +24,7 @@ def show_plan(plan: "Plan") -> None:
         return
     heading("The whole model")
     made = table("", "before", "after", "gain", right=("before", "after", "gain"))
-    made.add_row("forward", _duration(plan.seconds_before), _duration(plan.seconds_after), _gain_of_forward(plan))
+    made.add_row("forward", _duration(plan.seconds_before), _duration(plan.seconds_after), _gain(plan.gain, plan.noise))
     smaller = plan.bytes_before / max(plan.bytes_after, 1)
     made.add_row("weights", _mebibytes(plan.bytes_before), _mebibytes(plan.bytes_after), _gain(smaller))
     out().print(made)
@@ -35,7 +35,7 @@ def show_plan(plan: "Plan") -> None:
     )
     if plan.objective == "latency" and plan.seconds_after > plan.seconds_before:
         say(
-            "The modules are faster each by itself, and the whole model was not in this measurement: "
+            "The modules are faster each by itself, and the whole model was not in this measurement:\n"
             "measure again while the machine does nothing else before you use this plan.",
             style="yellow",
         )
@@ -52,15 +52,12 @@ def _cells(entry: "PlanEntry") -> tuple[str, str, str, Text]:
     served = f"{entry.rewrite}\n{entry.op}: {entry.kernel}" if entry.kernel else f"{entry.rewrite}\n{entry.op}"
     style, word = ("green", "kept") if entry.kept else ("yellow", "rolled back")
     verdict = Text.assemble((word, style), f": {entry.reason}")
-    return served, _gain(entry.gain), f"{entry.error:.1e}", verdict
+    return served, _gain(entry.gain, entry.noise), f"{entry.error:.1e}", verdict
 
 
-def _gain_of_forward(plan: "Plan") -> str:
-    return _gain(plan.seconds_before / plan.seconds_after) if plan.seconds_after else "-"
-
-
-def _gain(gain: float) -> str:
-    return f"{gain:.2f}x"
+def _gain(gain: float, noise: float = 0.0) -> str:
+    """A gain, and where it lies but for one time in twenty."""
+    return f"{gain:.2f}x" + (f"\n[{max(gain - 2 * noise, 0):.2f}-{gain + 2 * noise:.2f}]" if noise else "")
 
 
 def _duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kpt_cli.completion import DEVICE_TYPES, one_of, op_names
 from kpt_cli.console import print_json, progress
 from kpt_cli.dtypes import KNOWN, dtypes_named
 from kpt_cli.errors import CliError
@@ -12,12 +13,25 @@ from kpt_cli.output_file import check_output_file
 
 
 def tune(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to tune.", show_default="all")] = None,
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OP]...", help="Ops to tune.", show_default="all", autocompletion=op_names),
+    ] = None,
     device: Annotated[
-        str | None, typer.Option(help="As torch spells it.", show_default="the first accelerator, or the CPU")
+        str | None,
+        typer.Option(
+            help="As torch spells it.",
+            show_default="the first accelerator, or the CPU",
+            autocompletion=one_of(DEVICE_TYPES),
+        ),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(KNOWN)}; may be repeated.", show_default="those of the cases")
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(KNOWN)}; may be repeated.",
+            show_default="those of the cases",
+            autocompletion=one_of(KNOWN),
+        ),
     ] = None,
     case: Annotated[
         list[str] | None, typer.Option(help="Name of a case; may be repeated.", show_default="those of real models")
@@ -37,8 +51,8 @@ def tune(
     """
     if not seconds > 0:
         raise CliError(f"--seconds {seconds:g}: expected more than 0")
-    dtypes = dtypes_named(dtype or [])
     check_output_file(output, "--out")
+    dtypes = dtypes_named(dtype or [])
     import kpt_core
     from kpt_cli.optimize.choices import check_device
 

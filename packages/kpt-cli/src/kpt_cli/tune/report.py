@@ -31,7 +31,7 @@ def show(found: "Tuning", *, own_file: bool) -> None:
     kept = {entry.calls: entry for entry in found.entries}
     timed = [(result, result.entry) for result in found.results if result.entry is not None]
     if timed:
-        made = table("op", "case", "dtype", "default", "winner", "gain", wide="winner", right=("gain",))
+        made = table("op", "case", "dtype", "default", "winner", "gain", right=("gain",))
         for result, entry in timed:
             default = function_of(entry.default)
             made.add_row(result.op, result.case, result.dtype, default, *_outcome(entry, kept[entry.calls]))

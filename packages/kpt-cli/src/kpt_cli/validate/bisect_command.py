@@ -7,24 +7,31 @@ from typing import Annotated
 
 import typer
 
+from kpt_cli.completion import one_of
 from kpt_cli.console import print_json, progress
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import DTYPES, check_choice, check_device, check_environment
 
 from .arms import Arm
-from .command import DIFFERS, USE_HELP, Device, Json, Model, Seed, Tokens
-from .model_source import DEFAULT_TOKENS, check_source, load
+from .command import ARMS, DIFFERS, USE_HELP, Device, Json, Model, Seed, Tokens
+from .model_source import DEFAULT_TOKENS, check_source, check_trace_file, load
 
 
 def bisect(
     model: Model,
-    use: Annotated[str | None, typer.Option(help=f"What is suspected: {USE_HELP}")] = None,
-    against: Annotated[str | None, typer.Option(help="What is trusted, likewise; reference if left out.")] = None,
+    use: Annotated[str | None, typer.Option(help=f"What is suspected: {USE_HELP}", autocompletion=one_of(ARMS))] = None,
+    against: Annotated[
+        str | None, typer.Option(help="What is trusted, likewise; reference if left out.", autocompletion=one_of(ARMS))
+    ] = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", help="Compare with this trace instead of with another arm.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. That of the trace if there is one.")
+        str | None,
+        typer.Option(
+            help=f"Of the weights: {', '.join(DTYPES)}. That of the trace if there is one.",
+            autocompletion=one_of(DTYPES),
+        ),
     ] = None,
     device: Device = None,
     tokens: Tokens = DEFAULT_TOKENS,
@@ -40,6 +47,8 @@ def bisect(
     check_choice("dtype", dtype or "auto", DTYPES)
     arm, trusted = Arm.parse(use), Arm.parse(against or "reference")
     check_source(model)
+    if trace_file is not None:
+        check_trace_file(trace_file)
     with redirect_stdout(sys.stderr), progress() as tell:
         from .bisecting import bisect as bisect_model
         from .recording import record

@@ -8,22 +8,32 @@ from typing import Annotated
 
 import typer
 
+from kpt_cli.completion import DEVICE_TYPES, one_of
 from kpt_cli.console import print_json, progress, say
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import DTYPES, check_choice, check_device, check_environment
 from kpt_cli.output_file import check_output_file
 
 from .arms import IMPLEMENTATIONS, Arm
-from .model_source import DEFAULT_TOKENS, check_source, load
+from .model_source import DEFAULT_TOKENS, check_source, check_trace_file, load
 
 DIFFERS = 1
 MODEL_HELP = "A Hugging Face folder, or package.module:function that returns a model and its inputs."
+ARMS = (*IMPLEMENTATIONS, "reference", "torch")
 USE_HELP = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME; several with commas."
 
 #: Options that several commands have.
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-Device = Annotated[str | None, typer.Option(help="Where to run; the first accelerator or the CPU if left out.")]
-Use = Annotated[str | None, typer.Option(help=f"What serves the model's experts and ops: {USE_HELP}")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Where to run; the first accelerator or the CPU if left out.", autocompletion=one_of(DEVICE_TYPES)
+    ),
+]
+Use = Annotated[
+    str | None,
+    typer.Option(help=f"What serves the model's experts and ops: {USE_HELP}", autocompletion=one_of(ARMS)),
+]
 Tokens = Annotated[int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")]
 Seed = Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -45,7 +55,9 @@ def validate() -> None:
 def record(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace, a safetensors file.", show_default=False)],
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", autocompletion=one_of(DTYPES))
+    ] = "auto",
     device: Device = None,
     use: Use = None,
     tokens: Tokens = DEFAULT_TOKENS,
@@ -116,7 +128,12 @@ def replay(
     model: Annotated[str | None, typer.Option(help=f"The recorded one if left out. {MODEL_HELP}")] = None,
     device: Device = None,
     use: Use = None,
-    dtype: Annotated[str | None, typer.Option(help="Convert the weights to it; the recorded one if left out.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Convert the weights to it; the recorded one if left out.", autocompletion=one_of(DTYPES[1:])
+        ),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every module, not only those that are worse.")
     ] = False,
@@ -129,6 +146,9 @@ def replay(
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES[1:])
     arm = Arm.parse(use)
+    check_trace_file(trace_file)
+    if model is not None:
+        check_source(model)
     with redirect_stdout(sys.stderr), progress() as tell:
         import torch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kpt_cli.errors import CliError, sentence
-from kpt_cli.optimize.model_directory import read_model_directory
+from kpt_cli.optimize.model_directory import check_safetensors, read_model_directory
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,17 @@ def load(
     made = example_inputs(directory, model.config, tokens or DEFAULT_TOKENS, device, seed)
     # A cache grows while it runs, so that a module could not be fed twice.
     return Loaded(model=model, inputs={**made.kwargs, "use_cache": False}, said=made.said, name=name)
+
+
+def check_trace_file(path: Path) -> None:
+    """Find out before anything heavy is imported whether a trace is there, and whole.
+
+    Raises:
+        CliError: it is not there, truncated, or no safetensors file.
+    """
+    if not path.is_file():
+        raise CliError(f"{path} is no file; expected a trace, which `kpt validate record MODEL -o {path}` writes")
+    check_safetensors(path)
 
 
 @contextmanager

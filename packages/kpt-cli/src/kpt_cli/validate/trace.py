@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kpt_cli.errors import CliError
-from kpt_cli.optimize.model_directory import check_safetensors
 
 from .bounds import Rounding
+from .model_source import check_trace_file
 
 FORMAT = 1
 _FORMAT_KEY, _ABOUT_KEY, _DIGEST_KEY = "kpt.trace", "kpt.about", "kpt.about_sha256"
@@ -156,14 +156,12 @@ class Trace:
         """
         from safetensors import SafetensorError, safe_open
 
-        if not path.is_file():
-            raise CliError(f"{path} is no file; expected a trace, which `kpt validate record MODEL -o {path}` writes")
-        names = check_safetensors(path)
+        check_trace_file(path)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 about = _about(path, metadata)
-                tensors = {name: file.get_tensor(name) for name in sorted(names)}
+                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         except SafetensorError as error:
             raise CliError(f"{path} can't be read as safetensors: {error}; fetch it again") from None
         try:

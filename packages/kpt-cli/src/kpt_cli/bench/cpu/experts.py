@@ -18,7 +18,8 @@ from kpt_cli.bench.moe import (
     random_routing,
     transformers_experts,
 )
-from kpt_moe import experts, quantise_weights
+from kpt_moe.experts import experts
+from kpt_moe.quantised_experts import quantise_weights
 
 from .ceilings import Work
 from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, in_plain_pytorch

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-#: Schemes of `kpt_moe.quantise_weights`, and what tables call them.
+#: Schemes of `kpt_moe.quantised_experts.quantise_weights`, and what tables call them.
 SCHEMES = {"row": "fp8 row", "block128": "fp8 block"}
 _BLOCK = 128
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_moe import quantise_weights, scaled_grouped_mm
+from kpt_moe.quantised_experts import quantise_weights
+from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 
 from .ceilings import Work, last_cache
 from .contest import LAYERS, Call, Contest, Contestant, Role, Trial, in_plain_pytorch

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 import kpt_core
+from kpt_cli.bench.moe import Refused
 from kpt_cli.console import table
 
 from .contest import Result, Row
@@ -16,11 +17,14 @@ timed four calls in a row, on other weights or experts each, as a model's layers
 call's bytes or products take at the rate that this machine reached in turn with KPT, over KPT's time."""
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[Row | Refused]) -> Table:
     """The table of what is measured so far."""
     right = ("ms", "floor")
-    made = table("what", "dtype", "kernel", *right, "best peer", "beside", wide="beside", right=right)
+    made = table("what", "dtype", "kernel", *right, "best peer", "beside", right=right)
     for row in rows:
+        if isinstance(row, Refused):
+            made.add_row(row.title, row.dtype, "wrong")
+            continue
         best = row.best_peer
         others = [result for result in row.results[1:] if result is not best]
         made.add_row(

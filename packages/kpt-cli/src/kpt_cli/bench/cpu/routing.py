@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_moe import sort_by_expert
+from kpt_moe.permutation import sort_by_expert
 
 from .ceilings import Work, last_cache
 from .contest import Call, Contest, Contestant, Role, Trial, in_plain_pytorch

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kpt_cli.bench.moe import Shape
+from kpt_cli.bench.moe import GateError, Refused, Shape
+from kpt_cli.bench.names import GROUPS
 
 from .ceilings import Ceilings
 from .contest import Contest, Row
@@ -65,11 +66,8 @@ QUICK = Plan(
     routing=(1, 256),
 )
 
-#: The groups of rows, in the order in which they are measured.
-GROUPS = ("decode", "product", "prefill", "step", "gating", "sorting")
 
-
-def rows(plan: Plan, ceilings: Ceilings, groups: Iterable[str], seconds: float, seed: int) -> Iterator[Row]:
+def rows(plan: Plan, ceilings: Ceilings, groups: Iterable[str], seconds: float, seed: int) -> Iterator[Row | Refused]:
     """Measure every row of the groups.
 
     Args:
@@ -80,10 +78,7 @@ def rows(plan: Plan, ceilings: Ceilings, groups: Iterable[str], seconds: float, 
         seed: of weights, inputs and routings.
 
     Yields:
-        A row as soon as it is measured.
-
-    Raises:
-        GateError: a result is not right.
+        A row as soon as it is measured, or `Refused` where a result is not right.
     """
     made: dict[str, Callable[[], Iterator[Contest]]] = {
         "decode": lambda: _decode(plan, seed),
@@ -96,7 +91,10 @@ def rows(plan: Plan, ceilings: Ceilings, groups: Iterable[str], seconds: float, 
     for group in GROUPS:
         if group in groups:
             for contest in made[group]():
-                yield measure(contest, ceilings, seconds)
+                try:
+                    yield measure(contest, ceilings, seconds)
+                except GateError as error:
+                    yield Refused(f"{contest.group} {contest.name}", contest.dtype, str(error))
                 del contest  # before the next one's weights are made
 
 

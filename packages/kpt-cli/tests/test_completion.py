@@ -1,0 +1,58 @@
+"""What the shell completes, and that it answers without torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import kpt_core
+from kpt_cli.completion import op_names
+
+#: Lines whose last word is begun, and what completes it.
+COMPLETED = {
+    "be": {"bench"},
+    "bench m": {"moe", "moe-training"},
+    "bench cpu --group s": {"step", "sorting"},
+    "bench moe --dty": {"--dtype"},
+    "validate re": {"record", "replay"},
+    "validate record --dtype b": {"bfloat16"},
+    "demo --le": {"--level"},
+    "demo --level a": {"aggressive"},
+    "bisect --use g": {"grouped_mm"},
+    "optimize --level ": {"conservative", "balanced", "aggressive"},
+    "optimize --objective m": {"memory"},
+    "lock --device c": {"cpu", "cuda"},
+    "kernels moe.g": {"moe.grouped_mm", "moe.grouped_mm_wgrad"},
+    "tune moe.experts moe.t": {"moe.top_k_gating"},
+}
+LIGHT = """
+import io
+import json
+import os
+import sys
+from contextlib import redirect_stdout, suppress
+
+from kpt_cli.main import main
+
+told = {}
+for line in json.loads(sys.argv.pop()):
+    os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = f"kpt {line}", str(len(line.split(" ")))
+    with redirect_stdout(io.StringIO()) as answer, suppress(SystemExit):
+        main()
+    told[line] = answer.getvalue().split()
+heavy = {"torch", "transformers", "kpt_core"} & set(sys.modules)
+assert not heavy, heavy
+print(json.dumps(told))
+"""
+
+
+def test_words_are_completed():
+    command = [sys.executable, "-c", LIGHT, json.dumps(list(COMPLETED))]
+    env = os.environ | {"_KPT_COMPLETE": "complete_bash"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr == ""
+    assert {line: set(words) for line, words in json.loads(done.stdout).items()} == COMPLETED
+
+
+def test_every_op_that_is_installed_is_offered():
+    assert set(op_names()) >= {name for name in kpt_core.ops() if name.startswith("moe.")} != set()
