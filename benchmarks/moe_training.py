@@ -18,14 +18,10 @@ initial parameters are moved by one unit in the last place, which meet the same 
 import hashlib
 import json
 import math
-import os
-import platform
-import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import date, timedelta
-from importlib.metadata import version
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,15 +33,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
+from kpt_cli.bench.machine import machine
 from kpt_cli.console import out, say, table
 from kpt_cli.demo.corpus import Source, read_corpus
-from kpt_cli.devices import present
 from kpt_cli.output_file import check_output_file
 from kpt_core.files import write_whole
 from kpt_moe import BiasBalancer, MoEConfig, MoELayer, RouterStatistics
 from kpt_moe.parallel import average_gradients, clip_grad_norm, parallelize_experts
 
-ROOT = Path(__file__).parents[1]
 #: The loss of a step on ranks may be this far from that in one process.
 LARGEST_GAP = 1e-3
 #: Greatest over mean load of an expert, of every layer, mean over the last steps.
@@ -355,54 +350,13 @@ def criteria(outcomes: dict[str, Outcome], sizes: Sizes) -> list[dict[str, Any]]
     single, unbalanced, ranks = (outcomes[name] for name in ("one process", "one process, unbalanced", "four ranks"))
     gap, greatest = compare(single, ranks)["largest_gap"], max(_imbalance(single, sizes))
     least = min(_imbalance(unbalanced, sizes))
-    return [
-        {
-            "criterion": f"loss on four ranks within {LARGEST_GAP} of one process at each of {sizes.steps} steps",
-            "measured": gap,
-            "met": gap <= LARGEST_GAP,
-        },
-        {
-            "criterion": f"balanced: greatest over mean load below {LARGEST_LOAD} in every layer",
-            "measured": greatest,
-            "met": greatest < LARGEST_LOAD,
-        },
-        {
-            "criterion": f"unbalanced: greatest over mean load not below {LARGEST_LOAD} in any layer",
-            "measured": least,
-            "met": least >= LARGEST_LOAD,
-        },
-    ]
-
-
-def _surroundings() -> dict[str, Any]:
-    cpu = present().devices[0]
-    code = ("packages", "benchmarks/moe_training.py")
-    changes = _git("status", "--porcelain", "--", *code)
-    return {
-        "date": date.today().isoformat(),
-        "commit": _git("rev-parse", "HEAD"),
-        "changed_since_commit": None if changes is None else bool(changes),
-        "machine": {
-            "processor": cpu.name,
-            "features": cpu.features,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads_per_process": torch.get_num_threads(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **{name: version(name) for name in ("kpt-core", "kpt-moe", "kpt-cli")},
-        },
-    }
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(("git", "-C", str(ROOT), *arguments), capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+    load = f"greatest over mean load %s {LARGEST_LOAD}"
+    rows = (
+        (f"loss on four ranks within {LARGEST_GAP} of one process at every step", gap, gap <= LARGEST_GAP),
+        (f"balanced: {load % 'below'} in every layer", greatest, greatest < LARGEST_LOAD),
+        (f"unbalanced: {load % 'not below'} in any layer", least, least >= LARGEST_LOAD),
+    )
+    return [{"criterion": criterion, "measured": measured, "met": met} for criterion, measured, met in rows]
 
 
 def show(outcomes: dict[str, Outcome], sizes: Sizes) -> None:
@@ -446,11 +400,11 @@ def main(
     if not all(row["met"] for row in judged):
         say("no record is written", "bold red")
         raise typer.Exit(1)
-    around = _surroundings()
-    path = output or ROOT / "benchmarks" / "results" / f"moe-training-cpu-{around['date']}.json"
+    around = machine()
+    path = output or Path(__file__).parent / "results" / f"moe-training-cpu-{around['date']}.json"
     record = {
         "benchmark": "training with expert parallelism and aux-loss-free balancing",
-        **around,
+        "machine": around,
         "sizes": asdict(sizes),
         "parameters": sum(parameter.numel() for parameter in LanguageModel(sizes).parameters()),
         "corpus": Text(sizes).as_dict(),

@@ -21,7 +21,8 @@ import triton.language as tl
 
 import kpt_core
 from kpt_core.registry import add_backend
-from kpt_moe import MoEConfig, MoELayer, grouped_mm_wgrad
+from kpt_moe import MoEConfig, MoELayer
+from kpt_moe.grouped_mm import grouped_mm_wgrad
 from kpt_triton.numeric import dot, narrow  # what compiler and interpreter must do alike
 
 GPU = torch.cuda.is_available()

@@ -21,14 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from kpt_core.optimization import gain_of, interleaved_times
-from kpt_moe import BiasBalancer, MoELayer, RouterStatistics, RouterSummary, Routing, SharedExperts, create_moe_layer
+from kpt_moe import BiasBalancer, MoELayer, RouterStatistics, Routing, create_moe_layer
 from kpt_moe.expert_networks import EXPERTS, FeedForwardExpert, QuantisedFeedForwardExpert
-from kpt_moe.layers import LAYERS
+from kpt_moe.layers import LAYERS, SharedExperts
 from kpt_moe.losses import switch_loss
 from kpt_moe.offload import checkpoint_experts, offload_experts
 from kpt_moe.parallel import average_gradients, parallelize_experts
 from kpt_moe.routers import ROUTERS
 from kpt_moe.scheduling import CapacitySchedule, ExpertDropout, UtilisationMonitor, revive_dead_experts
+from kpt_moe.statistics import RouterSummary
 
 torch.set_num_threads(1)  # sizes as small as these gain nothing from more
 CPU = torch.device("cpu")
@@ -112,18 +113,18 @@ def routers() -> None:
 def networks() -> None:
     """Experts: four networks, and 8-bit weights for one of them."""
     x, rows = some_tokens(256), []
-    for name in EXPERTS:
-        layer = make(expert=name)
+    for name, kind in EXPERTS.items():
+        layer = make(expert=name, intermediate_size=SIZES["intermediate_size"] if kind.has_width else None)
         trainable = sum(parameter.numel() for parameter in layer.experts.parameters() if parameter.requires_grad)
         rows.append((name, f"{trainable:,}", f"{saved_bytes(layer.experts, x, layer.route(x).detach()):,}"))
     table(("experts", "trainable parameters", "bytes saved for backward"), *rows)
 
-    experts, routing = FeedForwardExpert(8, 64, 128), make().route(x)
+    experts, routing = FeedForwardExpert(64, num_experts=8, intermediate_size=128), make().route(x)
     rows = [("float32", f"{sum(parameter.nbytes for parameter in experts.parameters()):,}", "-")]
     with torch.no_grad():
         expected = experts(x, routing)
         for scheme in ("row", "block128"):
-            small = QuantisedFeedForwardExpert.from_feed_forward(experts, scheme)
+            small = QuantisedFeedForwardExpert.from_feed_forward(experts, scheme=scheme)
             error = (small(x, routing) - expected).norm() / expected.norm()
             rows.append((f"FP8, {scheme}", f"{sum(p.nbytes for p in small.parameters()):,}", f"{error:.2%}"))
     table(("feed_forward", "bytes of weights", "relative error of outputs"), *rows)
@@ -135,7 +136,7 @@ def balancing() -> None:
     target = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).requires_grad_(False)
     held_out = some_tokens(2048, skew=0.7, seed=0)
     rows = []
-    for name, weight, bias in (("none", 0.0, False), ("switch loss", 0.02, False), ("bias", 0.0, True)):
+    for name, weight, bias in (("none", 0.0, False), ("switch loss", 0.04, False), ("bias", 0.0, True)):
         layer = make(router_options={"correction_bias": bias})
         before = observe(layer, held_out).imbalance
         optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
@@ -224,7 +225,7 @@ def rank_main(rank: int, ranks: int, store: str) -> None:
     """What each of the spawned processes does; both make the same layer and the same tokens."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    single, counted = make(), CountedExperts(8, 64, 128)
+    single, counted = make(), CountedExperts(64, num_experts=8, intermediate_size=128)
     counted.load_state_dict(single.experts.state_dict())
     spread = parallelize_experts(make(experts=counted), mesh["ep"])
 
@@ -274,7 +275,7 @@ def scheduling() -> None:
     loads.append(observe(layer, x).load)
     table(("tokens of expert", *range(8)), ("one is dead", *loads[0]), ("revived", *loads[1]))
 
-    sparse, dense = make(hidden_size=256, intermediate_size=512), SharedExperts(256, 2 * 512)
+    sparse, dense = make(hidden_size=256, intermediate_size=512), SharedExperts(256, intermediate_size=2 * 512)
     x = torch.randn(1024, 256)
     with torch.no_grad():
         ratio, noise = gain_of(*interleaved_times([partial(dense, x), partial(sparse, x)], CPU, seconds=2))

@@ -76,7 +76,7 @@ def train(balance: str) -> None:
         windows = torch.stack([data[start : start + LENGTH + 1] for start in starts])
         logits, routings = model(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        auxiliary = sum(0.05 * switch_loss(routing) + 1e-3 * z_loss(routing) for routing in routings)
+        auxiliary = sum(0.1 * switch_loss(routing) + 1e-3 * z_loss(routing) for routing in routings)
         (loss + auxiliary if balance == "losses" else loss).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Check that an installed package of ours works where its requirements are all that is installed beside it.
 
-Run where only the wheels of kpt-core, then of kpt-moe, are: `python tools/check_alone.py kpt-moe`. Every module is
+Run where only the wheels of kpt-core, then of one feature, are: `python tools/check_alone.py kpt-moe`. Every module is
 imported but those whose subject is an extra, and a layer or an op runs forward and backward.
 """
 
@@ -52,15 +52,31 @@ def run_moe() -> None:
     assert not without, f"parameters without a gradient: {', '.join(without)}"
 
 
+def run_fp8() -> None:
+    """Run a linear layer whose weight is 8-bit, forward and backward."""
+    from kpt_fp8 import linear, quantize
+
+    codes, scale = quantize(448 * torch.eye(16), granularity="row")  # of 448 the scale is 1, exactly
+    x = torch.randn(5, 16, requires_grad=True)
+    out = linear(x, codes, scale)
+    out.sum().backward()
+    assert torch.equal(out, 448 * x), "448 times the identity does not multiply by 448"
+    assert x.grad is not None, "x has no gradient"
+    assert x.grad.eq(448).all(), f"expected a gradient of 448, got {x.grad}"
+
+
+RUNS = {"kpt-core": run_core, "kpt-fp8": run_fp8, "kpt-moe": run_moe}
+
+
 def main(distribution: str) -> int:
     """Check one package and return the exit code."""
-    allowed = {"kpt-core": {"kpt-core"}, "kpt-moe": {"kpt-core", "kpt-moe"}}[distribution]
+    allowed = {"kpt-core", distribution}
     ours = {each.metadata["Name"] for each in distributions() if each.metadata["Name"].startswith("kpt-")}
     if ours != allowed:
         print(f"installed are {', '.join(sorted(ours))}; expected {', '.join(sorted(allowed))} alone", file=sys.stderr)
         return 1
     count = import_all(distribution.replace("-", "_"))
-    {"kpt-core": run_core, "kpt-moe": run_moe}[distribution]()
+    RUNS[distribution]()
     print(f"{distribution}: {count} modules import and it runs with {', '.join(sorted(allowed))} and torch alone")
     return 0
 

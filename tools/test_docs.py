@@ -18,7 +18,7 @@ SECONDS = 180
 
 #: A fenced block, its language, its text. A block after `<!-- not run: reason -->` is left alone.
 BLOCK = re.compile(r"(?P<skip><!-- not run: .+? -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
-LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+LINK = re.compile(r"(?:\]\(|^\[\d+\]: )(?P<target>[^)\s]+)", re.MULTILINE)
 
 
 def name(path: Path) -> str:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import kpt_core
-import kpt_moe
 from kpt_backend_nvidia import BACKEND
 from kpt_core.optimization import gain_of
+from kpt_moe.experts import experts
+from kpt_moe.grouped_mm import grouped_mm
 
 from .contestants import KPT, PLAIN, Contestant, in_force, makers
 from .loads import LOADS, TINY_LOADS, Load, Problem, problem_of
@@ -57,8 +58,8 @@ def _dispatch(machine: Machine) -> Row:
         served = [kernel for kernel in BACKEND.kernels() if kernel.forward == target]
         if not served:
             raise AssertionError(f"moe.grouped_mm is served by {target}, which is none of the backend's kernels")
-        alone = partial(served[0].load(), kpt_moe.grouped_mm.bind(x, weight, offsets))
-        functions: tuple[Callable[[], object], ...] = (partial(kpt_moe.grouped_mm, x, weight, offsets), alone)
+        alone = partial(served[0].load(), grouped_mm.bind(x, weight, offsets))
+        functions: tuple[Callable[[], object], ...] = (partial(grouped_mm, x, weight, offsets), alone)
         taken: tuple[list[float], list[float]] = ([], [])
         for _ in range(batches):
             for function, times in zip(functions, taken, strict=True):
@@ -127,7 +128,7 @@ def _gate(problem: Problem, training: bool) -> Row:
 
 
 def _outcome(problem: Problem, training: bool) -> dict[str, Tensor]:
-    out = kpt_moe.experts(**problem.arguments())
+    out = experts(**problem.arguments())
     if not training:
         return {"result": out}
     leaves = problem.leaves

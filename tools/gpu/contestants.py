@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import kpt_moe
 from kpt_cli.bench.moe import transformers_experts
 from kpt_cli.plain_pytorch import plain_pytorch
+from kpt_moe.experts import experts
 
 from .loads import Load, Problem
 from .machine import Machine
@@ -65,7 +65,7 @@ def makers(machine: Machine) -> dict[str, Maker]:
 
 def _kpt(name: str, problem: Problem, machine: Machine) -> Contestant:
     arguments = problem.arguments()
-    return Contestant(name, lambda: kpt_moe.experts(**arguments))
+    return Contestant(name, lambda: experts(**arguments))
 
 
 @contextmanager

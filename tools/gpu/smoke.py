@@ -19,6 +19,7 @@ from kpt_backend_nvidia import BACKEND, NVIDIABackend, NVIDIAConfig, NVIDIAOptim
 from kpt_conformance.suite import subjects
 from kpt_conformance.trial import Subject, Trial
 from kpt_core.cases import Case, CaseTable
+from kpt_moe.grouped_mm import grouped_mm
 
 from .machine import Machine
 from .rows import Job, LeftOutError, Row, Rows
@@ -113,7 +114,7 @@ def _tile(machine: Machine, tile: str) -> Row:
     x, weight = (torch.randn(size, generator=generator) for size in ((rows, inner), (4, columns, inner)))
     x, weight = x.to(machine.device, dtype), (weight * inner**-0.5).to(machine.device, dtype).mT
     ends = [rows // 3, rows // 3, rows - 40, rows - 7]
-    call = kpt_moe.grouped_mm.bind(x, weight, torch.tensor(ends, dtype=torch.int32, device=machine.device))
+    call = grouped_mm.bind(x, weight, torch.tensor(ends, dtype=torch.int32, device=machine.device))
     got = forward(call._replace(config={"tile": tile}))
     want = torch.zeros(rows, columns, dtype=torch.float64, device=machine.device)
     for expert, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
