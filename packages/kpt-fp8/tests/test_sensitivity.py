@@ -106,10 +106,42 @@ def test_a_loss_of_ones_own(model):
     assert "perplexity" not in str(measure_sensitivity(model, batches()))
 
 
-def test_masked_scores_count_for_nothing():
-    torch.manual_seed(0)
-    masked = nn.Sequential(nn.Linear(64, 64), nn.Threshold(0.0, -math.inf))
-    assert measure_sensitivity(masked, [torch.randn(3, 64)]).layers[0].error == 0.0
+class Masked(nn.Module):
+    """Scores, of which the first ones are masked."""
+
+    def __init__(self, masked, value=-math.inf):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.masked, self.value = nn.Linear(64, 64), masked, value
+
+    def forward(self, x):
+        mask = torch.arange(64) < self.masked
+        return self.linear(x).masked_fill(mask, self.value)
+
+
+def test_masked_scores_count_for_nothing_and_all_others_do():
+    data = [torch.randn(3, 64, generator=torch.Generator().manual_seed(0))]
+    part = Masked(32)
+    error = measure_sensitivity(part, data).layers[0].error
+    with torch.no_grad():
+        exact, after = (layer(data[0])[:, 32:] for layer in (part.linear, NativeFP8Linear.from_linear(part.linear)))
+    assert error == pytest.approx(float(((after - exact).norm(dim=1) / exact.norm(dim=1)).max()), rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_an_output_without_a_finite_number_tells_nothing(value):
+    with pytest.raises(InputError, match="must hold finite numbers to compare; got none among 192: check the data"):
+        measure_sensitivity(Masked(64, value), [torch.randn(3, 64)])
+
+
+def test_an_output_whose_shape_depends_on_its_numbers():
+    class Large(Masked):
+        def forward(self, x):
+            scores = self.linear(x)
+            return scores[scores.abs() > 0.2]
+
+    with pytest.raises(InputError, match=r"one shape with and without 8-bit layers; got \[\[1, \d+\]\], then"):
+        measure_sensitivity(Large(0), [torch.randn(64, 64, generator=torch.Generator().manual_seed(0))])
 
 
 def test_table_json_and_plot(model, tmp_path):

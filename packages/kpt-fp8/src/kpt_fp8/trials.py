@@ -94,7 +94,7 @@ class Trials:
         """Rows of the output, and the loss.
 
         Raises:
-            InputError: the output has no floating tensor, or numbers that are not finite.
+            InputError: the output has no floating tensor, or no finite number.
         """
         output = call(self._model, batch)
         rows = _rows(output)
@@ -102,6 +102,11 @@ class Trials:
             raise InputError(
                 f"{self._owner}: the model's output has no floating tensor; got {type(output).__name__}: wrap the "
                 "model in a module that returns what matters"
+            )
+        if not any(each.isfinite().any() for each in rows):
+            raise InputError(
+                f"{self._owner}: the model's output must hold finite numbers to compare; got none among "
+                f"{sum(each.numel() for each in rows)}: check the data and the weights"
             )
         return rows, self._loss_of(output, batch)
 
@@ -114,13 +119,22 @@ class Trials:
             swaps: what answers in whose place.
             batch: what the model runs on.
             exact: rows of its own output.
+
+        Raises:
+            InputError: the output's shape depends on its numbers.
         """
         with ExitStack() as stack:
             for linear, layer in swaps:
                 stack.callback(instead(linear, layer))
             output = call(self._model, batch)
-        pairs = zip(_rows(output), exact, strict=True)
-        return Effect(max(worst_error(after, before) for after, before in pairs), self._loss_of(output, batch))
+        rows = _rows(output)
+        after, before = ([list(each.shape) for each in tensors] for tensors in (rows, exact))
+        if after != before:
+            raise InputError(
+                f"{self._owner}: the model's output must have one shape with and without 8-bit layers; got {before}, "
+                f"then {after}: wrap the model in a module that returns what can be compared, such as logits"
+            )
+        return Effect(max(map(worst_error, rows, exact)), self._loss_of(output, batch))
 
     def _loss_of(self, output: Any, batch: Any) -> float | None:
         value = self._loss(output, batch) if self._loss is not None else getattr(output, "loss", None)
@@ -138,14 +152,13 @@ def worst_error(after: Tensor, before: Tensor) -> float:
 
     Args:
         after: `[R, K]`.
-        before: the same shape. Its rows that hold NaN or infinity, as of masked scores, are left out.
+        before: the same shape. Its NaN and infinite numbers, as of masked scores, are left out.
     """
     exact = before.to(torch.float64)
-    usable = exact.isfinite().all(-1)
-    exact, other = exact[usable], after.to(torch.float64)[usable]
-    if exact.numel() == 0:
+    usable = exact.isfinite()
+    if not usable.any():
         return 0.0
-    noise, signal = (other - exact).norm(dim=-1), exact.norm(dim=-1)
+    noise, signal = (torch.where(usable, each, 0).norm(dim=-1) for each in (after.to(torch.float64) - exact, exact))
     worst = float(torch.where(noise == 0, 0.0, noise / signal).amax())
     return math.inf if math.isnan(worst) else worst
 
