@@ -2,7 +2,7 @@
 
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ def plan_of(
     timings: Mapping[Key, Timing],
     *,
     objective: str,
+    within: Collection[Key],
     max_error: float,
     error: float,
 ) -> "Plan":
@@ -54,6 +55,7 @@ def plan_of(
         told: sensitivities.
         timings: times.
         objective: `latency` or `memory`.
+        within: what alone is within the budget.
         max_error: the budget.
         error: of the model's output with the chosen layers, measured.
     """
@@ -84,7 +86,7 @@ def plan_of(
         bytes_after = parameter_bytes(model)
     finally:
         changes.revert()
-    entries = _entries(chosen, told, timings, objective)
+    entries = _entries(chosen, told, timings, objective, within)
     reason = setback((original, changed), (bytes_before, bytes_after), objective, "layers") if chosen else None
     if reason is not None:
         entries = [replace(entry, kept=False, reason=reason) if entry.kept else entry for entry in entries]
@@ -119,6 +121,7 @@ def _entries(
     told: Mapping[Key, LayerSensitivity],
     timings: Mapping[Key, Timing],
     objective: str,
+    within: Collection[Key],
 ) -> list["PlanEntry"]:
     """For each layer the version that was chosen, else the one that costs least."""
     from kpt_core.optimization import PlanEntry
@@ -138,7 +141,12 @@ def _entries(
         if kept:
             reason = f"{gain:.2f}x {what}"
         elif gain_of_layer(layer, timing, objective) > 0:
-            reason = f"{gain:.2f}x {what}, and others gain more for the error that the budget allows"
+            cost = f"error {layer.error:.2%}" + (
+                "" if layer.loss_change is None else f", loss {layer.loss_change:+.2g}"
+            )
+            reason = f"{gain:.2f}x {what}, but alone it costs more than the budget: {cost}"
+            if (name, layer.granularity) in within:
+                reason = f"{gain:.2f}x {what}, and others gain more for the error that the budget allows"
         else:
             reason = f"{gain:.2f}x: not {what} by more than the noise ({2 * noise:.1%})"
         kernel = "" if timing is None else timing.kernel

@@ -55,7 +55,7 @@ class Planning:
         plan: `kpt_core.apply_plan(model, planning.plan)` converts a model by it; `plan.save` writes the file that
             `apply_plan` reads. Its errors are `|after - before| / |before|` of the worst row of the model's output;
             a layer's is that with this layer alone.
-        front: the choices that nothing beats, from one layer to all that gain something.
+        front: the choices that nothing beats, of layers that gain something and alone are within the budget.
         chosen: how many of the front's steps the plan takes.
         sensitivity: of each layer.
     """
@@ -81,7 +81,15 @@ class Planning:
             )
             for number, point in enumerate(self.front, start=1)
         ]
-        return "\n".join(table(head, *rows))
+        return "\n".join([*(table(head, *rows) if rows else ()), self._conclusion()])
+
+    def _conclusion(self) -> str:
+        plan = self.plan
+        if plan.kept:
+            layers = f"{len(plan.kept)} of {len(plan.entries)} layers are converted"
+            return f"{layers}; error {plan.error:.2%} of at most {plan.max_error:.2%}"
+        nearest = min(plan.entries, key=lambda entry: entry.error)
+        return f"no layer is converted; {nearest.module}: {nearest.reason}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -111,9 +119,10 @@ def plan_fp8(
     """Choose the layers that gain most for the error they cost, as many as the budget allows.
 
     Each layer is converted by itself, and what that does to the model's output is measured; its time is measured once
-    for each shape. From both follow the choices that nothing beats, from one layer to all that gain something. The
-    largest of them whose error, measured on all the data, is within the budget is taken, found by bisection. At last
-    the model is timed with it; a plan for latency that is slower as a whole converts nothing.
+    for each shape. Layers that alone cost more than the budget are left. From the others follow the choices that
+    nothing beats, from one layer to all that gain something. The largest whose error, measured on all the data, is
+    within the budget is found by bisection, and taken. At last the model is timed with it; a plan for latency that is
+    slower as a whole converts nothing. Where nothing fits, the plan is empty, and `print` says why.
 
     The model runs once for each layer, granularity and batch, and is left as it was.
 
@@ -133,7 +142,8 @@ def plan_fp8(
         progress: called with the number of runs done, of all, and what runs next.
 
     Raises:
-        InputError: a budget is negative, `max_loss_change` without a loss, or as in `measure_sensitivity`.
+        InputError: a budget is negative, `max_loss_change` without a loss, the model is a single `nn.Linear`, or as in
+            `measure_sensitivity`.
         UnknownNameError: no such objective or granularity.
     """
     from kpt_core.optimization.rewrite import check_max_error, check_objective
@@ -142,10 +152,18 @@ def plan_fp8(
     check_max_error(max_error)
     if max_loss_change is not None and not max_loss_change >= 0:
         raise InputError(f"{_OWNER}: max_loss_change must be at least 0; got {max_loss_change!r}: 0.01 is 1%")
+    if type(model) is nn.Linear:
+        raise InputError(
+            f"{_OWNER}: a single nn.Linear has no place to be replaced at: use NativeFP8Linear.from_linear"
+        )
     batches = batches_of(_OWNER, data, max_batches)
     candidates, skipped = candidates_of(_OWNER, model, granularities, include, exclude, min_features)
     by_key = {(each.name, each.granularity): each for each in candidates}
     trials = Trials(_OWNER, model, loss)
+
+    def allowed(error: float, change: float | None) -> bool:
+        return error <= max_error and (max_loss_change is None or (change is not None and change <= max_loss_change))
+
     with evaluating(model):
         if max_loss_change is not None and trials.exact(batches[0])[1] is None:
             raise InputError(
@@ -155,10 +173,11 @@ def plan_fp8(
         report = sensitivity_of(trials, candidates, batches, skipped, progress)
         told = {key: layer for key in by_key for layer in report.layers if key == (layer.name, layer.granularity)}
         timings = time_layers(model, [by_key[key] for key in told], batches[0])
+        within = {key: layer for key, layer in told.items() if allowed(layer.error, layer.loss_change)}
         steps = front_of(
             [
                 Option(*key, gain, layer.error)
-                for key, layer in told.items()
+                for key, layer in within.items()
                 if (gain := gain_of_layer(layer, timings.get(key), objective)) > 0
             ]
         )
@@ -167,13 +186,9 @@ def plan_fp8(
             swaps = [(by_key[key].linear, by_key[key].layer) for key in chosen_by(steps[:count]).items()]
             return mean_of([trials.with_layers(swaps, batch, trials.exact(batch)[0]) for batch in batches])
 
-        def allowed(effect: Effect) -> bool:
-            change = loss_change(effect, report.loss)
-            return effect.error <= max_error and (
-                max_loss_change is None or (change is not None and change <= max_loss_change)
-            )
-
-        chosen, measured = _largest(len(steps), measure, allowed)
+        chosen, measured = _largest(
+            len(steps), measure, lambda effect: allowed(effect.error, loss_change(effect, report.loss))
+        )
         plan = plan_of(
             model,
             batches[0],
@@ -182,6 +197,7 @@ def plan_fp8(
             told,
             timings,
             objective=objective,
+            within=within,
             max_error=max_error,
             error=measured[chosen].error if chosen else 0.0,
         )
