@@ -145,7 +145,11 @@ def test_patterns():
     assert converted(convert_model_to_fp8(model)) == ["attention.q_proj", "attention.k_proj", "mlp"]
     assert converted(convert_model_to_fp8(model, include="q_proj")) == ["attention.q_proj"]
     assert converted(convert_model_to_fp8(model, include=["attention.*"], exclude="k_*")) == ["attention.q_proj"]
-    assert converted(convert_model_to_fp8(model, exclude=("attention.*", "mlp"))) == ["inner.lm_head"]
+    # What is excluded comes beside `lm_head`, which only include asks for.
+    assert converted(convert_model_to_fp8(model, exclude="attention.*")) == ["mlp"]
+    assert converted(convert_model_to_fp8(model, exclude=None)) == ["attention.q_proj", "attention.k_proj", "mlp"]
+    assert converted(convert_model_to_fp8(model, include=["lm_head", "mlp"])) == ["mlp", "inner.lm_head"]
+    assert converted(convert_model_to_fp8(model, include="*", exclude="attention.*")) == ["mlp", "inner.lm_head"]
     with pytest.raises(
         InputError, match=r"include has '\*\.v_proj', which describes no nn\.Linear.*'attention.q_proj'"
     ):

@@ -15,7 +15,7 @@ from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .native_linear import NativeFP8Linear
 from .quality import Quality
-from .selection import EXCLUDED, Chosen, ChosenExperts, Selection, chosen_layers, require_some
+from .selection import Chosen, ChosenExperts, Selection, chosen_layers, require_some
 from .weight_state import FP8Module
 from .weights import require_finite
 
@@ -74,7 +74,7 @@ def convert_model_to_fp8(
     activations: str = NONE,
     dtype: torch.dtype = torch.float8_e4m3fn,
     include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] = EXCLUDED,
+    exclude: str | Sequence[str] = (),
     min_features: int = 64,
     input_scales: Mapping[str, float] | None = None,
     progress: Progress | None = None,
@@ -101,9 +101,10 @@ def convert_model_to_fp8(
         granularity: what shares a scale of a weight, as `NativeFP8Linear` takes it.
         activations: what shares a scale of the activations, likewise; `none` leaves them as they are.
         dtype: of the codes.
-        include: shell patterns of module names; only layers that one of them describes are converted. None: all. A
-            pattern describes a whole name or its end after a dot: `lm_head` describes `model.lm_head`.
-        exclude: patterns of layers that are left as they are, instead of `lm_head`: name that too, if it is to stay.
+        include: shell patterns of module names; only layers that one of them describes are converted. None: all but
+            `lm_head`, which loses most; `"*"`: that too. A pattern describes a whole name or its end after a dot:
+            `lm_head` describes `model.lm_head`.
+        exclude: patterns of layers that are left as they are, too.
         min_features: layers with fewer inputs or outputs are left as they are.
         input_scales: by name of the layer, what its activations are divided by, as `calibrate` gives it (static); with
             `activations="tensor"` alone. None: what they ask for themselves at each call (dynamic).

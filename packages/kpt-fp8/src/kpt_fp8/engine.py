@@ -12,7 +12,7 @@ from kpt_core import InputError
 from .calibration import calibrate
 from .conversion import ConversionReport, Progress, conversion_report, convert_model_to_fp8
 from .linear import NONE
-from .selection import EXCLUDED, chosen_layers
+from .selection import chosen_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class FP8InferenceEngine:
         dtype: torch.dtype = torch.float8_e4m3fn,
         inplace: bool = False,
         include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] = EXCLUDED,
+        exclude: str | Sequence[str] = (),
         min_features: int = 64,
         progress: Progress | None = None,
     ) -> None:

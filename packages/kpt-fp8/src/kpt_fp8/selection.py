@@ -11,7 +11,7 @@ from kpt_core import InputError
 from .experts import is_fused_experts
 from .formats import DTYPES, NAMES_OF_DTYPES
 
-#: Left as they are unless something else is asked for. No model needs to have such a layer.
+#: Left as they are unless they are asked for. No model needs to have such a layer.
 EXCLUDED = ("lm_head",)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -78,12 +78,14 @@ def chosen_layers(
     exclude: str | Sequence[str],
     min_features: int,
 ) -> Selection:
-    """Choose layers and experts by patterns as users give them.
+    """Choose layers and experts by patterns as users give them; what `EXCLUDED` describes is for `include` to ask for.
 
     Raises:
         InputError: as `select`; or nothing is left to convert.
     """
     wanted, unwanted = patterns(owner, "include", include), patterns(owner, "exclude", exclude) or ()
+    if wanted is None:
+        unwanted += EXCLUDED
     found = select(owner, model, wanted, unwanted, min_features)
     require_some(owner, found)
     return found
