@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -248,6 +249,36 @@ def test_a_parameter_in_state_dicts_copies_and_files(tmp_path):
     assert torch.equal(fresh(x), expected)
     with pytest.raises(RuntimeError, match="expected one like"):
         fresh.load_state_dict({"weight": torch.ones(6, 40), "bias": torch.ones(6)})
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor", "128x128", "mxfp8"])
+def test_pickle(granularity):
+    layer = pickle.loads(pickle.dumps(Layer(make(6, 40, granularity=granularity))))
+    assert isinstance(layer.weight, nn.Parameter)
+    assert not layer.weight.requires_grad
+    same(layer.weight.detach(), make(6, 40, granularity=granularity))
+    turned = pickle.loads(pickle.dumps(make(6, 40, granularity=granularity).t()))
+    assert turned.transposed
+    assert not isinstance(turned, nn.Parameter)
+
+
+def test_made_in_inference_mode_it_goes_to_other_dtypes():
+    with torch.inference_mode():
+        layer = Layer(make(6, 40))
+        same(layer.weight.to(torch.float32), make(6, 40))
+    x = torch.randn(3, 40)
+    assert layer.bfloat16()(x.bfloat16()).dtype is torch.bfloat16
+    assert layer.weight.dtype is torch.bfloat16
+    assert layer.to("meta").weight.codes.is_meta
+    with pytest.raises(InputError, match=r"aten\.\w+\.\w+ is not defined for 8-bit codes"):
+        layer.weight + 1
+
+
+def test_data_can_not_be_set_which_would_change_nothing():
+    layer = Layer(make(6, 40))
+    for other in (torch.ones(6, 40), make(6, 40)):
+        with pytest.raises(InputError, match=r"setting \.data would leave codes and scale as they are: copy_ another"):
+            layer.weight.data = other
 
 
 def test_a_module_converts_what_it_stands_for():

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from kpt_core import InputError
 from .dequantize import check_quantized, dequantize
 from .formats import require_floating
 from .linear import linear as linear_op
-from .sharding import Dtypes, gather_inputs, gathered
+from .sharding import Dtypes, as_bytes, gather_inputs, gathered
 from .tensor_operations import HANDLERS
 
 _MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property in C
 
 
 class FP8Tensor(Tensor):
@@ -33,8 +36,8 @@ class FP8Tensor(Tensor):
     save and load sharded state dicts, not full ones.
 
     It may be an `nn.Parameter(tensor, requires_grad=False)`. It has no gradient: with `requires_grad=True` the linear
-    raises. State dicts, `copy.deepcopy`, `torch.save` and `torch.load` with `weights_only=True` keep codes and scale;
-    `to_tensors` and `from_tensors` make plain tensors of it for safetensors.
+    raises. State dicts, `copy.deepcopy`, `pickle`, `torch.save` and `torch.load` with `weights_only=True` keep codes
+    and scale; `to_tensors` and `from_tensors` make plain tensors of it for safetensors.
 
     Args:
         codes: `[..., K]` of an 8-bit format.
@@ -136,6 +139,12 @@ class FP8Tensor(Tensor):
         """
         return type(self)(codes, scale, self.granularity, dtype or self.dtype, self.transposed ^ turn)
 
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        # As bytes: pickle alone, without torch.save, reads no 8-bit floating-point numbers in torch 2.13.
+        tensors = (self.codes.view(torch.uint8), self.codes.dtype, as_bytes(self.scale), self.scale.dtype)
+        about = (self.granularity, self.dtype, self.transposed)
+        return _unpickled, (*tensors, *about, isinstance(self, torch.nn.Parameter), self.requires_grad)
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, bool]]:
         return ["codes", "scale"], (self.granularity, self.dtype, self.transposed)
 
@@ -182,6 +191,11 @@ class FP8Tensor(Tensor):
             return _linear(*args, **kwargs)
         if func in _MATMUL and len(args) == 2 and isinstance(args[1], FP8Tensor) and args[1].transposed:
             return _linear(args[0], args[1].t())
+        if func == _SET_DATA:
+            raise InputError(
+                "FP8Tensor: setting .data would leave codes and scale as they are: copy_ another one into it, or put "
+                "a new nn.Parameter in its place"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -194,6 +208,9 @@ class FP8Tensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         handler = HANDLERS.get(func)
+        if handler is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # What autograd takes apart elsewhere, as `to`, arrives whole where a tensor was made in inference mode.
+            return func.decompose(*args, **(kwargs or {}))
         # Where something else comes first, as in `plain.copy_(tensor)`, the result would be plain.
         if handler is None or not isinstance(args[0], FP8Tensor):
             raise InputError(
@@ -258,4 +275,21 @@ def from_tensors(
     return FP8Tensor(tensors[name], tensors[f"{name}_scale"], granularity, dtype)
 
 
-torch.serialization.add_safe_globals([FP8Tensor])
+def _unpickled(
+    codes: Tensor,
+    codes_dtype: torch.dtype,
+    scale: Tensor,
+    scale_dtype: torch.dtype,
+    granularity: str,
+    dtype: torch.dtype,
+    transposed: bool,
+    is_parameter: bool,
+    requires_grad: bool,
+) -> FP8Tensor:
+    made = FP8Tensor(codes.view(codes_dtype), scale.view(scale_dtype), granularity, dtype, transposed)
+    if is_parameter:
+        return cast(FP8Tensor, torch.nn.Parameter(made, requires_grad))
+    return made.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([FP8Tensor, _unpickled])

@@ -31,9 +31,9 @@ def gather_inputs(shard: "FP8Tensor", outer_size: Sequence[int], processes: int)
         )
     if processes == 1:
         # Of a process alone torch 2.13 takes the first input and no other.
-        return (_as_bytes(shard.codes),), (shard.codes.dtype, shard.scale.dtype)
+        return (as_bytes(shard.codes),), (shard.codes.dtype, shard.scale.dtype)
     scale = shard.scale.reshape(1) if shard.scale.dim() == 0 else shard.scale
-    return (_as_bytes(shard.codes), _as_bytes(scale)), (shard.codes.dtype, scale.dtype)
+    return (as_bytes(shard.codes), as_bytes(scale)), (shard.codes.dtype, scale.dtype)
 
 
 def gathered(
@@ -60,5 +60,6 @@ def gathered(
     return before
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor of an 8-bit dtype as one of bytes, in the same memory; others as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
