@@ -228,6 +228,15 @@ def test_bad_input():
         calibrate(net, data, method="percentile", percentile=0)
     with pytest.raises(InputError, match="data gave no batch"):
         calibrate(net, [])
+    for batch in (data[0], {"input": data[0]}, None):
+        with pytest.raises(InputError, match=r"calibrate: data must be a sequence of batches; got one .*: put it in"):
+            calibrate(net, batch)
+    with pytest.raises(InputError, match="max_batches must be at least 1; got -1"):
+        calibrate(net, data, max_batches=-1)
+    with pytest.raises(InputError, match=r"calibrate: model must be an nn\.Module; got NoneType"):
+        calibrate(None, data)
+    with pytest.raises(InputError, match=r"FP8InferenceEngine: model must be an nn\.Module; got NoneType"):
+        FP8InferenceEngine(None)
     with pytest.raises(InputError, match=r"model has no nn.Linear; got ReLU"):
         calibrate(nn.ReLU(), data)
     with pytest.raises(InputError, match="no linear layer was called with finite numbers"):

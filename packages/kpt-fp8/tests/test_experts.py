@@ -8,6 +8,7 @@ from torch import nn
 
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8 import (
+    FP8InferenceEngine,
     FP8Tensor,
     NativeFP8Experts,
     NativeFP8Linear,
@@ -170,6 +171,12 @@ def test_a_gate_of_its_own_is_left_and_the_report_says_so():
     (name, layer), *_ = fused(changed).items()
     assert not isinstance(layer, NativeFP8Experts)
     assert "op moe.experts has no such activation" in conversion_report(changed).skipped[name]
+
+
+def test_the_engine_of_experts_alone_has_nothing_to_calibrate():
+    model = nn.ModuleDict({"experts": Fused()})
+    engine = FP8InferenceEngine(model, activations="tensor", calibration=[])
+    assert isinstance(engine.model["experts"], NativeFP8Experts)
 
 
 def test_in_place_and_by_patterns():

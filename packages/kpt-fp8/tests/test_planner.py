@@ -232,7 +232,7 @@ def test_the_budget_of_the_loss(model):
         ({"max_error": -1.0}, "max_error must be at least 0; got -1.0"),
         ({"max_error": float("nan")}, "max_error must be at least 0; got nan"),
         ({"max_loss_change": -0.1}, "max_loss_change must be at least 0; got -0.1"),
-        ({"max_batches": 0}, "data gave no batch"),
+        ({"max_batches": 0}, "max_batches must be at least 1; got 0"),
         ({"exclude": "layers.*"}, "no layer to convert"),
     ],
 )

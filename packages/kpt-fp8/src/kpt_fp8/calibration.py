@@ -1,9 +1,8 @@
 """Static scales of activations, found by running a model on data: `calibrate`."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from kpt_core import InputError
 from .formats import require_fp8
 from .magnitudes import Largest, Magnitudes, check_method
 from .native_linear import ACTIVATION_DTYPES, NativeFP8Linear
+from .selection import require_module
+from .trials import call, each_batch, evaluating
 
 #: Called with the number of batches done.
 Progress = Callable[[int], None]
@@ -52,8 +53,8 @@ def calibrate(
         By name of the layer, one positive number. Layers that were not called are not in it.
 
     Raises:
-        InputError: no linear layer was called, there was no batch, a name is none of a linear layer, or an argument
-            does not fit.
+        InputError: no linear layer was called, there was no batch, `data` is a batch itself, a name is none of a linear
+            layer, or an argument does not fit.
         UnknownNameError: no such method.
     """
     owner = "calibrate"
@@ -61,21 +62,13 @@ def calibrate(
     check_method(method, percentile)
     chosen = _layers(owner, model, layers)
     seen = {name: Largest() if method == "max" else Magnitudes() for name in chosen}
-    training = {module: module.training for module in model.modules()}
-    done = 0
-    with ExitStack() as stack:
+    with evaluating(model), ExitStack() as stack:
         for name, layer in chosen.items():
             stack.callback(layer.register_forward_pre_hook(partial(_count, seen[name]), with_kwargs=True).remove)
-        stack.callback(_restore, training)
-        stack.enter_context(torch.no_grad())
-        model.eval()
-        for batch in islice(data, max_batches):
-            _call(model, batch)
-            done += 1
+        for done, batch in enumerate(each_batch(owner, data, max_batches), start=1):
+            call(model, batch)
             if progress is not None:
                 progress(done)
-    if done == 0:
-        raise InputError(f"{owner}: data gave no batch; expected one at least: check the loader")
     codes = ACTIVATION_DTYPES[dtype]
     found = {
         name: each.scale(codes) if isinstance(each, Largest) else each.scale(codes, method, percentile)
@@ -88,6 +81,7 @@ def calibrate(
 
 
 def _layers(owner: str, model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Module]:
+    require_module(owner, model)
     every: dict[str, nn.Module] = {
         name: each
         for name, each in model.named_modules(remove_duplicate=names is None)
@@ -108,17 +102,3 @@ def _count(
     magnitudes: Largest | Magnitudes, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
     magnitudes.add(arguments[0] if arguments else named["input"])
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, list | tuple):
-        model(*batch)
-    else:
-        model(batch)
-
-
-def _restore(training: Mapping[nn.Module, bool]) -> None:
-    for module, was in training.items():
-        module.training = was

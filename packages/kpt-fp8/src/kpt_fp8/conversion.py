@@ -15,7 +15,7 @@ from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .native_linear import NativeFP8Linear
 from .quality import Quality
-from .selection import Chosen, ChosenExperts, Selection, chosen_layers, require_some
+from .selection import Chosen, ChosenExperts, Selection, chosen_layers, require_module, require_some
 from .weight_state import FP8Module
 from .weights import require_finite
 
@@ -119,8 +119,7 @@ def convert_model_to_fp8(
             a name that is no layer's.
         UnknownNameError: no such granularity.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{_OWNER}: model must be an nn.Module; got {type(model).__name__}")
+    require_module(_OWNER, model)
     if inplace and type(model) is nn.Linear:
         raise InputError(
             f"{_OWNER}: a single nn.Linear has no place to be replaced at: use NativeFP8Linear.from_linear"

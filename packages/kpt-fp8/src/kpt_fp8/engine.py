@@ -12,7 +12,7 @@ from kpt_core import InputError
 from .calibration import calibrate
 from .conversion import ConversionReport, Progress, conversion_report, convert_model_to_fp8
 from .linear import NONE
-from .selection import chosen_layers
+from .selection import chosen_layers, require_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +83,22 @@ class FP8InferenceEngine:
                 "FP8InferenceEngine: calibration is for activations='tensor', whose scales it finds; got activations="
                 f"{activations!r}: give 'tensor', or leave calibration out"
             )
+        require_module("FP8InferenceEngine", model)
         before = _bytes(model)
         scales = None
         if calibration is not None:
             found = chosen_layers("FP8InferenceEngine", model, include, exclude, min_features)
-            scales = calibrate(
-                model,
-                calibration,
-                method=method,
-                percentile=percentile,
-                dtype=dtype,
-                max_batches=max_batches,
-                layers=[each.names[0] for each in found.chosen],
-            )
+            layers = [each.names[0] for each in found.chosen]
+            if layers:  # experts alone have no activations to quantise
+                scales = calibrate(
+                    model,
+                    calibration,
+                    method=method,
+                    percentile=percentile,
+                    dtype=dtype,
+                    max_batches=max_batches,
+                    layers=layers,
+                )
         self.model = convert_model_to_fp8(
             model,
             inplace=inplace,

@@ -15,6 +15,7 @@ from kpt_core import InputError
 from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter, sqnr
 from .report import Mark, Report, decibels
+from .selection import require_module
 from .trials import batches_of, call, evaluating
 
 _OWNER = "quality_report"
@@ -121,6 +122,8 @@ def quality_report(
     """
     if rows < 0:
         raise InputError(f"{_OWNER}: rows must be at least 0; got {rows}: 3 is usual")
+    require_module(_OWNER, original)
+    require_module(_OWNER, converted)
     pairs: dict[str, tuple[nn.Linear, NativeFP8Linear]] = {}
     linears = dict(original.named_modules(remove_duplicate=False))
     for name, layer in converted.named_modules():

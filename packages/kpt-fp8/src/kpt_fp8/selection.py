@@ -51,6 +51,12 @@ class Selection:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
+def require_module(owner: str, model: object) -> None:
+    """Raise `InputError` unless it is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{owner}: model must be an nn.Module; got {type(model).__name__}: load the model first")
+
+
 def patterns(owner: str, name: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     """The patterns as a tuple; one string is one pattern.
 

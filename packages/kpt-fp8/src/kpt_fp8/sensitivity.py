@@ -15,7 +15,7 @@ from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter
 from .report import Mark, Report, decibels
 from .rewrites import MIN_FEATURES, WEIGHTS, weight_is_read
-from .selection import Chosen, patterns, select
+from .selection import Chosen, patterns, require_module, select
 from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
 
 #: Called with the number of runs done, of all, and what runs next.
@@ -158,8 +158,7 @@ def candidates_of(
     min_features: int,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """The converted layers in the model's order, and why others are left, see `measure_sensitivity`."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{owner}: model must be an nn.Module; got {type(model).__name__}")
+    require_module(owner, model)
     if isinstance(granularities, str) or not granularities:
         raise InputError(f"{owner}: granularities must be names in a list, as in ['row']; got {granularities!r}")
     for granularity in granularities:

@@ -46,19 +46,28 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def batches_of(owner: str, data: Iterable[Any], most: int | None) -> list[Any]:
-    """The first batches.
+    """The first batches in a list, as `each_batch`."""
+    return list(each_batch(owner, data, most))
+
+
+def each_batch(owner: str, data: Iterable[Any], most: int | None) -> Iterator[Any]:
+    """The first batches, one after the other.
 
     Raises:
         InputError: there is none, or `data` is a batch itself.
     """
-    if isinstance(data, Tensor | Mapping):
+    if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
         raise InputError(
             f"{owner}: data must be a sequence of batches; got one {type(data).__name__}: put it in a list"
         )
-    batches = list(islice(data, most))
-    if not batches:
+    if most is not None and most < 1:
+        raise InputError(f"{owner}: max_batches must be at least 1; got {most}: leave it out for all")
+    none = True
+    for batch in islice(data, most):
+        none = False
+        yield batch
+    if none:
         raise InputError(f"{owner}: data gave no batch; expected one at least: check the loader")
-    return batches
 
 
 def call(model: nn.Module, batch: Any) -> Any:
