@@ -16,6 +16,7 @@ from kpt_fp8 import (
     convert_model_to_fp8,
     quantize_to_fp8,
 )
+from kpt_fp8.planner import plan_fp8
 
 kpt_moe = pytest.importorskip("kpt_moe", reason="kpt-moe is not installed")
 
@@ -177,6 +178,22 @@ def test_the_engine_of_experts_alone_has_nothing_to_calibrate():
     model = nn.ModuleDict({"experts": Fused()})
     engine = FP8InferenceEngine(model, activations="tensor", calibration=[])
     assert isinstance(engine.model["experts"], NativeFP8Experts)
+
+
+def test_plans_name_the_experts_that_they_leave():
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts, self.out = Fused(), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.out(x)
+
+    planning = plan_fp8(Mixture(), [torch.randn(4, 64)], max_error=1.0)
+    assert "convert_model_to_fp8 converts them" in planning.sensitivity.skipped["experts"]
+    assert str(planning).endswith("1 others are left, see planning.sensitivity.skipped")
+    with pytest.raises(InputError, match=r"no layer to convert.*experts: experts are not measured yet"):
+        plan_fp8(Mixture(), [torch.randn(4, 64)], include="experts")
 
 
 def test_in_place_and_by_patterns():

@@ -15,7 +15,7 @@ from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter
 from .report import Mark, Report, decibels
 from .rewrites import MIN_FEATURES, WEIGHTS, weight_is_read
-from .selection import Chosen, patterns, require_module, select
+from .selection import Chosen, Selection, patterns, require_module, require_some, select
 from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
 
 #: Called with the number of runs done, of all, and what runs next.
@@ -173,12 +173,10 @@ def candidates_of(
             skipped[each.names[0]] = "the module around it reads its weight"
         else:
             chosen.append(each)
-    if not chosen:
-        reasons = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(skipped.items())[:5])
-        raise InputError(
-            f"{owner}: no layer to convert; expected an nn.Linear at least; got {len(skipped)} that are left as they "
-            f"are{f' ({reasons})' if reasons else ''}: change include, exclude or min_features"
-        )
+    # What `convert_model_to_fp8` would convert is not to be missed in silence.
+    for experts in found.experts:
+        skipped[experts.names[0]] = "experts are not measured yet; convert_model_to_fp8 converts them"
+    require_some(owner, Selection(chosen, skipped=skipped))
     return [
         Candidate(
             each.linear,
