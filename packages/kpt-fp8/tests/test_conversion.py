@@ -1,6 +1,7 @@
 import copy
 import gc
 import math
+import threading
 import weakref
 from itertools import pairwise
 
@@ -253,6 +254,29 @@ def test_refusals_leave_the_model_as_it_was():
     hooked[0].register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match=r"'0' has hooks"):
         convert_model_to_fp8(hooked)
+
+
+def test_wrong_arguments_are_sentences():
+    model = stack(64, 64)
+    for least in ("64", None, 0, -1):
+        with pytest.raises(InputError, match=rf"min_features must be a positive integer; got {least!r}: 64 is usual"):
+            convert_model_to_fp8(model, min_features=least)
+    with pytest.raises(InputError, match=r"include must be patterns of module names.*got 7"):
+        convert_model_to_fp8(model, include=7)
+    for scale, got in (("a", "'a'"), (torch.ones(2), r"a tensor of shape \[2\]")):
+        with pytest.raises(
+            InputError, match=rf"input_scales of '0' must be one number; got {got}: give what calibrate"
+        ):
+            convert_model_to_fp8(model, activations="tensor", input_scales={"0": scale})
+
+
+def test_a_model_that_can_not_be_copied_is_converted_in_place():
+    model = stack(64, 64)
+    model.lock = threading.Lock()
+    with pytest.raises(InputError, match=r"can't copy this Sequential: cannot pickle.*lock.*inplace=True"):
+        convert_model_to_fp8(model)
+    assert converted(model) == []
+    assert converted(convert_model_to_fp8(model, inplace=True)) == ["0"]
 
 
 def test_t5_which_converts_its_input_to_the_dtype_of_a_weight():

@@ -13,7 +13,7 @@ from kpt_core import InputError
 from .experts import NativeFP8Experts, refusal
 from .fp8_tensor import FP8Tensor
 from .linear import NONE
-from .native_linear import NativeFP8Linear
+from .native_linear import NativeFP8Linear, one_positive
 from .quality import Quality
 from .selection import Chosen, ChosenExperts, Selection, chosen_layers, require_module, require_some
 from .weight_state import FP8Module
@@ -115,8 +115,8 @@ def convert_model_to_fp8(
 
     Raises:
         InputError: no layer is left to convert, a pattern describes no module, or a layer can't be converted: it is on
-            the meta device, holds NaN or infinity, has hooks, or `input_scales` lacks it; or `input_scales` has
-            a name that is no layer's.
+            the meta device, holds NaN or infinity, has hooks, or `input_scales` lacks it; `input_scales` has a name
+            that is no layer's; or the model can't be copied.
         UnknownNameError: no such granularity.
     """
     require_module(_OWNER, model)
@@ -193,7 +193,13 @@ def _copied(
             copied = memo.setdefault(id(bias), nn.Parameter(bias.detach().clone(), bias.requires_grad))
             setattr(made, _name_of_bias(name), copied)
     progress(len(chosen), len(chosen), "done")
-    return copy.deepcopy(model, memo), layers
+    try:
+        return copy.deepcopy(model, memo), layers
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{_OWNER}: copy.deepcopy can't copy this {type(model).__name__}: {error}; convert it with inplace=True, "
+            "or remove what can't be copied"
+        ) from error
 
 
 def _in_place(
@@ -272,10 +278,8 @@ def _static(
     static = {}
     for each in found.chosen:
         own = next((scales[name] for name in each.names if name in scales), None)
-        if own is not None and not 0 < own < float("inf"):
-            raise InputError(
-                f"{_OWNER}: input_scales of {each.names[0]!r} must be positive and finite; got {own}: calibrate again"
-            )
+        if own is not None:
+            one_positive(_OWNER, f"input_scales of {each.names[0]!r}", own)
         if own is None:
             raise InputError(
                 f"{_OWNER}: input_scales has no scale of {each.names[0]!r}; got {len(scales)} of other layers: "

@@ -1,6 +1,7 @@
 """A linear layer whose weight stays 8-bit: `NativeFP8Linear`."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Self, cast
 
 import torch
@@ -139,7 +140,7 @@ class NativeFP8Linear(FP8Module):
         _require_matrix(owner, weight)
         if bias is not None and (list(bias.shape) != [weight.shape[0]] or not bias.is_floating_point()):
             raise InputError(f"{owner}: bias must be floating [{weight.shape[0]}]; got {bias.dtype} {list(bias.shape)}")
-        static = None if input_scale is None else _one_positive(owner, input_scale)
+        static = None if input_scale is None else one_positive(owner, "input_scale", input_scale)
         made = cls(
             weight.shape[1],
             weight.shape[0],
@@ -278,10 +279,12 @@ def _require_matrix(owner: str, weight: object) -> None:
         )
 
 
-def _one_positive(owner: str, scale: Tensor | float) -> float:
-    if isinstance(scale, Tensor) and scale.numel() != 1:
-        raise InputError(f"{owner}: input_scale must be one number; got a tensor of shape {list(scale.shape)}")
+def one_positive(owner: str, name: str, scale: Tensor | float) -> float:
+    """A scale as a number; raise `InputError` unless it is one, positive and finite."""
+    if not isinstance(scale, Tensor | Real) or (isinstance(scale, Tensor) and scale.numel() != 1):
+        got = f"a tensor of shape {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise InputError(f"{owner}: {name} must be one number; got {got}: give what calibrate gives")
     number = float(scale)
     if not 0 < number < float("inf"):
-        raise InputError(f"{owner}: input_scale must be positive and finite; got {number}: calibrate again")
+        raise InputError(f"{owner}: {name} must be positive and finite; got {number}: calibrate again")
     return number

@@ -65,7 +65,7 @@ def patterns(owner: str, name: str, given: str | Sequence[str] | None) -> tuple[
     """
     if given is None:
         return None
-    listed = (given,) if isinstance(given, str) else tuple(given)
+    listed = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for pattern in listed:
         if not isinstance(pattern, str):
             raise InputError(f"{owner}: {name} must be patterns of module names, as in '*.q_proj'; got {pattern!r}")
@@ -113,8 +113,11 @@ def select(
     """Choose the layers.
 
     Raises:
-        InputError: a pattern describes no module, or a layer that is asked for can't be converted.
+        InputError: a pattern describes no module, a layer that is asked for can't be converted, or `min_features` is no
+            positive integer.
     """
+    if not isinstance(min_features, int) or min_features < 1:
+        raise InputError(f"{owner}: min_features must be a positive integer; got {min_features!r}: 64 is usual")
     modules = list(model.named_modules(remove_duplicate=False))
     kept: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in modules:
@@ -154,7 +157,7 @@ def _left(
         if min(rows, columns) < min_features:
             return f"{columns} to {rows} features, fewer than min_features={min_features}"
         if type(weight) is not nn.Parameter:
-            return f"its {name} is a {type(weight).__name__}, no plain tensor"
+            return f"its {name} is a {type(weight).__name__}, no plain nn.Parameter"
     return ""
 
 
