@@ -1,6 +1,7 @@
 import copy
 import gc
 import math
+import pickle
 import threading
 import weakref
 from itertools import pairwise
@@ -277,6 +278,19 @@ def test_a_model_that_can_not_be_copied_is_converted_in_place():
         convert_model_to_fp8(model)
     assert converted(model) == []
     assert converted(convert_model_to_fp8(model, inplace=True)) == ["0"]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_save_pretrained_would_lose_the_scales(inplace, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128
+    )
+    model = convert_model_to_fp8(transformers.BertModel(config), inplace=inplace)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(InputError, match=r"would take the codes .* for its weights: save its state dict, or"):
+            each.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_t5_which_converts_its_input_to_the_dtype_of_a_weight():

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -91,8 +91,9 @@ def convert_model_to_fp8(
 
     torch's nested tensors are turned off in an `nn.TransformerEncoder` that has a converted layer. Exclude layers whose
     weight another module computes with instead of calling the layer: an `FP8Tensor` refuses that. `save_pretrained` of
-    transformers writes codes that `from_pretrained` takes for weights, so save the state dict, and convert again before
-    it is loaded. DistributedDataParallel does not broadcast converted weights: let all processes convert the same ones.
+    transformers would write codes that `from_pretrained` takes for weights, so the result refuses it: save the state
+    dict, and convert again before it is loaded. DistributedDataParallel does not broadcast converted weights: let all
+    processes convert the same ones.
 
     Args:
         model: with weights in memory.
@@ -155,6 +156,8 @@ def convert_model_to_fp8(
     result, layers = convert(model, chosen, converted, progress or (lambda done, total, name: None))
     _without_nested_tensors(result)
     _without_broadcast(result)
+    if hasattr(result, "save_pretrained"):
+        result.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     setattr(result, _ATTRIBUTE, ConversionReport((*report.layers, *layers), found.skipped))
     return result
 
@@ -287,6 +290,13 @@ def _static(
             )
         static[each.names[0]] = own
     return static
+
+
+def _refuse_to_save(*args: object, **named: object) -> NoReturn:
+    raise InputError(
+        "save_pretrained: from_pretrained would take the codes of this converted model for its weights: save its state "
+        "dict, or save the original and give the folder to kpt_fp8.checkpoints.convert_checkpoint"
+    )
 
 
 def _without_nested_tensors(model: nn.Module) -> None:
