@@ -211,3 +211,9 @@ def test_choices_reach_autocast_calls(add: Add, x: Tensor) -> None:
     add(Loopback(kernel("mixed_first", "sample.mixed")))
     with torch.autocast("cpu", torch.bfloat16), kpt_core.use("reference"):
         assert hundreds(mixed(x, x, x)) == 0
+
+
+def test_a_name_that_is_no_string_is_unknown_too():
+    assert (
+        str(UnknownNameError("granularity", None, ["row", "tensor"])) == "unknown granularity None: known: row, tensor"
+    )

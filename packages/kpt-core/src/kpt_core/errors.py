@@ -28,7 +28,7 @@ class UnknownNameError(KptError, LookupError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)  # users give None, too
         if near:
             offer = f"did you mean {' or '.join(repr(n) for n in near)}?"
         elif known:
