@@ -289,7 +289,8 @@ def _unpickled(
     made = FP8Tensor(codes.view(codes_dtype), scale.view(scale_dtype), granularity, dtype, transposed)
     if is_parameter:
         return cast(FP8Tensor, torch.nn.Parameter(made, requires_grad))
-    return made.requires_grad_(requires_grad)
+    made.requires_grad_(requires_grad)
+    return made
 
 
 torch.serialization.add_safe_globals([FP8Tensor, _unpickled])

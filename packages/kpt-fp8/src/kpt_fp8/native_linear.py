@@ -279,7 +279,7 @@ def _require_matrix(owner: str, weight: object) -> None:
         )
 
 
-def one_positive(owner: str, name: str, scale: Tensor | float) -> float:
+def one_positive(owner: str, name: str, scale: object) -> float:
     """A scale as a number; raise `InputError` unless it is one, positive and finite."""
     if not isinstance(scale, Tensor | Real) or (isinstance(scale, Tensor) and scale.numel() != 1):
         got = f"a tensor of shape {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)

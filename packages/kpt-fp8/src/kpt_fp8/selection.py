@@ -57,7 +57,7 @@ def require_module(owner: str, model: object) -> None:
         raise InputError(f"{owner}: model must be an nn.Module; got {type(model).__name__}: load the model first")
 
 
-def patterns(owner: str, name: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+def patterns(owner: str, name: str, given: object) -> tuple[str, ...] | None:
     """The patterns as a tuple; one string is one pattern.
 
     Raises:
@@ -65,11 +65,12 @@ def patterns(owner: str, name: str, given: str | Sequence[str] | None) -> tuple[
     """
     if given is None:
         return None
-    listed = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    for pattern in listed:
+    listed = []
+    for pattern in given if isinstance(given, Iterable) and not isinstance(given, str) else (given,):
         if not isinstance(pattern, str):
             raise InputError(f"{owner}: {name} must be patterns of module names, as in '*.q_proj'; got {pattern!r}")
-    return listed
+        listed.append(pattern)
+    return tuple(listed)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -116,7 +117,8 @@ def select(
         InputError: a pattern describes no module, a layer that is asked for can't be converted, or `min_features` is no
             positive integer.
     """
-    if not isinstance(min_features, int) or min_features < 1:
+    least: object = min_features
+    if not isinstance(least, int) or least < 1:
         raise InputError(f"{owner}: min_features must be a positive integer; got {min_features!r}: 64 is usual")
     modules = list(model.named_modules(remove_duplicate=False))
     kept: dict[int, tuple[nn.Module, list[str]]] = {}
