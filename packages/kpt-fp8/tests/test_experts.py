@@ -17,6 +17,7 @@ from kpt_fp8 import (
     quantize_to_fp8,
 )
 from kpt_fp8.planner import plan_fp8
+from kpt_fp8.quality_report import quality_report
 
 kpt_moe = pytest.importorskip("kpt_moe", reason="kpt-moe is not installed")
 
@@ -194,6 +195,14 @@ def test_plans_name_the_experts_that_they_leave():
     assert str(planning).endswith("1 others are left, see planning.sensitivity.skipped")
     with pytest.raises(InputError, match=r"no layer to convert.*experts: experts are not measured yet"):
         plan_fp8(Mixture(), [torch.randn(4, 64)], include="experts")
+
+
+def test_a_quality_report_of_experts_alone_tells_where_to_look():
+    model = nn.ModuleDict({"experts": Fused()})
+    with pytest.raises(
+        InputError, match=r"a ModuleDict without: convert it first, or see conversion_report for experts"
+    ):
+        quality_report(model, convert_model_to_fp8(model))
 
 
 def test_in_place_and_by_patterns():

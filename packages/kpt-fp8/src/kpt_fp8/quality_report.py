@@ -107,7 +107,9 @@ class QualityReport(Report):
 def quality_report(
     original: nn.Module, converted: nn.Module, data: Iterable[Any] | None = None, *, rows: int = 3
 ) -> QualityReport:
-    """Compare the layers of a converted model with those that they were made from.
+    """Compare the linear layers of a converted model with those that they were made from.
+
+    Fused experts are not in it; `conversion_report` has their weights' quality.
 
     Args:
         original: with layers `nn.Linear` of the same names; it is left as it was.
@@ -131,7 +133,10 @@ def quality_report(
             pairs[name] = _original_of(name, linears.get(name), layer), layer
     if not pairs:
         got = type(converted).__name__
-        raise InputError(f"{_OWNER}: converted must have a NativeFP8Linear; got a {got} without: convert it first")
+        raise InputError(
+            f"{_OWNER}: converted must have a NativeFP8Linear; got a {got} without: convert it first, or see "
+            "conversion_report for experts"
+        )
     outputs = {} if data is None else _outputs(original, pairs, batches_of(_OWNER, data, None))
     layers = []
     for name, (linear, layer) in pairs.items():
