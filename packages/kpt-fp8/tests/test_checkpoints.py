@@ -1,5 +1,7 @@
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -380,3 +382,75 @@ def test_scales_of_caches_are_not_dropped(source, tmp_path):
     quantized(tmp_path / "first", source, "ct-channel")
     change(tmp_path / "first", kv_cache_scheme={"num_bits": 8})
     refused("kv_cache_scheme", tmp_path, tmp_path / "first", to="fbgemm_fp8")
+
+
+@pytest.mark.parametrize("key", ["kv_cache_scheme", "kv_cache_quant_algo"])
+def test_scales_of_caches_of_modelopt_are_not_dropped(key, source, tmp_path):
+    quantized(tmp_path / "first", source, "modelopt")
+    change(tmp_path / "first", **{key: "FP8"})
+    refused(f"{key}='FP8'", tmp_path, tmp_path / "first", to="compressed-tensors")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_static_scales_are_positive(scale, source, tmp_path):
+    scales = dict.fromkeys(modules(source), scale)
+    refused(
+        rf"input_scales\['model.0.o_proj'\] must be positive and finite; got {scale}",
+        tmp_path,
+        source,
+        granularity="tensor",
+        activations="tensor",
+        input_scales=scales,
+    )
+
+
+def test_a_place_that_cant_be_written_is_a_sentence(source):
+    with pytest.raises(InputError, match=r"/proc/\.out.*can't be written"):
+        convert_checkpoint(source, "/proc/out", to="fp8")
+
+
+@pytest.mark.parametrize("limit", [10, 60_000])
+def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_left(limit, source, tmp_path):
+    # As a full disk fails: in the middle of a file.
+    script = """
+import resource, signal, sys
+from kpt_core import InputError
+from kpt_fp8.checkpoints import convert_checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+try:
+    convert_checkpoint(sys.argv[1], sys.argv[2], to="fp8")
+except InputError as error:
+    assert "can't be written" in str(error) and "too large" in str(error), error
+else:
+    raise AssertionError
+"""
+    arguments = [sys.executable, "-c", script, source, tmp_path / "out", limit]
+    done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
+# What stays as it is
+
+
+def test_a_tied_output_layer_is_named_among_those_left_out(tmp_path):
+    tensors = plain_tensors()
+    del tensors["lm_head.weight"]
+    convert_checkpoint(write(tmp_path / "source", tensors), tmp_path / "first", to="fp8")
+    assert config_of(tmp_path / "first")["quantization_config"]["ignored_layers"] == ["model.embed_tokens", "lm_head"]
+    change(tmp_path / "first", modules_to_not_convert=["model.embed_tokens"], ignored_layers=[])
+    convert_checkpoint(tmp_path / "first", tmp_path / "second", to="compressed-tensors")
+    assert config_of(tmp_path / "second")["quantization_config"]["ignore"] == ["model.embed_tokens", "lm_head"]
+    other = write(tmp_path / "untied", tensors, {"tie_word_embeddings": False})
+    convert_checkpoint(other, tmp_path / "third", to="compressed-tensors")
+    assert config_of(tmp_path / "third")["quantization_config"]["ignore"] == ["model.embed_tokens"]
+
+
+def test_stacked_experts_stay_as_they_are_and_it_is_said(tmp_path):
+    tensors = plain_tensors()
+    tensors["model.0.mlp.experts.gate_up_proj"] = torch.randn(4, 64, 128)
+    tensors["model.0.mlp.experts.down_proj"] = torch.randn(4, 128, 32)
+    report = convert_checkpoint(write(tmp_path / "source", tensors), tmp_path / "out", to="fp8")
+    assert report.notes == ["Experts stacked in one tensor stay as they are: model.0.mlp.experts."]
+    assert "model.0.mlp.experts" in config_of(tmp_path / "out")["quantization_config"]["ignored_layers"]

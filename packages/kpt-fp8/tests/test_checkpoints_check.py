@@ -8,6 +8,7 @@ from kpt_core import InputError
 from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
 
 NAME = "model.0.q_proj.weight"
+ENDS = [("ct-channel", "ignore"), ("modelopt", "ignore")]
 
 
 @pytest.fixture
@@ -112,6 +113,19 @@ def test_a_static_scale_that_is_odd_is_found(tmp_path):
     quantized(tmp_path / "out", source, "ct-tensor-static")
     change(tmp_path / "out", {"model.0.q_proj.input_scale": torch.tensor([1e5])})
     only(tmp_path / "out", "model.0.q_proj.input_scale is 1e+05, for activations of up to 4.48e+07")
+
+
+@pytest.mark.parametrize("names", ["lm_head", [3], {"lm_head": 1}])
+@pytest.mark.parametrize(("variant", "key"), [("fp8-block", "modules_to_not_convert"), *ENDS])
+def test_names_that_are_no_list_are_a_sentence(variant, key, names, tmp_path):
+    quantized(tmp_path / "out", write(tmp_path / "source", plain_tensors()), variant)
+    change(tmp_path / "out", **{key: names})
+    only(tmp_path / "out", f"{key}={names!r}; expected a list of names of modules")
+
+
+def test_a_pattern_that_is_none_is_a_sentence(block):
+    change(block, modules_to_not_convert=["*lm_head"])
+    only(block, "no regular expression (nothing to repeat", "write the name itself")
 
 
 def test_a_truncated_file_is_found(block):

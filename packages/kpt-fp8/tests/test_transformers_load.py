@@ -107,6 +107,20 @@ def test_static_scales_reach_layers_and_experts(variant, models, tmp_path):
     assert logits(loaded).isfinite().all()
 
 
+@pytest.mark.parametrize(("kind", "variant"), [("llama", "fp8-block"), ("mixtral", "ct-channel")])
+def test_a_tied_output_layer_stays_as_it_is(kind, variant, tmp_path):
+    original = model(kind, tie_word_embeddings=True)
+    original.save_pretrained(tmp_path / "source")
+    quantized(tmp_path / "out", tmp_path / "source", variant)
+    expected = logits(with_numbers(original, numbers(tmp_path / "out")))
+    for left in (["lm_head"], []):  # as others may write it, too
+        change(tmp_path / "out", **{"ignore" if variant.startswith("ct") else "modules_to_not_convert": left})
+        loaded, info = load(tmp_path / "out", quantize_activations=False, output_loading_info=True)
+        assert not any(info.values())
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_no_checkpoint_is_a_sentence(models, tmp_path):
     with pytest.raises(InputError, match="is not quantised: load it with transformers"):
         load(models["llama on disk"])

@@ -34,11 +34,11 @@ KINDS = tuple(_KINDS)
 IDS = torch.arange(10)[None] * 3
 
 
-def model(kind):
+def model(kind, **options):
     """In float32; its numbers are not small, so that quantisation is seen."""
     made, config, more = _KINDS[kind]
     torch.manual_seed(0)
-    return made(config(**_SIZES, **more, initializer_range=0.1)).eval()
+    return made(config(**(_SIZES | {"initializer_range": 0.1} | more | options))).eval()
 
 
 def logits(model):

@@ -1,5 +1,6 @@
 """What a checkpoint holds, from its headers and configuration alone: `describe`."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -107,7 +108,15 @@ def describe(folder: CheckpointFolder) -> Contents:
         used.add(each.name)
         used.update(_add(found, found.format, found.scheme, each))
     found.plain = {name: each for name, each in folder.tensors.items() if name not in used}
-    found.faults.extend(_strays(found, found.format))
+    try:
+        found.faults.extend(_strays(found, found.format))
+    except InputError as error:
+        found.faults.append(str(error))
+    except re.error as error:
+        found.faults.append(
+            f"{folder.path}: quantization_config names a module left out by {error.pattern!r}, which is no regular "
+            f"expression ({error}): readers take it for one, so write the name itself"
+        )
     if any(folder.tensors[weight.scale].dtype == "BF16" for weight in found.weights.values()):
         found.scheme = replace(found.scheme, scale_dtype=torch.bfloat16)
     return found

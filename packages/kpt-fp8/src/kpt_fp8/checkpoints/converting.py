@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8.conversion import Progress
+from kpt_fp8.scales import LEAST
 from kpt_fp8.selection import matches, patterns
 
 from .changing import Changed, Inexact, quantized_anew, require_sound, same_numbers
@@ -23,7 +24,8 @@ from .staging import ShardWriter, check_target, copy_rest, staged, write_json
 
 _OWNER = "convert_checkpoint"
 #: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers.
-LEFT = ("lm_head", "*embed*", "*norm*", "wte", "wpe", "gate", "*router*", "*shared_expert_gate", "score", "classifier")
+HEAD = "lm_head"
+LEFT = (HEAD, "*embed*", "*norm*", "wte", "wpe", "gate", "*router*", "*shared_expert_gate", "score", "classifier")
 #: Models whose matrices are stored transposed, so that a row there is no row of `nn.Linear`.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt")
 _SHARD = 2 << 30
@@ -85,6 +87,8 @@ def convert_checkpoint(
     report = CheckpointReport(contents.format.name if contents.format else "unquantised", to, chosen)
     report.notes.extend(_notes(contents, chosen))
     work = _Work(contents, form, chosen, anew, dict(input_scales or {}), requantize)
+    if work.stacked():
+        report.notes.append(f"Experts stacked in one tensor stay as they are: {', '.join(work.stacked())}.")
     with staged(real) as staging, folder.reading() as reader:
         copy_rest(folder.path, staging)
         write_json(staging / CONFIG, _config(folder.config, form.write_config(chosen, work.skipped())))
@@ -124,16 +128,32 @@ class _Work:
         if self.scheme.static:
             for name in (*self.contents.weights, *self.anew):
                 held = name in self.contents.weights and self.contents.weights[name].input_scale
-                if not held and module_of(name) not in self.input_scales:
+                given = self.input_scales.get(module_of(name))
+                if not held and given is None:
                     raise InputError(
                         f"{_OWNER}: {name} needs a static scale of its activations, and there is none for "
                         f"{module_of(name)!r}: pass input_scales, which calibrate finds, or choose other activations"
+                    )
+                if given is not None and not LEAST <= given < float("inf"):
+                    raise InputError(
+                        f"{_OWNER}: input_scales[{module_of(name)!r}] must be positive and finite; got {given}: "
+                        "calibrate again"
                     )
 
     def skipped(self) -> list[str]:
         """Modules with a matrix that stays as it is."""
         left = (each for name, each in self.contents.plain.items() if name not in self.anew)
-        return [module_of(each.name) for each in left if each.name.endswith(".weight") and len(each.shape) > 1]
+        found = [module_of(each.name) for each in left if each.name.endswith(".weight") and len(each.shape) > 1]
+        config = self.contents.folder.config
+        tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", True))
+        if tied and not any(module_of(name).endswith(HEAD) for name in self.names):
+            found.append(HEAD)  # it is the matrix of the embeddings, which stays as it is
+        return found + self.stacked()
+
+    def stacked(self) -> list[str]:
+        """Modules of experts whose matrices are in one tensor, which stay as they are."""
+        owners = (name.rpartition(".")[0] for name, each in self.contents.plain.items() if len(each.shape) == 3)
+        return list(dict.fromkeys(owner for owner in owners if owner.endswith(".experts")))
 
     def metadata(self) -> dict[str, str]:
         shapes = {name: each.shape for name, each in self.contents.weights.items()}
@@ -244,12 +264,14 @@ def _notes(contents: Contents, chosen: Scheme) -> list[str]:
     origin = contents.scheme
     if origin is None:
         return []
-    cache = (contents.folder.quantization or {}).get("kv_cache_scheme")
-    if cache:
-        raise InputError(
-            f"{_OWNER}: quantization_config has kv_cache_scheme={cache!r}; scales of caches are not converted: set it "
-            "to null, and remove the tensors that end in k_scale and v_scale"
-        )
+    config = contents.folder.quantization or {}
+    own = {**config, **config.get("quantization", {})}
+    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if own.get(key):
+            raise InputError(
+                f"{_OWNER}: quantization_config has {key}={own[key]!r}; scales of caches are not converted: set it to "
+                "null, and remove the tensors that end in k_scale and v_scale"
+            )
     notes = []
     if (origin.activations, origin.static) != (chosen.activations, chosen.static):
         notes.append(

@@ -35,13 +35,25 @@ def check_target(source: Path, target: Path) -> Path:
 
 
 @contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} can't be written ({error}): make room there, or choose another place") from error
+
+
+@contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place at the end, or vanishes if the block raises."""
     staging = target.parent / f".{target.name}.{os.urandom(4).hex()}.partial"
-    staging.mkdir()
+    with _writing(staging):
+        staging.mkdir()
     try:
         yield staging
-        staging.rename(target)  # over an empty folder too
+        with _writing(target):
+            staging.rename(target)  # over an empty folder too
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -52,12 +64,14 @@ def copy_rest(source: Path, target: Path) -> None:
     found = {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
     for file in sorted(found):
         if file.name not in left:
-            shutil.copyfile(file, target / file.name)
+            with _writing(target / file.name):
+                shutil.copyfile(file, target / file.name)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write an object, as transformers lays it out."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with _writing(path):
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class ShardWriter:
@@ -109,9 +123,10 @@ class ShardWriter:
         from safetensors.torch import save_file
 
         path = self._folder / self._part(len(self._files))
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(self._held, path, self._metadata)
-        path.chmod(mode)  # safetensors' files are for their owner only, whatever the umask says
+        with _writing(path):
+            path.touch()
+            mode = path.stat().st_mode
+            save_file(self._held, path, self._metadata)
+            path.chmod(mode)  # safetensors' files are for their owner only, whatever the umask says
         self._files.append(list(self._held))
         self._held, self._size = {}, 0

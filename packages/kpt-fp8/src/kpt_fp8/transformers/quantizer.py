@@ -106,7 +106,7 @@ class KptFP8Quantizer(HfQuantizer):
         return model
 
     def _replacement(self, model: Any, name: str, module: nn.Module) -> nn.Module | None:
-        if type(module) is nn.Linear and self._is_quantized(name):
+        if type(module) is nn.Linear and self._is_quantized(model, name):
             return StoredLinear(module, self.format, self.scheme)
         if not name.endswith(".experts") or isinstance(module, nn.ModuleList):
             return None
@@ -114,9 +114,11 @@ class KptFP8Quantizer(HfQuantizer):
             return None
         return experts_of(module, model.config.get_text_config(), self.scheme, self.quantization_config.activations)
 
-    def _is_quantized(self, name: str) -> bool:
+    def _is_quantized(self, model: Any, name: str) -> bool:
         """As the files have it; where they have another name for it, as the configuration says."""
         known = self.quantization_config.quantized.get(name)
+        if known is None and f"{name}.weight" in model.all_tied_weights_keys:
+            return False
         return not self.format.skips(self.quantization_config.checkpoint, name) if known is None else known
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:

@@ -49,7 +49,7 @@ class Format:
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:
         """Whether the configuration names a module among those that are not quantised, as transformers reads names."""
-        listed = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+        listed = names_in(self.name, config, "modules_to_not_convert", "ignored_layers")
         end = r"(?:(?<=\.)|(?=\.|$))"
         return any(module.endswith(each) or re.match(f"(?:{each}){end}", module) for each in listed)
 
@@ -98,6 +98,15 @@ def expect(format: str, key: str, value: object, known: Sequence[object]) -> Non
     if value not in known:
         listed = " or ".join(repr(each) for each in known)
         raise InputError(f"{format}: quantization_config has {key}={value!r}; expected {listed}")
+
+
+def names_in(format: str, config: Mapping[str, Any], *keys: str) -> list[str]:
+    """Names of modules under the first of the keys that has some; raises `InputError` where it is no list of names."""
+    key = next((key for key in keys if config.get(key)), keys[0])
+    found = config.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise InputError(f"{format}: quantization_config has {key}={found!r}; expected a list of names of modules")
+    return found
 
 
 def module_of(weight: str) -> str:

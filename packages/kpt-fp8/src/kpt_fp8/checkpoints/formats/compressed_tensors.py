@@ -10,7 +10,7 @@ from kpt_core import InputError
 from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.linear import NONE
 
-from .base import Format, Takes, expect
+from .base import Format, Takes, expect, names_in
 
 _STRATEGIES = {"tensor": "tensor", "channel": "row", "block": "128x128"}
 _NAMES = {granularity: strategy for strategy, granularity in _STRATEGIES.items()}
@@ -98,7 +98,7 @@ class CompressedTensors(Format):
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:  # noqa: D102
         targets = [target for group in config["config_groups"].values() for target in group.get("targets") or ()]
-        if any(_matches(each, module) for each in config.get("ignore") or ()):
+        if any(_matches(each, module) for each in names_in(self.name, config, "ignore")):
             return True
         return "Linear" not in targets and not any(_matches(each, module) for each in targets)
 

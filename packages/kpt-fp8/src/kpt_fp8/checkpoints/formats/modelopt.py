@@ -9,7 +9,7 @@ import torch
 from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.linear import NONE
 
-from .base import Format, Takes, expect
+from .base import Format, Takes, expect, names_in
 
 _ALGORITHMS = {
     "FP8": ("tensor", "tensor", True),
@@ -47,7 +47,7 @@ class ModelOpt(Format):
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:  # noqa: D102
         own = config.get("quantization", config)
-        listed = own.get("ignore") or own.get("exclude_modules") or ()
+        listed = names_in(self.name, own, "ignore", "exclude_modules")
         return any(fnmatchcase(module, each) or module.startswith(f"{each}.") for each in listed)
 
     def stored_shape(self, shape: Sequence[int], granularity: str) -> list[int]:  # noqa: D102
