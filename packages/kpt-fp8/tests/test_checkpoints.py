@@ -263,34 +263,6 @@ def test_nothing_is_left_of_a_conversion_that_stops(source, tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
 
 
-def test_memory_is_that_of_one_file(tmp_path):
-    def anonymous():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-    try:
-        anonymous()
-    except (OSError, StopIteration):
-        pytest.skip("this system does not tell the anonymous memory of a process")
-    size = 1 << 20
-    one = torch.randn(512, size // 512 // 2).to(torch.bfloat16)
-    tensors = {f"model.{n}.q_proj.weight": one.clone() for n in range(48)}
-    first = dict(list(tensors.items())[:2])
-    seen = []
-    for name, held in (("warm", first), ("whole", tensors)):
-        source = write(tmp_path / name, held)
-        seen.clear()
-        convert_checkpoint(
-            source,
-            tmp_path / f"{name}-out",
-            to="fp8",
-            max_shard_bytes=size,
-            progress=lambda *_: seen.append(anonymous()),
-        )
-    # 48 MiB are read and 24 written; a file and the work on one matrix are held.
-    assert max(seen) - seen[0] < 10 << 20
-
-
 # Refusals
 
 

@@ -1,8 +1,3 @@
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,6 +11,7 @@ from kpt_fp8.checkpoints.contents import describe
 from kpt_fp8.checkpoints.folder import CheckpointFolder
 from kpt_fp8.transformers import load
 from kpt_fp8.transformers.layers import StoredExperts
+from processes import run
 from transformers_models import KINDS, logits, model, sqnr, with_numbers
 
 FP8 = torch.float8_e4m3fn
@@ -151,18 +147,6 @@ def test_transformers_keeps_what_it_has(models, tmp_path):
     loaded = load(tmp_path / "out")
     with pytest.raises(ValueError, match="not serializable"):
         loaded.save_pretrained(tmp_path / "again")
-
-
-def run(script, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
 
 
 def test_experts_run_by_kpt_moe_where_it_is_installed(models, tmp_path):

@@ -47,7 +47,7 @@ def require_sound(name: str, weight: QuantizedWeight) -> None:
         name: of the weight.
         weight: as the file has it.
     """
-    bad = int(nan_codes(weight.codes).sum())
+    bad = int(torch.count_nonzero(nan_codes(weight.codes)))  # a sum would make int64 of it
     if bad:
         raise InputError(
             f"{name} holds {bad} of {weight.codes.numel()} codes that are NaN; expected numbers: quantise the weight "

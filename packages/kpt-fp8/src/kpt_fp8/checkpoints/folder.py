@@ -172,7 +172,8 @@ class TensorReader:
         if file not in self._open:
             while len(self._open) > 1:
                 self._close(next(iter(self._open)))
-            context = safe_open(self._folder.path / file, framework="pt")
+            # Pages of a mapped file would stay with the process until it is closed.
+            context = safe_open(self._folder.path / file, framework="pt", backend="pread")
             self._open[file] = context, context.__enter__()  # type: ignore[no-untyped-call]
         # The one used last is closed last.
         self._open[file] = self._open.pop(file)

@@ -1,19 +1,21 @@
 """What transformers is told of KPT: the quantisation method "kpt_fp8", its configuration and its quantizer."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kpt_core import InputError
+from kpt_fp8.checkpoints.folder import CheckpointFolder, TensorReader
 from kpt_fp8.checkpoints.formats import Format, format_of
 from kpt_fp8.checkpoints.scheme import Scheme
 
 from .layers import StoredExperts, StoredLinear, experts_of
+from .stacking import stacking, stacks
 
 METHOD = "kpt_fp8"
 
@@ -41,31 +43,6 @@ class KptFP8Config(QuantizationConfigMixin):
         self.quantized = dict(quantized or {})
 
 
-class _AsMatrix(ConversionOps):
-    """Scales of one expert as a matrix, so that those of all experts can be stacked and joined like weights."""
-
-    def convert(  # type: ignore[override]  # the patterns are among the rest
-        self, input_dict: dict[str, Any], **_: Any
-    ) -> dict[str, list[Tensor]]:
-        """By name, lists of scales `[]`, `[1]`, `[N, 1]` or `[a, 1, b, 1]` as matrices."""
-        found = {}
-        for name, value in input_dict.items():
-            listed = value if isinstance(value, list) else [value]
-            found[name] = [_matrix(each) for each in listed]
-        return found
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """Scales stay matrices."""
-        return self
-
-
-def _matrix(scale: Tensor) -> Tensor:
-    if scale.dim() < 2:
-        return scale.reshape(-1, 1)
-    return scale.reshape(scale.shape[0], -1)
-
-
 @register_quantizer(METHOD)
 class KptFP8Quantizer(HfQuantizer):
     """Loads FP8 checkpoints into layers that stay 8-bit on every device."""
@@ -91,7 +68,8 @@ class KptFP8Quantizer(HfQuantizer):
                 )
         return config
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+    def _process_model_before_weight_loading(self, model: Any, **loading: Any) -> Any:
+        self.reader = TensorReader(CheckpointFolder(Path(loading["checkpoint_files"][0]).parent))
         replaced = 0
         for name, module in list(model.named_modules()):
             made = self._replacement(model, name, module)
@@ -122,27 +100,28 @@ class KptFP8Quantizer(HfQuantizer):
         return not self.format.skips(self.quantization_config.checkpoint, name) if known is None else known
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Converters for scales beside those that stack the matrices of experts."""
+        """Converters that stack codes and scales of experts, in place of those that stack weights."""
         params = [name for name, _ in model.named_parameters()]
         made: list[Any] = []
         for each in weight_conversions:
-            made.append(each)
-            if not isinstance(each, WeightConverter):
+            target = each._original_target_patterns[0]
+            if not stacks(each) or not any(param.endswith(f"{target}_scale_inv") for param in params):
+                made.append(each)
                 continue
-            sources, (target, *others) = each._original_source_patterns, each._original_target_patterns
-            if others or not all(source.endswith(".weight") for source in sources):
-                continue
+            sources = each._original_source_patterns
             codes = [self.format.codes_name(source) for source in sources]
-            if codes != sources and any(param.endswith(f"{target}_scale_inv") for param in params):
-                made.append(each.copy(codes, [target], operations=list(each.operations)))
+            if codes != sources:
+                made.append(each)  # for layers that are not quantised
+            made.append(stacking(each, codes, target, self.reader))
             names = {"scale_inv": self.format.scale_name, "activation_scale": self.format.input_scale_name}
             for ending, name in names.items():
                 if any(param.endswith(f"{target}_{ending}") for param in params):
                     stored = [name(source) for source in sources]
-                    made.append(each.copy(stored, [f"{target}_{ending}"], operations=[_AsMatrix(), *each.operations]))
+                    made.append(stacking(each, stored, f"{target}_{ending}", self.reader))
         return made
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        self.reader.close()
         for name, module in list(model.named_modules()):
             if isinstance(module, StoredExperts):
                 module.requires_grad_(False)  # transformers makes parameters that ask for gradients
