@@ -246,6 +246,13 @@ class _(ScaledMM):
         return (left.half() @ right.half().t()).to(left.dtype)
 
 
+@fault("the bias is added to what was rounded already", at="many results")
+class _(ScaledMM):
+    def finished(self, call, product):
+        rounded = product.to(call.out_dtype)
+        return rounded if call.bias is None else rounded + call.bias.to(call.out_dtype)
+
+
 @fault("activations have one scale rather than one a row", at="dynamic activations")
 class _(Linear):
     def rows(self, call):
@@ -262,6 +269,13 @@ class _(Linear):
 class _(Linear):
     def backward(self, call, saved, grad):
         return super().backward(call._replace(scale=torch.ones_like(call.scale)), saved, grad)
+
+
+@fault("the bias is added to what was rounded already", at="many results")
+class _(Linear):
+    def forward(self, call):
+        out = super().forward(call._replace(bias=None))
+        return out if call.bias is None else out + call.bias
 
 
 @fault("the decoded weight is kept by its address", "changed_in_place")

@@ -30,9 +30,14 @@ def codes(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor
 
 
 def scales(
-    generator: torch.Generator, shape: Sequence[int], granularity: str, like: torch.dtype, dtype: torch.dtype
+    generator: torch.Generator,
+    shape: Sequence[int],
+    granularity: str,
+    like: torch.dtype,
+    dtype: torch.dtype,
+    most: float = 4.0,
 ) -> Tensor:
-    """Scales that make numbers of a format's range about one: between a half and three halves of what is needed.
+    """Scales of random numbers: between a half and three halves of those that give a format the range of `most`.
 
     Args:
         generator: what they are drawn from.
@@ -40,6 +45,7 @@ def scales(
         granularity: what shares a scale.
         like: the format.
         dtype: of the scales.
+        most: what the format's largest number becomes, about.
     """
     drawn = torch.rand(scale_shape(shape, granularity), generator=generator, dtype=torch.float64) + 0.5
-    return (drawn / torch.finfo(like).max * 4).float().to(dtype)
+    return (drawn / torch.finfo(like).max * most).float().to(dtype)

@@ -56,6 +56,8 @@ SCALED_MM = CaseTable(
         Case(name="no rows", sizes={"rows": 0}),
         Case(name="one row", sizes={"rows": 1}),
         Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "biased": True}),
+        # So many that one rounding more than there has to be shows in the mean error.
+        Case(name="many results", sizes={"rows": 1024, "inner": 256, "columns": 1024, "biased": True}, model=True),
         Case(name="one scale each", sizes={"granularity_a": "tensor", "granularity_b": "tensor"}),
         Case(
             name="blocks that end early",
