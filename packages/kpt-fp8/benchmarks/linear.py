@@ -118,7 +118,7 @@ def timed(functions: dict[str, Callable[[], Tensor]], seconds: float) -> dict[st
 def scaled_mm(layer: NativeFP8Linear, x: Tensor) -> Callable[[], Tensor]:
     """PyTorch's own product of 8-bit operands, checked."""
     codes, scale = kpt_fp8.quantize(x, granularity="row")
-    weight, weight_scale, bias = layer.weight.t(), layer.weight_scale[None], layer.bias
+    weight, weight_scale, bias = layer.weight.codes.t(), layer.weight.scale[None], layer.bias
 
     def run() -> Tensor:
         return torch._scaled_mm(
@@ -139,7 +139,7 @@ def check(what: str, got: Tensor, wanted: Tensor) -> None:
 
 def check_bytes(ours: nn.Module, theirs: nn.Linear) -> None:
     """End without figures where a converted layer is too large."""
-    sizes = [sum(each.numel() * each.element_size() for each in layer.parameters()) for layer in (ours, theirs)]
+    sizes = [sum(each.nbytes for each in layer.parameters()) for layer in (ours, theirs)]
     most = MOST_BYTES[theirs.weight.dtype]
     if not sizes[0] <= most * sizes[1]:
         sys.exit(f"a converted layer takes {sizes[0]} bytes of {sizes[1]}; expected {most} of them at most: no figures")
