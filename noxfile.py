@@ -77,8 +77,7 @@ def requirements(*packages: str) -> list[str]:
 
 def extra(name: str) -> list[str]:
     """Return what an extra of kpt-conformance asks for."""
-    wanted: list[str] = project_file("kpt-conformance")["project"]["optional-dependencies"][name]
-    return wanted
+    return list(project_file("kpt-conformance")["project"]["optional-dependencies"][name])
 
 
 @nox.session
@@ -185,10 +184,9 @@ class Asked:
 
 
 def suite(session: nox.Session, backend: str, *options: str, env: Mapping[str, str] | None = None) -> None:
-    """Run the conformance suite over a backend."""
-    # 5: `-k` or the sample left nothing of it.
-    command = (f"--kpt-backend={backend}", "-q", *options)
-    run(session, "pytest", *command, env={**ONE_THREAD, **(env or {})}, success_codes=[0, 5])
+    """Run the conformance suite over a backend; `-k` or a sample may leave none of it."""
+    variables = {**ONE_THREAD, **(env or {})}
+    run(session, "pytest", f"--kpt-backend={backend}", "-q", *options, env=variables, success_codes=[0, 5])
 
 
 def prove(
@@ -325,10 +323,9 @@ def demo(session: nox.Session) -> None:
 @in_workspace
 def bench(session: nox.Session) -> None:
     """Run `kpt bench cpu`, or with `-- --against REV` compare with another revision; options follow."""
-    if any(argument.startswith("--against") for argument in session.posargs):
-        run(session, "python", "benchmarks/against.py", *session.posargs)
-    else:
-        run(session, "kpt", "bench", "cpu", *session.posargs)
+    compared = any(argument.startswith("--against") for argument in session.posargs)
+    program = ("python", "benchmarks/against.py") if compared else ("kpt", "bench", "cpu")
+    run(session, *program, *session.posargs)
 
 
 #: Builds take place in environments that pip makes, which look for their constraints here.
