@@ -2,6 +2,7 @@
 
 from .conversion import convert_to_fp8_training
 from .engine import FP8TrainingEngine
+from .experts import FP8TrainingExperts
 from .guards import Guards
 from .history import update_delayed_scales
 from .layer import FP8TrainingLinear
@@ -13,6 +14,7 @@ __all__ = [
     "Escalation",
     "FP8Recipe",
     "FP8TrainingEngine",
+    "FP8TrainingExperts",
     "FP8TrainingLinear",
     "Guards",
     "LayerState",

@@ -1,14 +1,16 @@
-"""Converting the linear layers of a model for FP8 training, in place."""
+"""Converting the linear layers and experts of a model for FP8 training, in place."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
 from kpt_core import InputError
-from kpt_fp8.selection import EXCLUDED, patterns, select
+from kpt_fp8.selection import chosen_layers
 
+from .experts import FP8TrainingExperts, refusal
 from .layer import FP8TrainingLinear
 from .recipe import FP8Recipe, recipe_of
+from .watched import Watched
 
 _OWNER = "convert_to_fp8_training"
 
@@ -18,21 +20,21 @@ def convert_to_fp8_training(
     recipe: FP8Recipe | str = "tensor",
     *,
     include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] = EXCLUDED,
+    exclude: str | Sequence[str] = (),
     min_features: int = 64,
 ) -> dict[str, str]:
     """Make each `nn.Linear` of a model an `FP8TrainingLinear`, in place; parameters stay the objects that they are.
 
-    So an optimizer that was made before goes on with them. A layer that the model uses at several places is converted
-    once. Layers that tie their weight to another module and subclasses of `nn.Linear` stay as they are. All is checked
-    before anything is changed.
+    Experts that transformers fuses become `FP8TrainingExperts`. Parameters stay, so an optimizer that was made before
+    goes on with them. A layer that the model uses at several places is converted once. Layers that tie their weight to
+    another module and subclasses of `nn.Linear` stay as they are. All is checked before anything is changed.
 
     Args:
         model: on any device.
         recipe: an `FP8Recipe`, or `tensor`, `delayed`, `row`, `block` or `none`.
         include: shell patterns of module names; only layers that one of them describes are converted. None: all. A
             pattern describes a whole name or its end after a dot.
-        exclude: patterns of layers that are left as they are.
+        exclude: patterns of layers that are left as they are; `lm_head` is, too, unless `include` asks for it.
         min_features: layers with fewer inputs or outputs are left as they are.
 
     Returns:
@@ -49,22 +51,26 @@ def convert_to_fp8_training(
             f"{_OWNER}: a single nn.Linear has no place to be replaced at: use FP8TrainingLinear.from_linear"
         )
     chosen_recipe = recipe_of(recipe)
-    found = select(
-        _OWNER,
-        model,
-        patterns(_OWNER, "include", include),
-        patterns(_OWNER, "exclude", exclude) or (),
-        min_features,
-    )
-    if not found.chosen:
-        reasons = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(found.skipped.items())[:5])
-        raise InputError(
-            f"{_OWNER}: no layer to convert; expected an nn.Linear at least; got {len(found.skipped)} that are left as "
-            f"they are{f' ({reasons})' if reasons else ''}: change include, exclude or min_features"
-        )
-    for each in found.chosen:
-        made = FP8TrainingLinear.from_linear(each.linear, chosen_recipe)
-        for name in each.names:
+    found = chosen_layers(_OWNER, model, include, exclude, min_features)
+    made: list[tuple[tuple[str, ...], nn.Module]] = []
+    for layer in found.chosen:
+        made.append((layer.names, FP8TrainingLinear.from_linear(layer.linear, chosen_recipe)))
+    for experts in found.experts:
+        reason = refusal(experts.module)
+        if reason:
+            found.skipped[experts.names[0]] = reason
+        else:
+            made.append((experts.names, FP8TrainingExperts.from_experts(experts.module, chosen_recipe)))
+    for names, module in made:
+        for name in names:
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, made)
+            setattr(model.get_submodule(parent), own, module)
+    leave_to_each_process(model)
     return found.skipped
+
+
+def leave_to_each_process(model: nn.Module) -> None:
+    """Keep `DistributedDataParallel` from broadcasting what each process observes over what the others did."""
+    own = [f"{name}.observed" for name, module in model.named_modules() if isinstance(module, Watched)]
+    others = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    model._ddp_params_and_buffers_to_ignore = [*others, *own]  # type: ignore[assignment]

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kpt_core import InputError
-from kpt_fp8.selection import EXCLUDED
 
 from .conversion import convert_to_fp8_training
 from .guards import Guards, Observation, causes
-from .history import forget, multiply_gradients, remember
-from .layer import FP8TrainingLinear
+from .history import mistrust, multiply_gradients, remember
+from .processes import local, seen_by_all
 from .quantising import ROLES, largest_of
 from .recipe import FP8Recipe
 from .report import ACCUMULATED, SKIPPED, TAKEN, DivergedError, Escalation, LayerState, StepReport, TrainingReport
 from .state import engine_state, load_engine_state, require_fitting
+from .watched import Watched
 
 _SENTENCES = 10
 
@@ -28,11 +28,12 @@ class FP8TrainingEngine:
     """Train a model whose linear layers multiply 8-bit numbers; what goes wrong is found, told, and mended.
 
     A step is skipped if a gradient, or what some layer quantises, is NaN or infinite: then the loss scale is halved. It
-    is skipped too if numbers saturate under a delayed scale: then the next step scales by what is there, and histories
-    start anew. Every so often errors are measured; a layer where they stay high, or that overflows again and
+    is skipped too if numbers saturate under a delayed scale: then the next step scales by what is there, and joins the
+    histories. Every so often errors are measured; a layer where they stay high, or that overflows again and
     again, goes on to finer scales, at last to none. `report` tells all of this.
 
-    Use it in one process: where several train together, each would decide for itself.
+    Where several processes train together (`DistributedDataParallel`, `fully_shard`), the default process group shares
+    what each saw, so that all decide alike. Convert, wrap, make the optimizer, and then the engine.
 
     Args:
         model: its layers `nn.Linear` are converted in place, as `convert_to_fp8_training` does; a model that has
@@ -71,7 +72,7 @@ class FP8TrainingEngine:
         accumulation: int = 1,
         clip_norm: float | None = None,
         include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] = EXCLUDED,
+        exclude: str | Sequence[str] = (),
         min_features: int = 64,
     ) -> None:
         owner = type(self).__name__
@@ -83,22 +84,15 @@ class FP8TrainingEngine:
             raise InputError(f"{owner}: accumulation must be a positive integer; got {accumulation}")
         if clip_norm is not None and not clip_norm > 0:
             raise InputError(f"{owner}: clip_norm must be positive; got {clip_norm}: leave it out for no clipping")
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        together = torch.distributed.get_world_size() if several else 1
-        if together > 1:
-            raise InputError(
-                f"{owner}: it is for one process; got {together} that train together: convert with "
-                "convert_to_fp8_training(model, 'row') and write the loop yourself"
-            )
         self.left: dict[str, str] = {}
-        if not any(isinstance(each, FP8TrainingLinear) for each in model.modules()):
+        if not any(isinstance(each, Watched) for each in model.modules()):
             self.left = convert_to_fp8_training(
                 model, recipe, include=include, exclude=exclude, min_features=min_features
             )
         self.model, self.optimizer = model, optimizer
         self.guards = guards or Guards()
         self.accumulation, self.clip_norm = accumulation, clip_norm
-        self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FP8TrainingLinear)}
+        self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Watched)}
         self.loss_scale = self.guards.loss_scale
         self.steps = self.skipped = 0
         self.taken_in_row = self.skipped_in_row = 0
@@ -171,11 +165,14 @@ class FP8TrainingEngine:
             )
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         where = gradients[0].device
-        tops = torch.stack([largest_of(each).float().to(where) for each in gradients]).tolist()
+        tops = torch.stack([largest_of(each).float().to(where) for each in gradients])
+        observed = torch.stack([layer.observed.to(where) for layer in self.layers.values()])
+        seen_by_all(tops, observed)
+        for layer, own in zip(self.layers.values(), observed, strict=True):
+            layer.observed.copy_(own)  # what is remembered is of all processes, too
         owners = [names.get(id(each), "a parameter of the optimizer") for each in self._parameters()]
-        wrong = [name for name, top in zip(owners, tops, strict=True) if not top < math.inf]
-        rows = torch.stack([layer.observed.to(where) for layer in self.layers.values()]).tolist()
-        return wrong, {name: Observation(each) for name, each in zip(self.layers, rows, strict=True)}
+        wrong = [name for name, top in zip(owners, tops.tolist(), strict=True) if not top < math.inf]
+        return wrong, {name: Observation(each) for name, each in zip(self.layers, observed.tolist(), strict=True)}
 
     def _skip(self, reason: str, lower: bool, observed: Mapping[str, Observation]) -> StepReport:
         self.skipped += 1
@@ -191,7 +188,7 @@ class FP8TrainingEngine:
         if saturated:
             # All of them: what one layer clamped did not reach the others as large as it was.
             for layer in self.layers.values():
-                forget(layer)
+                mistrust(layer)
         if lower:
             self._multiply_loss_scale(0.5)
         self.last_skips.append(f"step {self.steps} skipped: {reason}")
@@ -247,7 +244,7 @@ class FP8TrainingEngine:
         return [each for group in groups for each in group["params"] if each.grad is not None and each.numel()]
 
     def _gradients(self) -> list[Tensor]:
-        return [each.grad for each in self._parameters() if each.grad is not None]
+        return [local(each.grad) for each in self._parameters() if each.grad is not None]
 
     @property
     def report(self) -> TrainingReport:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from kpt_fp8.formats import FORMATS
 from kpt_fp8.scales import scale_of
 
-from .layer import FP8TrainingLinear, ready
 from .quantising import AMAX, GRADIENT
 from .recipe import FP8Recipe
+from .watched import Watched, ready
 
 
 def update_delayed_scales(model: nn.Module) -> None:
@@ -20,16 +20,16 @@ def update_delayed_scales(model: nn.Module) -> None:
     they observed, and nothing else happens.
 
     Args:
-        model: with layers `FP8TrainingLinear` anywhere.
+        model: with layers `FP8TrainingLinear` or `FP8TrainingExperts` anywhere.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, FP8TrainingLinear)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Watched)]
     remember(layers)
     for layer in layers:
         layer.reset_observed()
 
 
 @torch.no_grad()
-def remember(layers: Iterable[FP8TrainingLinear]) -> None:
+def remember(layers: Iterable[Watched]) -> None:
     """Add what layers observed to their histories; nothing happens to those without delayed scales."""
     changed = []
     for layer in layers:
@@ -51,16 +51,15 @@ def remember(layers: Iterable[FP8TrainingLinear]) -> None:
 
 
 @torch.no_grad()
-def forget(layer: FP8TrainingLinear) -> None:
-    """Empty the histories of a layer: the next step scales by what is there."""
-    if layer.amax_history is not None and layer.scales is not None:
-        layer.amax_history.zero_()
+def mistrust(layer: Watched) -> None:
+    """Let the next step scale by what is there, and remember that beside what the steps before had."""
+    if layer.scales is not None:
         layer.scales.zero_()
         layer.delayed_ready = (False, False, False)
 
 
 @torch.no_grad()
-def multiply_gradients(layer: FP8TrainingLinear, factor: float) -> None:
+def multiply_gradients(layer: Watched, factor: float) -> None:
     """Follow a change of the loss scale."""
     if layer.amax_history is not None and layer.scales is not None:
         layer.amax_history[GRADIENT] *= factor
@@ -70,7 +69,7 @@ def multiply_gradients(layer: FP8TrainingLinear, factor: float) -> None:
 def _suggested(history: Tensor, recipe: FP8Recipe) -> Tensor:
     """The scales of input, weight and gradient, `[3]`; 0 where nothing is remembered."""
     tops = history.amax(1)
-    room = tops * 2.0**recipe.margin
-    forward = scale_of(room[:GRADIENT], FORMATS[recipe.dtype].most, "none")
-    backward = scale_of(room[GRADIENT:], FORMATS[recipe.gradient_dtype].most, "none")
+    forward = scale_of(tops[:GRADIENT] * 2.0**recipe.margin, FORMATS[recipe.dtype].most, "none")
+    gradient = tops[GRADIENT:] * 2.0**recipe.gradient_margin
+    backward = scale_of(gradient, FORMATS[recipe.gradient_dtype].most, "none")
     return torch.where(tops == 0, 0.0, torch.cat((forward, backward)))

@@ -1,20 +1,17 @@
 """A linear layer that trains with 8-bit products: `FP8TrainingLinear`."""
 
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_core.autocast import without_autocast
 
-from .product import How, Product
-from .quantising import OBSERVED, ROLES
 from .recipe import FP8Recipe, recipe_of
+from .watched import Watched
 
 
-class FP8TrainingLinear(nn.Linear):
+class FP8TrainingLinear(Watched, nn.Linear):
     """`nn.Linear` whose three products are of 8-bit numbers: output, gradient of the input, gradient of the weight.
 
     Weight and bias stay parameters of full precision, which an optimizer updates as ever; they are quantised at each
@@ -34,23 +31,12 @@ class FP8TrainingLinear(nn.Linear):
         dtype: of the parameters.
 
     Attributes:
-        recipe: of this layer; `set_recipe` changes it.
-        observes: whether a forward or backward pass in training mode counts what happens.
-        measures: whether it measures errors too, which reads all numbers once more.
-        observed: `[3, 4]` float32: of input, weight and gradient the largest magnitude, the share of codes that
-            saturated under a delayed scale, the share of codes that are zero, and the error if it was measured. Each is
-            the maximum since `reset_observed`.
-        amax_history: with delayed scales, `[3, history]` float32; None without.
-        scales: with delayed scales, `[3]` float32, 0 where there is no history; None without.
+        recipe, observes, measures, observed, amax_history, scales: see `Watched`.
 
     Raises:
         InputError: a size is not positive, or the recipe does not fit.
         UnknownNameError: no such recipe.
     """
-
-    observed: Tensor
-    amax_history: Tensor | None
-    scales: Tensor | None
 
     def __init__(
         self,
@@ -66,20 +52,7 @@ class FP8TrainingLinear(nn.Linear):
             if size < 1:
                 raise InputError(f"{type(self).__name__}: {name} must be a positive integer; got {size!r}")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._prepare(recipe_of(recipe))
-
-    def _prepare(self, recipe: FP8Recipe) -> None:
-        self.observes, self.measures = True, False
-        self.recipe = recipe
-        #: By role, whether there is a history to scale by. It is known on the host, so that no call waits for a device.
-        self.delayed_ready = (False, False, False)
-
-        def new(*shape: int) -> Tensor:
-            return torch.zeros(shape, device=self.weight.device, dtype=torch.float32)
-
-        self.register_buffer("observed", new(len(ROLES), len(OBSERVED)), persistent=False)
-        self.register_buffer("amax_history", new(len(ROLES), recipe.history) if recipe.delayed else None)
-        self.register_buffer("scales", new(len(ROLES)) if recipe.delayed else None)
+        self.prepare(recipe_of(recipe), self.weight.device)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: FP8Recipe | str = "tensor") -> Self:
@@ -95,21 +68,8 @@ class FP8TrainingLinear(nn.Linear):
         nn.Module.__init__(made)
         made.in_features, made.out_features = linear.in_features, linear.out_features
         made.weight, made.bias = linear.weight, linear.bias
-        made._prepare(recipe_of(recipe))
+        made.prepare(recipe_of(recipe), made.weight.device)
         return made.train(linear.training)
-
-    def set_recipe(self, recipe: FP8Recipe) -> None:
-        """Quantise in another way from now on. What `state_dict` holds stays as the first recipe made it.
-
-        Raises:
-            InputError: delayed scales are asked for, and the layer was not made with them.
-        """
-        if recipe.delayed and self.amax_history is None:
-            raise InputError(
-                f"{type(self).__name__}: delayed scales need a history; this layer was made with recipe {self.recipe}: "
-                "make it with recipe='delayed'"
-            )
-        self.recipe = recipe
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight.t() + bias`, differentiable once.
@@ -131,53 +91,8 @@ class FP8TrainingLinear(nn.Linear):
                 f"{type(self).__name__}: input must be floating [..., {self.in_features}]; got {input.dtype} "
                 f"{list(input.shape)}: check in_features"
             )
-        where = input.device.type
-        if torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where):
-            input = input if input.dtype is torch.float64 else input.to(torch.get_autocast_dtype(where))
-        delayed = self.recipe.delayed
-        with without_autocast(where):
-            rows: Tensor = Product.apply(  # type: ignore[no-untyped-call]
-                input.reshape(-1, self.in_features),
-                self.weight,
-                self.bias,
-                self.observed,
-                self.scales if delayed else None,  # Dynamo takes no tensor twice
-                How(
-                    recipe=self.recipe,
-                    delayed=self.delayed_ready,
-                    observes=self.observes and self.training,
-                    measures=self.measures,
-                ),
-            )
-        return rows.reshape(*input.shape[:-1], self.out_features)
-
-    def reset_observed(self) -> None:
-        """Forget what was observed."""
-        self.observed.zero_()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        given = state_dict.get(f"{prefix}scales")
-        if self.scales is not None and given is not None:
-            self.delayed_ready = ready(given.tolist())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        kept = {id(buffer) for buffer in self.buffers(recurse=False)}
-
-        def apply(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            # `.half()` and the like are for the parameters: what is observed would be rounded, or overflow.
-            return tensor.to(made.device) if id(tensor) in kept and made.dtype is not tensor.dtype else made
-
-        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
-        return self
+        return self.multiply(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """For `print(module)`."""
         return f"{super().extra_repr()}, recipe={self.recipe}"
-
-
-def ready(scales: list[float]) -> tuple[bool, bool, bool]:
-    """By role, whether a delayed scale can be used."""
-    of_input, of_weight, of_gradient = (scale > 0 for scale in scales)
-    return of_input, of_weight, of_gradient

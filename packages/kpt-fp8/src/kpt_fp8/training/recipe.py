@@ -30,6 +30,8 @@ class FP8Recipe:
         history: how many steps are remembered.
         margin: delayed scales leave room for numbers 2^margin times as large as any that is remembered; at least 1, so
             that the largest code means overflow.
+        gradient_margin: the same of gradients, which jump more from step to step. e5m2 has range to spare: 2^5 of it
+            costs only what is below 1e-8 of the largest.
         dtype: of input and weight.
         gradient_dtype: of the gradient.
 
@@ -43,6 +45,7 @@ class FP8Recipe:
     delayed: bool = False
     history: int = 16
     margin: int = 1
+    gradient_margin: int = 5
     dtype: torch.dtype = torch.float8_e4m3fn
     gradient_dtype: torch.dtype = torch.float8_e5m2
 
@@ -54,7 +57,11 @@ class FP8Recipe:
                 f"{_OWNER}: delayed scales are one for a tensor; got granularity={self.granularity!r}: give 'tensor', "
                 "or delayed=False"
             )
-        for name, value in (("history", self.history), ("margin", self.margin)):
+        for name, value in (
+            ("history", self.history),
+            ("margin", self.margin),
+            ("gradient_margin", self.gradient_margin),
+        ):
             if value < 1:
                 raise InputError(f"{_OWNER}: {name} must be a positive integer; got {value}")
         require_fp8(_OWNER, "dtype", self.dtype)

@@ -9,9 +9,9 @@ import torch
 from kpt_core import InputError
 from kpt_fp8.formats import FORMATS
 
-from .layer import FP8TrainingLinear
 from .recipe import FP8Recipe
 from .report import Escalation
+from .watched import Watched
 
 if TYPE_CHECKING:
     from .engine import FP8TrainingEngine
@@ -77,7 +77,7 @@ def load_engine_state(engine: "FP8TrainingEngine", state: Mapping[str, Any]) -> 
     _set_random(state["random"], _device(engine))
 
 
-def _remembers(layer: FP8TrainingLinear) -> int:
+def _remembers(layer: Watched) -> int:
     return 0 if layer.amax_history is None else layer.amax_history.shape[1]
 
 
@@ -90,7 +90,7 @@ def _recipe(plain: Mapping[str, Any]) -> FP8Recipe:
 
 
 def _device(engine: "FP8TrainingEngine") -> torch.device:
-    return next(iter(engine.layers.values())).weight.device
+    return next(iter(engine.layers.values())).observed.device
 
 
 def _random(device: torch.device) -> dict[str, torch.Tensor]:

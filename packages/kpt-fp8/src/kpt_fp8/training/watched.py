@@ -1,0 +1,122 @@
+"""Multiplying by a weight in 8 bits, and watching what happens: `Watched`."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core import InputError
+from kpt_core.autocast import without_autocast
+
+from .product import How, Product
+from .quantising import OBSERVED, ROLES
+from .recipe import FP8Recipe
+
+
+class Watched(nn.Module):
+    """What `FP8TrainingLinear` and the products of `FP8TrainingExperts` share: a recipe, scales, and what is observed.
+
+    Attributes:
+        recipe: how numbers are quantised; `set_recipe` changes it.
+        observes: whether a forward or backward pass in training mode counts what happens.
+        measures: whether it measures errors too, which reads all numbers once more.
+        observed: `[3, 4]` float32: of input, weight and gradient the largest magnitude, the share of codes that
+            saturated under a delayed scale, the share of codes that are zero, and the error if it was measured. Each is
+            the maximum since `reset_observed`.
+        amax_history: with delayed scales, `[3, history]` float32; None without.
+        scales: with delayed scales, `[3]` float32, 0 where there is no history; None without.
+        delayed_ready: by role, whether there is a history to scale by. It is known on the host, so that no call waits
+            for a device.
+    """
+
+    recipe: FP8Recipe
+    observed: Tensor
+    amax_history: Tensor | None
+    scales: Tensor | None
+
+    def prepare(self, recipe: FP8Recipe, device: torch.device) -> None:
+        """Set all of this; a constructor calls it."""
+        self.observes, self.measures = True, False
+        self.recipe = recipe
+        self.delayed_ready = (False, False, False)
+
+        def new(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=device, dtype=torch.float32)
+
+        self.register_buffer("observed", new(len(ROLES), len(OBSERVED)), persistent=False)
+        self.register_buffer("amax_history", new(len(ROLES), recipe.history) if recipe.delayed else None)
+        self.register_buffer("scales", new(len(ROLES)) if recipe.delayed else None)
+
+    def set_recipe(self, recipe: FP8Recipe) -> None:
+        """Quantise in another way from now on. What `state_dict` holds stays as the first recipe made it.
+
+        Raises:
+            InputError: delayed scales are asked for, and the layer was not made with them.
+        """
+        if recipe.delayed and self.amax_history is None:
+            raise InputError(
+                f"{type(self).__name__}: delayed scales need a history; this layer was made with recipe {self.recipe}: "
+                "make it with recipe='delayed'"
+            )
+        self.recipe = recipe
+
+    def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`input @ weight.t() + bias` by the recipe, differentiable once.
+
+        Args:
+            input: `[..., K]` floating. Under autocast it is converted to autocast's dtype.
+            weight: `[N, K]`, quantised as it is.
+            bias: `[N]`, or None.
+
+        Returns:
+            `[..., N]` of `input`'s dtype, or autocast's.
+        """
+        if not self.recipe.quantises:
+            return nn.functional.linear(input, weight, bias)
+        where = input.device.type
+        if torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where):
+            input = input if input.dtype is torch.float64 else input.to(torch.get_autocast_dtype(where))
+        delayed = self.recipe.delayed
+        with without_autocast(where):
+            rows: Tensor = Product.apply(  # type: ignore[no-untyped-call]
+                input.reshape(-1, weight.shape[1]),
+                weight,
+                bias,
+                self.observed,
+                self.scales if delayed else None,  # Dynamo takes no tensor twice
+                How(
+                    recipe=self.recipe,
+                    delayed=self.delayed_ready,
+                    observes=self.observes and self.training,
+                    measures=self.measures,
+                ),
+            )
+        return rows.reshape(*input.shape[:-1], weight.shape[0])
+
+    def reset_observed(self) -> None:
+        """Forget what was observed."""
+        self.observed.zero_()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        given = state_dict.get(f"{prefix}scales")
+        if self.scales is not None and given is not None:
+            self.delayed_ready = ready(given.tolist())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        kept = {id(buffer) for buffer in self.buffers(recurse=False)}
+
+        def apply(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            # `.half()` and the like are for the parameters: what is observed would be rounded, or overflow.
+            return tensor.to(made.device) if id(tensor) in kept and made.dtype is not tensor.dtype else made
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def ready(scales: list[float]) -> tuple[bool, bool, bool]:
+    """By role, whether a delayed scale can be used."""
+    of_input, of_weight, of_gradient = (scale > 0 for scale in scales)
+    return of_input, of_weight, of_gradient
