@@ -29,6 +29,8 @@ COMPILERS = "constraints/aot.txt"
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
+#: What so many commits changed is held to every check by each run of the suite.
+LAST_COMMITS = 10
 DIST = Path("dist")
 REPORTS = Path("reports")
 BIN = Path(".nox/workspace/bin").absolute()
@@ -161,63 +163,86 @@ class Asked:
     """What follows `--` of a hardware target's session, and where its report goes.
 
     Attributes:
-        sample: the share of what is proven that is tried again, "" for all.
+        whole: leave nothing out, as `nox -s full` asks.
         rest: what is handed on to pytest, or to `tools/gpu`.
         report: folder.
     """
 
     def __init__(self, session: nox.Session) -> None:
         parser = argparse.ArgumentParser(prog=f"nox -s {session.name} --", allow_abbrev=False)
-        parser.add_argument(
-            "--sample", default="", metavar="SHARE", help="try unproven kernels, and a share of the rest"
-        )
+        parser.add_argument("--whole", action="store_true", help="leave nothing out")
         parser.add_argument("--only", action="append", metavar="PART", help="may be repeated")
         options, self.rest = parser.parse_known_args(session.posargs)
-        self.sample: str = options.sample
+        self.whole: bool = options.whole
         self.report = REPORTS / session.name
         self.report.mkdir(parents=True, exist_ok=True)
         self._only: list[str] | None = options.only
 
     def for_part(self, part: str) -> bool:
-        """Whether a part is to be run."""
+        """Return whether a part is to be run."""
         return self._only is None or part in self._only
 
 
 def suite(session: nox.Session, backend: str, *options: str, env: Mapping[str, str] | None = None) -> None:
-    """Run the conformance suite over a backend; `-k` or a sample may leave none of it."""
+    """Run the conformance suite over a backend; `-k` may leave none of it."""
     variables = {**ONE_THREAD, **(env or {})}
-    run(session, "pytest", f"--kpt-backend={backend}", "-q", *options, env=variables, success_codes=[0, 5])
+    command = (f"--kpt-backend={backend}", "-q", *SIDE_BY_SIDE, *options)
+    run(session, "pytest", *command, env=variables, success_codes=[0, 5])
 
 
 def prove(
-    session: nox.Session, asked: Asked, name: str, *options: str, env: Mapping[str, str], some: str, sampled: str
+    session: nox.Session,
+    asked: Asked,
+    backend: str,
+    name: str,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    some: str = f"not ({MODELS})",
+    quick: bool = True,
 ) -> None:
-    """Run the suite over a target's kernels.
+    """Hold a backend's kernels to the suite: all values, a few trials of every other check, and all of what changed.
 
     Args:
-        session: of the target.
-        asked: what follows `--`.
+        session: that runs it.
+        asked: what follows `--`; with `--whole` everything is run.
+        backend: its name.
         name: of the report.
         *options: of pytest.
         env: variables.
-        some: what to run of it, for `-k`.
-        sampled: likewise where a sample is asked for: what is proven takes a tenth of the time then.
+        some: for `-k`, of the values.
+        quick: try the other checks too.
     """
     if not asked.for_part("suite"):
         return
-    chosen = ["-k", some]
-    if asked.sample:
-        chosen = [f"--kpt-sample={asked.sample}", "-k", sampled]
-    report = f"--junit-xml={asked.report / name}.xml"
-    suite(session, session.name, *options, report, *SIDE_BY_SIDE, *(asked.rest or chosen), env=env)
+    reports = asked.report.absolute() / name
+    if asked.whole or asked.rest:
+        suite(session, backend, *options, f"--kpt-report={reports}.json", *asked.rest, env=env)
+        return
+    suite(session, backend, *options, f"--kpt-report={reports}-values.json", "-k", f"values and {some}", env=env)
+    if quick:
+        report = f"--kpt-report={reports}-quick.json"
+        suite(session, backend, *options, report, "--kpt-quick", "-k", "not values", env=env)
+        modules = changed_modules()
+        if modules:
+            chosen = f"({' or '.join(modules)}) and not values and {some}"
+            suite(session, backend, *options, f"--kpt-report={reports}-changed.json", "-k", chosen, env=env)
+
+
+def changed_modules() -> list[str]:
+    """Return the modules that the last commits changed: a kernel's tests are named for the module that it lies in."""
+    git = ("git", "diff", "--name-only", f"HEAD~{LAST_COMMITS}", "--", "packages/*/src")
+    told = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
+    paths = (Path(line).with_suffix("").parts[3:] for line in told.splitlines() if line.endswith(".py"))
+    # A package's own name would choose all of its kernels.
+    return sorted({".".join(parts) for parts in paths if len(parts) > 1 and parts[-1] != "__init__"})
 
 
 def rows(session: nox.Session, asked: Asked) -> None:
     """Compile a target's kernels for every chip that it claims, and check what each must be."""
     if asked.for_part("rows"):
-        sample = ["--sample", asked.sample] if asked.sample else []
-        table = asked.report / "rows.json"
-        run(session, "python", "-m", "kpt_conformance.aot", "--backend", session.name, "--json", table, *sample)
+        report = ("--backend", session.name, "--report", asked.report / "compiled.json")
+        env = {} if asked.whole else {"KPT_AOT_TILES": "usual"}
+        run(session, "python", "-m", "kpt_conformance.aot", *report, env=env)
 
 
 def examples(session: nox.Session, asked: Asked, others: Iterable[str] = ()) -> None:
@@ -244,8 +269,7 @@ def run_for_output(*command: str | Path) -> str:
 def cpu(session: nox.Session) -> None:
     """Prove of the CPU's kernels what this machine can: in C++ under sanitizers, on drawn input, by the suite.
 
-    For the machine's best instruction set the suite leaves out real models' sizes alone, which `nox -s evidence` has;
-    of the others it compares values.
+    The suite is for the machine's best instruction set; of the others it compares values.
     """
     asked = Asked(session)
     if asked.for_part("native"):
@@ -253,9 +277,7 @@ def cpu(session: nox.Session) -> None:
         run(session, "pytest", NATIVE)
     found = run_for_output(BIN / "python", "-c", "from kpt_backend_cpu.native import library; print(*library().there)")
     for place, name in enumerate(found.split()):
-        some = f"not ({MODELS})" if place == 0 else f"values and not ({MODELS})"
-        sampled = "" if place == 0 else some
-        prove(session, asked, f"suite-{name}", env={"KPT_CPU_ISA": name}, some=some, sampled=sampled)
+        prove(session, asked, "cpu", name, env={"KPT_CPU_ISA": name}, quick=place == 0)
     examples(session, asked, others=["nvidia"])
     machine(session, asked)
 
@@ -264,12 +286,13 @@ def cpu(session: nox.Session) -> None:
 def nvidia(session: nox.Session) -> None:
     """Prove of the NVIDIA kernels what this machine can: interpreted, compiled for every chip, and on a GPU.
 
-    Interpreted means in float32, and values in bfloat16, without real models' sizes, which `nox -s evidence` has.
+    Interpreted means in float32 and bfloat16, without real models' sizes and drawn cases of options; tiles that are
+    neither a default nor the only one of their kind are compiled with `--whole` alone.
     """
     asked = Asked(session)
-    some = f"(float32 or (values and bfloat16) or declaration) and not ({MODELS})"
+    some = f"(float32 or bfloat16) and not ({MODELS})"
     interpreted = {"TRITON_INTERPRET": "1"}
-    prove(session, asked, "interpreted", "--kpt-device=cpu", env=interpreted, some=some, sampled=some)
+    prove(session, asked, "nvidia", "interpreted", "--kpt-device=cpu", env=interpreted, some=some)
     rows(session, asked)
     examples(session, asked)
     machine(session, asked)
@@ -297,21 +320,19 @@ def on_gpu(session: nox.Session, asked: Asked) -> None:
 @in_workspace
 def conformance(session: nox.Session) -> None:
     """Hold the references and the kernels in plain PyTorch, which run anywhere, to the conformance suite."""
-    REPORTS.mkdir(exist_ok=True)
-    run(session, "python", "-m", "kpt_conformance.coverage", "--json", REPORTS / "coverage.json", silent=True)
+    asked = Asked(session)
+    run(session, "python", "-m", "kpt_conformance.coverage", "--json", asked.report / "coverage.json", silent=True)
     for backend in ("reference", "torch"):
-        suite(session, backend, *SIDE_BY_SIDE, *session.posargs)
+        prove(session, asked, backend, backend)
 
 
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
-def evidence(session: nox.Session) -> None:
-    """Record what suite, interpreter and compilers prove of the kernels, and write docs/support.md from the records."""
-    names = "import kpt_core; print(*(n for n, b in kpt_core.backends().items() if not b.unavailable()))"
-    for backend in ("reference", *run_for_output(BIN / "python", "-c", names).split()):
-        suite(session, backend, "--kpt-evidence=package")
-    suite(session, "nvidia", "--kpt-device=cpu", "--kpt-evidence=package", env={"TRITON_INTERPRET": "1"})
-    run(session, "python", "-m", "kpt_conformance.aot", "--evidence", "package")
-    run(session, "python", "-m", "kpt_conformance.evidence", "write")
+def full(session: nox.Session) -> None:
+    """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
+    for name in ("lint", "imports", "types", "tests", "docs", "aot", "wheels", "demo", "bench"):
+        session.notify(name)
+    for name in ("conformance", "cpu", "nvidia"):
+        session.notify(name, ["--whole"])
 
 
 @in_workspace

@@ -77,8 +77,7 @@ def platform_tag() -> str:
 def build(sources: Path, libraries: Path) -> dict[str, str]:
     """Make `kpt_cpu_<instruction set>.so` of the sources, or `missing.txt` with the reason why there is none.
 
-    What was compiled before from the same sources, in the same way, stays if nobody changed it. `sources.txt` says what
-    the sources were, `manifest.json` what compiler made which bytes of them.
+    What was compiled before from the same sources, in the same way, stays. `manifest.json` names the compiler.
 
     Returns:
         The instruction sets without a library, and why: those whose flags the compiler does not know, or all of them.
@@ -103,8 +102,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _build(sources: Path, libraries: Path) -> dict[str, str]:
-    # What was put in a library's place since would else stay.
-    before = {name: how for name, how in _read(libraries / "built.json").items() if _is_own(libraries, name)}
+    before = _read(libraries / "built.json")
     compiler, reason = find_compiler()
     left_out, built = dict.fromkeys(INSTRUCTION_SETS, reason), dict[str, str]()
     if compiler:
@@ -122,33 +120,9 @@ def _build(sources: Path, libraries: Path) -> dict[str, str]:
         missing.write_text(left_out["baseline"] + "\n")
     (libraries / "built.json").write_text(json.dumps(built, indent=2) + "\n")
     told = _version(compiler).splitlines() if built else []
-    manifest = {
-        "compiler": told[0].strip() if told else "",
-        "libraries": {f"kpt_cpu_{name}.so": _digest_of(libraries / f"kpt_cpu_{name}.so") for name in built},
-    }
-    (libraries / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    (libraries / "sources.txt").write_text(digests_of(sources))
+    manifest = {"compiler": told[0].strip() if told else ""}
+    (libraries / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return left_out
-
-
-def _is_own(libraries: Path, name: str) -> bool:
-    """Whether a library is the one that the manifest of its build tells of."""
-    library = libraries / f"kpt_cpu_{name}.so"
-    made: Any = _read(libraries / "manifest.json").get("libraries") or {}
-    return library.is_file() and made.get(library.name) == _digest_of(library)
-
-
-def _digest_of(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def digests_of(sources: Path) -> str:
-    """Name and SHA-256 of each file of the native code, and of this one, which says how it is compiled."""
-    lines = []
-    for path in (*_files(sources), Path(__file__)):
-        content = path.read_bytes().replace(b"\r\n", b"\n")
-        lines.append(f"{path.name} {hashlib.sha256(content).hexdigest()}\n")
-    return "".join(lines)
 
 
 def _files(sources: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kpt_backend_nvidia import BACKEND
+from kpt_conformance.report import now
 from kpt_core.registry import case_tables
 
 from .machine import Machine
@@ -27,8 +28,9 @@ _TINY = "values and small and float32 or declaration"
 
 
 def run(machine: Machine) -> None:
-    """Write a row for each kernel, and records of those that passed everything, to `evidence/`."""
+    """Write a row for each kernel, and a report of each kernel's run to `evidence/`."""
     shutil.rmtree(machine.plan.out / "evidence", ignore_errors=True)
+    (machine.plan.out / "evidence").mkdir(parents=True)
     rows = Rows(machine.plan.folder)
     with ThreadPoolExecutor(max(machine.plan.jobs, 1)) as pool:
         done = [pool.submit(rows.run, [job], lambda: True) for job in _jobs(machine)]
@@ -55,7 +57,8 @@ def _suite(machine: Machine, target: str) -> Row:
     # Away from the checkout, whose settings are for the versions that it is tested with.
     settings = machine.plan.folder / "pytest.ini"
     settings.write_text("[pytest]\n")
-    evidence = f"--kpt-evidence={machine.plan.out / 'evidence'}"
+    stem = f"{now()[:10]}-nvidia-{target.replace(':', '.')}"
+    evidence = f"--kpt-report={machine.plan.out / 'evidence' / stem}.json"
     return _pytest(machine, target, [*options, "-c", str(settings)], machine.plan.folder, evidence, target)
 
 
@@ -75,7 +78,7 @@ def _pytest(machine: Machine, name: str, options: list[str], folder: Path, evide
         name: of what is tested, for files.
         options: of pytest.
         folder: where it runs.
-        evidence: the option that asks for records, "" for none. A run that was broken off leaves none.
+        evidence: the option that asks for a report, "" for none. A run that was broken off leaves none.
         target: of the kernel whose tests are run alone, "" for all.
     """
     stem = name.replace(":", ".")

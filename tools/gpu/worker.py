@@ -24,7 +24,7 @@ def work(plan: Plan) -> int:
 def _facts(machine: Machine) -> dict[str, Any]:
     """Device, driver, versions and commit."""
     from kpt_backend_nvidia import device_info, environment
-    from kpt_conformance.evidence.provenance import chip_name, versions
+    from kpt_conformance.report import chip_name, versions
 
     facts: dict[str, Any] = {
         "device": chip_name(machine.device),

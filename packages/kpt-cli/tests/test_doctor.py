@@ -208,7 +208,6 @@ class TestDevices:
         ("KPT_USE", "clitets", "no name 'clitets' is installed (did you mean clitest?)"),
         ("KPT_USE", "no.such.op=reference", "no op 'no.such.op' is installed"),
         ("KPT_STRICT", "yes", "KPT_STRICT='yes': expected 0 or 1"),
-        ("KPT_REQUIRE_EVIDENCE", "rann", "KPT_REQUIRE_EVIDENCE='rann'"),
     ],
 )
 def test_variable_that_every_op_refuses_is_a_problem_and_the_rest_is_shown(

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_every_kernel_is_listed_best_first_with_what_becomes_of_it(rows):
         "priority": 30,
         "requires": ["warp9"],
         "composed_of": [],
-        "evidence": {"level": "claimed", "chips": {}, "fault": None},
+        "evidence": {},
         "on": {"cpu": "needs warp9, which cpu lacks"},
     }
     assert kernels["cli_kernels:fast"]["on"]["cpu"] == "float32: dtype float32; needs bfloat16; bfloat16: accepted"
@@ -83,6 +84,15 @@ def test_json_of_all_ops(kpt):
     assert {"moe.experts", "moe.grouped_mm"} <= {op["op"] for op in document["ops"]}
     assert document["devices"][0]["device"] == "cpu"
     assert document["problems"] == []
+
+
+def test_what_reports_say_of_a_kernel_is_shown(kpt):
+    document = json.loads(kpt("kernels", "moe.grouped_mm", "--json").stdout)
+    found = {row["kernel"]: row["evidence"] for row in document["ops"][0]["kernels"]}
+    told = found["kpt_moe.torch_kernels.grouped_mm:loop"]
+    assert told
+    assert all(re.fullmatch(r"(ran|failed)( in part)? \d{4}-\d\d-\d\d [0-9a-f]{7}", words) for words in told.values())
+    assert "ran on" in kpt("kernels", "moe.grouped_mm").stdout
 
 
 def test_misspelt_op_offers_the_nearest(kpt):

@@ -13,14 +13,14 @@ from torch import Tensor
 
 import honest
 import kpt_core
-from kpt_conformance.checks import accelerators, declarations, gradients, results, transforms, values
-from kpt_conformance.comparison import Outcome, assert_reference_sound, assert_right, assert_same_bits
+from kpt_conformance.checks import accelerators, declarations, gradients, randomness, results, transforms, values
+from kpt_conformance.comparison import Outcome, assert_reference_sound, assert_right, assert_same_bits, same_bits
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, device_of, subjects, trials
 from kpt_conformance.trial import Subject, Trial
 from kpt_core import Call
-from kpt_core.cases import Accuracy, CaseTable
+from kpt_core.cases import Accuracy, Case, CaseTable
 from kpt_core.contract import REFERENCE, TORCH
 from kpt_core.registry import case_tables
 from scaled_mm import SCALED_MM, scaled_mm
@@ -148,6 +148,29 @@ def test_an_op_that_autocast_does_not_convert_is_found(loopback: Loopback, monke
     monkeypatch.setattr("kpt_core.dispatch.call.converted", lambda op, call: call)
     with pytest.raises(AssertionError, match="float32 under autocast; expected"):
         transforms.autocast(trial)
+
+
+def test_of_a_result_without_elements_there_are_no_statistics() -> None:
+    def body(cache: Tensor, rows: Tensor, *, seed: int = 0, offset: int = 0) -> Tensor:
+        return rows.clone()
+
+    table = CaseTable(
+        op="faulty.random",
+        build=lambda generator: {
+            "cache": torch.ones(4, 3, dtype=torch.float64),
+            "rows": torch.ones(0, 3, dtype=torch.float64),
+        },
+        cases=(Case(name="no rows"),),
+    )
+    randomness.statistics(op_of(body, table, random=True, mutates=("cache",)))
+
+
+def test_the_code_of_an_8_bit_nan_counts_where_bits_do() -> None:
+    first, second = (torch.tensor([0x7F, 1, code], dtype=torch.uint8).view(torch.float8_e4m3fn) for code in (127, 255))
+    assert not same_bits(first, second)
+    baseline = Outcome({"result": first}, {}, exact=True)
+    with pytest.raises(AssertionError, match=r"nan \(0xFF\), expected nan \(0x7F\)"):
+        assert_right(Outcome({"result": second}, {}), baseline, baseline)
 
 
 def test_the_sign_of_infinity_matters() -> None:

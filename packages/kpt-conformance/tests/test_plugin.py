@@ -1,4 +1,4 @@
-"""The plugin: what it collects, how it refuses, expected failures and records, in a pytest of its own."""
+"""The plugin: what it collects, how it refuses, expected failures and reports, in a pytest of its own."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import kpt_moe.ops  # noqa: F401  pytester takes back what runs import, and operators can be registered once
 from kpt_conformance import suite
+from kpt_conformance.report import read
 
 pytest_plugins = ["pytester"]
 
@@ -152,41 +154,42 @@ def test_a_line_that_is_stale_or_bare_is_refused(acme: pytest.Pytester, run_here
     result.stderr.fnmatch_lines([message])
 
 
-@pytest.mark.usefixtures("few")
-def test_evidence_is_of_whole_runs_alone(acme: pytest.Pytester, run_here: Run) -> None:
-    result = run_here("--kpt-evidence=records", *QUICK)
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*not recorded: moe.grouped_mm-*(* not run)*"])
-    assert not list(acme.path.glob("records/**/*.json"))
-
-
-#: One op with a table of one case, so that the whole suite is quick; files of this checkout need not be committed.
+#: One op with a table of one case, so that the whole suite is quick.
 ONE_CASE = """
 from dataclasses import replace
-from functools import partial
 from kpt_conformance import generation, suite
-from kpt_conformance.evidence import recording
 
 tables = suite.case_tables()
 table = replace(tables["{op}"], cases=tables["{op}"].cases[:1], domain=None)
 suite.case_tables = lambda: {{table.op: table}}
 generation.layer_cases = lambda: {{}}
-recording.history_of_sources = lambda sources: None
 """
 
 
-def test_evidence_of_a_reference(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("processes", [(), ("-n2",)])
+def test_a_report_tells_how_each_check_ended(pytester: pytest.Pytester, processes: tuple[str, ...]) -> None:
     pytester.makeconftest(ONE_CASE.format(op="moe.grouped_mm_wgrad"))
-    result = run_alone(pytester, "--kpt-backend=reference", "--kpt-evidence=records", "-W", "ignore")
+    chosen = (*processes, "-k", "values or layouts or padding", "-W", "ignore")
+    result = run_alone(pytester, "--kpt-backend=reference", "--kpt-report=run.json", *chosen)
     assert result.ret == 0, result.stdout.str()
-    (path,) = pytester.path.glob("records/**/*.json")
-    record = json.loads(path.read_text())
-    assert (record["op"], record["kernel"], record["level"]) == ("moe.grouped_mm_wgrad", "reference", "ran")
-    assert record["passed"] > 20
-    assert record["commit"] is None
-    result.stdout.fnmatch_lines([f"*{record['passed']} passed, *"])
-    assert record["absent"]
-    assert all(each["reason"] for each in record["absent"])
+    report = read(pytester.path / "run.json")
+    assert (report.backend, report.level, report.device, report.commit) == ("reference", "ran", "cpu", None)
+    assert report.selection == "-k values or layouts or padding"
+    assert report.versions["torch"]
+    (columns,) = report.kernels.values()
+    assert list(report.kernels) == ["moe.grouped_mm_wgrad reference"]
+    assert columns["float32"] == {"passed": 2, "refused": 0, "skipped": 1, "failed": 0, "absent": ["padding"]}
+    assert sum(each["passed"] for each in columns.values()) == result.parseoutcomes()["passed"]
+
+
+def test_a_report_counts_failures_and_needs_a_folder(acme: pytest.Pytester, run_here: Run) -> None:
+    write_kernel(acme, "wrong")
+    chosen = ("-k", "values and small and grouped_mm and not wgrad and not experts")
+    assert run_here("--kpt-report=run.json", *chosen).ret == 1
+    report = read(acme.path / "run.json")
+    wrong = [columns for kernel, columns in report.kernels.items() if "grouped_mm" in kernel]
+    assert any(counts["failed"] and counts["failing"] == ["values"] for each in wrong for counts in each.values())
+    run_here("--kpt-report=nowhere/run.json").stderr.fnmatch_lines(["*--kpt-report: there is no folder *nowhere*"])
 
 
 def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
@@ -220,13 +223,11 @@ def test_a_quick_run_has_every_check_on_few_trials(acme: pytest.Pytester, run_he
     assert quick == collected(partial(run_alone, acme), "--kpt-quick"), "every process must have the same trials"
 
 
-def test_a_quick_run_finds_a_wrong_kernel_and_proves_nothing(acme: pytest.Pytester, run_here: Run) -> None:
+def test_a_quick_run_finds_a_wrong_kernel(acme: pytest.Pytester, run_here: Run) -> None:
     write_kernel(acme, "wrong")
     result = run_here("--kpt-quick", "-k", "values and grouped_mm and not wgrad and not experts")
     assert result.parseoutcomes()["failed"] > 0
     result.stdout.fnmatch_lines(["*--kpt-quick: at most 6 trials of each check and kernel*"])
-    refused = run_here("--kpt-quick", "--kpt-evidence=records")
-    refused.stderr.fnmatch_lines(["*--kpt-evidence needs the whole suite*"])
 
 
 def test_right_kernels_are_measured_and_wrong_ones_are_not(

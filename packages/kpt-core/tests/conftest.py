@@ -20,7 +20,7 @@ from plugins import GOOD, entry_points_in, install
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hide what is installed beside the core; start and end without settings, selections and quarantine."""
-    for variable in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT", "KPT_REQUIRE_EVIDENCE"):
+    for variable in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("KPT_TUNING", "0")  # what this machine's user measured is not for tests
     monkeypatch.setattr(discovery, "entry_points", lambda group: ())

@@ -54,10 +54,9 @@ class CPUBackend(Backend):
         return frozenset(known)
 
     def library(self) -> dict[str, str]:
-        """Digest of the native sources, compiler and instruction set; the latter two only where there are libraries.
+        """Return compiler and instruction set, where there are libraries.
 
         Raises:
-            LibraryError: a library has not the bytes that its build wrote down.
             InputError: `KPT_CPU_ISA` names no instruction set that can be used here.
         """
         return provenance()

@@ -20,7 +20,7 @@ from .console import complain, plain_warnings
 from .demo.command import demo
 from .doctor.command import doctor
 from .errors import sentence
-from .kernels.command import kernels
+from .kernels import kernels
 from .lock.command import lock
 from .new.command import app as new
 from .optimize.command import optimize

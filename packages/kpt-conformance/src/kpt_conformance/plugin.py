@@ -30,16 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests that are expected to fail, for the backend of --kpt-backend; else xfails.txt beside a test file",
     )
     group.addoption(
-        "--kpt-evidence",
-        metavar="FOLDER",
+        "--kpt-report",
+        metavar="FILE",
         type=Path,
-        help="write a record of every kernel that passes the whole suite: to FOLDER/PACKAGE, or, if FOLDER is "
-        "`package`, into the package that offers the kernel",
-    )
-    group.addoption(
-        "--kpt-sample",
-        metavar="SHARE[:SEED]",
-        help="of kernels that fresh records prove, run a random share of the checks (0.1), of all others everything",
+        help="write what the run showed of each kernel: date, commit, device, and how its checks ended, as JSON",
     )
     group.addoption(
         "--kpt-coverage",
@@ -75,28 +69,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Refusals(), "kpt-refusals")
     if config.getoption("--kpt-coverage") and config.getoption("numprocesses", default=None):
         raise pytest.UsageError("--kpt-coverage needs every test in one process: leave out -n")
-    if config.getoption("--kpt-evidence"):
-        if config.getoption("numprocesses", default=None):
-            raise pytest.UsageError("--kpt-evidence needs every test in one process: leave out -n")
-        if config.getoption("--kpt-sample"):
-            raise pytest.UsageError("--kpt-evidence needs the whole suite: leave out --kpt-sample")
-        from .ledger import Ledger
-
-        config.pluginmanager.register(Ledger(config.getoption("--kpt-evidence")), "kpt-evidence")
-    if config.getoption("--kpt-sample"):
-        from .sampling import WORKERS_SHARE, Sampling, parse_share
-
-        asked = getattr(config, "workerinput", {}).get(WORKERS_SHARE) or config.getoption("--kpt-sample")
-        try:
-            config.pluginmanager.register(Sampling(parse_share(asked)), "kpt-sample")
-        except ValueError as error:
-            raise pytest.UsageError(f"--kpt-sample: {error}") from None
+    if config.getoption("--kpt-report"):
+        _report(config)
     if config.getoption("--kpt-quick"):
-        if config.getoption("--kpt-evidence"):
-            raise pytest.UsageError("--kpt-evidence needs the whole suite: leave out --kpt-quick")
         from .quick import Quick
 
         config.pluginmanager.register(Quick(), "kpt-quick")
+
+
+def _report(config: pytest.Config) -> None:
+    from .report import Reporter
+
+    file: Path = config.getoption("--kpt-report")
+    if not file.absolute().parent.is_dir():
+        raise pytest.UsageError(f"--kpt-report: there is no folder {str(file.absolute().parent)!r}; make it first")
+    config.pluginmanager.register(Reporter(file), "kpt-report")
 
 
 def _measure(config: pytest.Config) -> None:

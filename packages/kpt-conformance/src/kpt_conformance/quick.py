@@ -101,7 +101,7 @@ def _taken(trial: Trial, answers: Answers) -> bool:
     if key not in answers:
         try:
             made = trial.table.arguments(trial.case, dtype=trial.dtype, device=trial.subject.device)
-            answers[key] = trial.refusal(made) is None
+            answers[key] = trial.refusal(made) is None or trial.stand_in() is not None
         except Exception:  # whatever is wrong is told by the test
             answers[key] = True
     return answers[key]

@@ -8,6 +8,9 @@ import pytest
 #: Under which name a process that `-n` started sends what it found.
 SENT = "kpt_refusals"
 
+#: The check whose trials tell how much of its op a kernel takes.
+MEASURE = "values"
+
 Found = dict[str, tuple[int, list[tuple[str, str, dict[str, int]]]]]
 """By kernel: how many trials there are, and of each check and dtype how many ended how."""
 
@@ -22,6 +25,7 @@ class Refusals:
     def __init__(self) -> None:
         self.found: Found = {}
         self.sentences: list[str] = []
+        self.warnings: list[str] = []
 
     def add(self, kernel: str, wanted: int, outcomes: list[tuple[str, str, dict[str, int]]]) -> None:
         """Count how some trials of a kernel ended, of as many as are wanted."""
@@ -56,10 +60,20 @@ class Refusals:
                 f"leave {dtype} out of the kernel's dtypes"
                 for check, dtype in absent(places)
             ]
+            counts = sum((found for (check, _), found in places.items() if check == MEASURE), Counter[str]())
+            if 2 * counts["refused"] > counts.total():
+                self.warnings.append(
+                    f"{kernel} refused {counts['refused']} of {counts.total()} trials of {MEASURE}: little of what the "
+                    "op documents was tried"
+                )
         return sentences
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say what was refused."""
+        if self.warnings:
+            terminalreporter.section("refused cases", yellow=True)
+            for sentence in self.warnings:
+                terminalreporter.write_line(f"WARNING: {sentence}")
         if self.sentences:
             terminalreporter.section("refused checks", red=True)
             for sentence in self.sentences:

@@ -1,33 +1,23 @@
-"""The matrix of sample kernels: compiled once, in a cache of its own."""
+"""The matrix of sample kernels, compiled once for all tests that ask for the same."""
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from aot_backend import SampleBackend
 
 from kpt_conformance.aot import Row, run
-from kpt_conformance.aot.cache import default_folder
 from kpt_core import registry
 
 Matrix = Callable[..., list[Row]]
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the session that has the compilers, what was read there before is not compiled again."""
-    return default_folder() / "samples" if os.environ.get("KPT_AOT") == "1" else tmp_path_factory.mktemp("aot")
+def matrix() -> Matrix:
+    def compiled(aot: str, *chips: str, **options: object) -> list[Row]:
+        registry.add_backend(SampleBackend((aot,), chips))
+        try:
+            return run(backends=["sample"], **options)
+        finally:
+            registry.remove_backend("sample")
 
-
-def run_samples(aot: str, *chips: str, cache: Path, **options: object) -> list[Row]:
-    registry.add_backend(SampleBackend((aot,), chips))
-    try:
-        return run(backends=["sample"], cache=cache, **options)
-    finally:
-        registry.remove_backend("sample")
-
-
-@pytest.fixture(scope="session")
-def matrix(cache: Path) -> Matrix:
-    return lambda aot, *chips, **options: run_samples(aot, *chips, **{"cache": cache, **options})
+    return compiled

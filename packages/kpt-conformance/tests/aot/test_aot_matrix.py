@@ -1,17 +1,13 @@
-"""What does not need a compiler: declarations, hashes, missing packages."""
+"""What does not need a compiler: declarations, missing packages."""
 
-import importlib
 import sys
 from importlib.util import find_spec
-from types import ModuleType
 
 import pytest
 from aot_backend import SampleBackend, need
 
 import kpt_core
 from kpt_conformance.aot import CHIPS, run
-from kpt_conformance.aot.declared import Job, Source
-from kpt_conformance.aot.fingerprint import reading_key, source_hash
 from kpt_core import registry
 
 
@@ -83,66 +79,6 @@ def test_interpreter_is_no_compiler(matrix, monkeypatch):
     monkeypatch.delitem(sys.modules, "aot_triton_kernels")
     assert [row.status for row in rows] == ["error"]
     assert "unset TRITON_INTERPRET" in rows[0].detail
-
-
-SOURCE = """
-import triton
-import triton.language as tl
-
-@triton.jit
-def _called(x):
-    return x + {called}
-
-@triton.jit
-def _kernel(a):
-    tl.store(a, _called({constant}))
-
-class Program:
-    name, function, signature, contracts = "p", _kernel, {{"a": "*fp32"}}, {{}}
-    def configurations(self, chip):
-        return {{"": {{"num_warps": 4, "enable_fp_fusion": True}}}}
-"""
-
-
-def written(folder, name: str, **values: int) -> ModuleType:
-    (folder / f"{name}.py").write_text(SOURCE.format(**values))
-    importlib.invalidate_caches()
-    return importlib.import_module(name)
-
-
-def test_source_hash_sees_what_is_called(tmp_path, monkeypatch):
-    need("triton")
-    monkeypatch.syspath_prepend(tmp_path)
-    modules = [
-        written(tmp_path, "aot_one", called=1, constant=1),
-        written(tmp_path, "aot_same", called=1, constant=1),
-        written(tmp_path, "aot_called", called=2, constant=1),
-        written(tmp_path, "aot_constant", called=1, constant=2),
-    ]
-    one, same, called, constant = (source_hash(module.Program()) for module in modules)
-    assert one == same
-    assert len({one, called, constant}) == 3
-
-
-def test_key_sees_all_that_a_reading_depends_on(tmp_path, monkeypatch):
-    need("triton")
-    monkeypatch.syspath_prepend(tmp_path)
-    program = written(tmp_path, "aot_key", called=1, constant=1).Program()
-
-    def key(chip="sm90", source="s", index=0, **settings: int) -> str:
-        job = Job(source=Source("aot_key:Program", index), chip=CHIPS[chip], configuration="")
-        return reading_key(job, program, settings, source)
-
-    keys = [key(), key(chip="sm80"), key(source="t"), key(index=1), key(num_warps=4), key(num_warps=8)]
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
-    keys.append(key())
-    monkeypatch.setattr(program, "signature", {"a": "*fp16"}, raising=False)
-    keys.append(key())
-    assert len(set(keys)) == len(keys)
-    monkeypatch.delenv("TRITON_F32_DEFAULT")
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert key() == keys[0]
 
 
 def test_backend_that_tells_no_kernels_is_a_row():

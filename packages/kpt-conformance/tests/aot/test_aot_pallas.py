@@ -26,8 +26,6 @@ def test_sample_is_compiled_for_every_tpu(matrix):
         assert row.instructions["tpu_custom_call"] == 1
         assert sum(number for name, number in row.instructions.items() if name.startswith("vmatmul")) >= 8
         assert (row.spills, row.versions.keys()) == (0, {"jax", "jaxlib", "libtpu"})
-    again = matrix("aot_pallas_kernels:SAMPLE", *TPUS)
-    assert all(row.cached for row in again)
 
 
 @pytest.mark.parametrize(

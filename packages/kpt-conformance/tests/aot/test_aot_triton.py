@@ -3,9 +3,6 @@
 import pytest
 from aot_backend import need
 
-from kpt_conformance.aot import Reading
-from kpt_conformance.aot.cache import load_reading, save_reading
-
 CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 
@@ -34,7 +31,7 @@ def test_every_chip_and_configuration_is_compiled(samples):
 def test_rows_are_complete(samples):
     for row in samples:
         assert row.registers > 16
-        assert (row.spills, row.detail, row.versions.keys(), len(row.source_hash)) == (0, "", {"triton"}, 64)
+        assert (row.spills, row.detail, row.versions.keys()) == (0, "", {"triton"})
         assert 0 < row.shared_memory <= 227 * 1024
         assert 4 <= row.occupancy <= 64
     by_chip = {row.chip: row for row in samples if row.configuration == "128x128"}
@@ -108,24 +105,3 @@ def test_wrong_declarations_are_rows(matrix):
     assert rows.keys() == said.keys()
     for name, sentence in said.items():
         assert sentence in rows[name].detail
-
-
-def test_second_run_compiles_nothing(matrix, rows):
-    compiled = []
-    again = matrix("aot_triton_kernels:ALL", *CHIPS, progress=lambda done, total: compiled.append(done))
-    assert compiled == []
-    again = [row for row in again if "there is no contract for it" not in row.detail]
-    assert [(row.status, row.registers, row.instructions) for row in again] == [
-        (row.status, row.registers, row.instructions) for row in rows
-    ]
-    assert all(row.cached for row in again if row.status != "not offered")
-
-
-def test_damaged_reading_is_read_anew(tmp_path):
-    save_reading(tmp_path, "key", Reading(registers=3, notes=("slow",)))
-    assert load_reading(tmp_path, "key") == Reading(registers=3, notes=("slow",))
-    (file,) = tmp_path.iterdir()
-    whole = file.read_text()
-    for text in ("", "[]", '{"registers": 3}', whole[: len(whole) // 2], whole[:-1] + ', "unknown": 1}'):
-        file.write_text(text)
-        assert load_reading(tmp_path, "key") is None

@@ -42,8 +42,8 @@ class Sizes:
     Attributes:
         least: that the op takes: 0 or 1.
         most: that is tried; past every tile and threshold of a kernel.
-        many: a number that one case has beside, whatever `most` is, while all else is small: past what int16 counts and
-            what a grid of programs holds. None: no case has.
+        many: a number that a few cases have beside, whatever `most` is, while all else is small: past what int16 counts
+            and what a grid of programs holds, or a width that real models have. None: no case has.
     """
 
     least: int = 0

@@ -191,11 +191,7 @@ class Backend:
         return device.type not in ("cpu", "meta")
 
     def library(self) -> Mapping[str, str]:
-        """What runs beside Python, for records of evidence: the instruction set, the digest of sources, the compiler.
-
-        Raises:
-            KptError: the library is not the one that was built: a record of it would prove nothing.
-        """
+        """Return what runs beside Python, for reports of runs: `isa`, the instruction set, and `compiler`."""
         return {}
 
     def serves(self, device_type: str) -> bool:

@@ -1,12 +1,8 @@
 """What environment variables ask of dispatch."""
 
 import os
-from typing import TYPE_CHECKING
 
 from .errors import InputError
-
-if TYPE_CHECKING:
-    from .evidence import Level
 
 #: Backend, kernel or "reference" to run; `op=name` pairs limit it to one op. Comma-separated, strict.
 KPT_USE = "KPT_USE"
@@ -15,8 +11,6 @@ KPT_USE = "KPT_USE"
 KPT_DISABLE = "KPT_DISABLE"
 #: "1" turns quarantine of a failing kernel, and falling back to plain PyTorch on an accelerator, into errors.
 KPT_STRICT = "KPT_STRICT"
-#: `compiled`, `interpreted` or `ran`: kernels that no record proves so far may not run.
-KPT_REQUIRE_EVIDENCE = "KPT_REQUIRE_EVIDENCE"
 
 
 def _split(value: str) -> list[str]:
@@ -43,15 +37,3 @@ def read_environment() -> tuple[tuple[tuple[str, str], ...], frozenset[str], boo
         raise InputError(f"{KPT_STRICT}={strict!r}: expected 0 or 1")
     choices, disabled = os.environ.get(KPT_USE, ""), os.environ.get(KPT_DISABLE, "")
     return parse_choices(choices), frozenset(_split(disabled)), strict in ("1", "true")
-
-
-def read_required_evidence() -> "Level | None":
-    """The evidence that `KPT_REQUIRE_EVIDENCE` asks for; None if it is unset, as it mostly is."""
-    asked = os.environ.get(KPT_REQUIRE_EVIDENCE, "").strip().lower()
-    if not asked:
-        return None
-    from .evidence.record import PROVEN, Level
-
-    if asked not in PROVEN:
-        raise InputError(f"{KPT_REQUIRE_EVIDENCE}={asked!r}: expected one of {', '.join(PROVEN)}")
-    return Level[asked.upper()]

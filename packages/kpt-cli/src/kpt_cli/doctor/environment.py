@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 #: What KPT reads.
 KNOWN = (
-    *("KPT_CPU_BUILD", "KPT_CPU_ISA", "KPT_DEBUG", "KPT_DISABLE", "KPT_REQUIRE_EVIDENCE", "KPT_STRICT", "KPT_TUNING"),
+    *("KPT_CPU_BUILD", "KPT_CPU_ISA", "KPT_DEBUG", "KPT_DISABLE", "KPT_STRICT", "KPT_TUNING"),
     "KPT_USE",
 )
 

@@ -6,13 +6,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import kpt_core
-from kpt_conformance.evidence import record_compiled
-from kpt_conformance.evidence.recording import IN_PACKAGES
-from kpt_conformance.sampling import parse_share
+from kpt_conformance.report import report_compiled
 from kpt_core import KptError, PluginWarning
 from kpt_core.files import write_whole
 from kpt_core.registry import problems
@@ -20,7 +17,6 @@ from kpt_core.registry import problems
 from .declared import without_aot
 from .matrix import run
 from .pages import page
-from .sampling import sample
 from .table import table
 
 
@@ -31,48 +27,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chip", action="append", metavar="CHIP", help="this chip only; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write registers, memory and occupancy as Markdown")
-    parser.add_argument(
-        "--evidence",
-        type=Path,
-        metavar="DIR",
-        help="record what was compiled as its contract asks: in DIR/PACKAGE, or, if DIR is `package`, in the package "
-        "that offers the kernel",
-    )
-    parser.add_argument(
-        "--sample",
-        metavar="SHARE[:SEED]",
-        help="of what fresh records prove compile a random share (0.1), of all else everything",
-    )
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep readings there (default: ~/.cache/kpt/aot)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what was compiled as a report of the run")
     parser.add_argument("--jobs", type=int, metavar="N", help="compile so many at the same time (default: CPUs)")
     options = parser.parse_args(arguments)
     if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
-    for name in ("json", "table"):
+    for name in ("json", "table", "report"):
         file: Path | None = getattr(options, name)
         if file is not None and not file.parent.is_dir():
             parser.error(f"--{name}: there is no folder {str(file.parent)!r}")
         if file is not None and file.is_dir():
             parser.error(f"--{name}: expected a file name, got the folder {str(file)!r}")
-    share = None
-    if options.sample is not None:
-        if options.evidence is not None:
-            parser.error("--evidence needs the whole matrix: leave out --sample")
-        try:
-            share = parse_share(options.sample)
-        except ValueError as error:
-            parser.error(f"--sample: {error}")
-        print(f"of what is proven a share is compiled, --sample {share}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PluginWarning)  # told below, and counted
             rows = run(
                 backends=options.backend,
                 chips=options.chip,
-                cache=options.cache,
                 processes=options.jobs,
                 progress=_progress if sys.stderr.isatty() else None,
-                choose=partial(sample, share=share) if share is not None else None,
             )
             broken = problems()
     except KptError as error:
@@ -82,13 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_whole(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if options.table is not None:
         write_whole(options.table, page(rows))
-    try:
-        folder = None if str(options.evidence) == IN_PACKAGES else options.evidence
-        for path in record_compiled(folder, rows) if options.evidence else ():
-            print(f"recorded {path}")
-    except KptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.report is not None:
+        report_compiled(options.report, rows, Path.cwd())
     print(table(rows) if rows else _nothing(options.backend, options.chip))
     for problem in broken:
         print(f"broken: {problem}")

@@ -31,8 +31,6 @@ class Row:
         instructions: see `Reading`.
         notes: see `Reading`.
         versions: of the compilers.
-        source_hash: of the source that was compiled, everything it calls included.
-        cached: the numbers were read in an earlier run.
     """
 
     backend: str
@@ -52,8 +50,6 @@ class Row:
     instructions: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    source_hash: str | None = None
-    cached: bool = False
 
     @property
     def good(self) -> bool:

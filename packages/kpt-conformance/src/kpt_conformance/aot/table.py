@@ -21,8 +21,7 @@ def table(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """How many of each status."""
     numbers = Counter(row.status for row in rows)
-    cached = sum(row.cached for row in rows)
-    return f"{', '.join(f'{number} {status}' for status, number in sorted(numbers.items()))}; {cached} from the cache"
+    return ", ".join(f"{number} {status}" for status, number in sorted(numbers.items()))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

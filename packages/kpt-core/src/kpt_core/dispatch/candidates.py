@@ -225,8 +225,4 @@ def _static_refusal(
     name = str(dtype).removeprefix("torch.")
     if kernel.dtypes is not None and name not in kernel.dtypes:
         return f"dtype {name}; needs {' or '.join(sorted(kernel.dtypes))}"
-    if scope.evidence is not None:
-        from kpt_core.evidence import why_unproven
-
-        return why_unproven(backend, kernel, scope.evidence)
     return None

@@ -4,18 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from torch.compiler import is_dynamo_compiling
 
 from kpt_core import registry
 from kpt_core.contract import REFERENCE, Kernel
-from kpt_core.environment import KPT_DISABLE, read_environment, read_required_evidence
+from kpt_core.environment import KPT_DISABLE, read_environment
 from kpt_core.errors import InputError, KptWarning, UnknownNameError, warn_caller
 from kpt_core.selection import Selection
-
-if TYPE_CHECKING:
-    from kpt_core.evidence import Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +25,6 @@ class Scope:
         forced: op name to the backend's name and the kernel that serves it whatever the device.
         log: where `record` collects the selections of calls, None if nobody listens.
         dry: kernels are chosen, but do not run (on fake tensors, for `explain`).
-        evidence: the least level that a kernel must be proven at; None asks for none.
     """
 
     choices: tuple[tuple[str, str], ...] = ()
@@ -38,7 +33,6 @@ class Scope:
     forced: tuple[tuple[str, str, Kernel], ...] = ()
     log: list[Selection] | None = field(default=None, compare=False)
     dry: bool = field(default=False, compare=False)
-    evidence: "Level | None" = None
 
     def choice(self, op: str) -> tuple[str, str | None]:
         """Of which op ("*" for all) the innermost choice for `op` was asked, and what must serve it."""
@@ -55,7 +49,7 @@ def environment() -> Scope:
     """The scope of the environment variables, read once (`kpt_core.refresh` reads them again)."""
     global _environment
     if _environment is None:
-        _environment = Scope(*read_environment(), evidence=read_required_evidence())
+        _environment = Scope(*read_environment())
     return _environment
 
 

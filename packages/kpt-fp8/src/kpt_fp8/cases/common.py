@@ -11,7 +11,11 @@ from kpt_fp8.scales import BLOCKS, scale_shape
 
 #: Past what int16 and uint16 count, and past a grid's second dimension.
 MANY = 70_001
-SIZES = {"rows": Sizes(many=MANY), "inner": Sizes()}
+#: As wide as models are, and no power of two.
+WIDE, WIDER = 2_880, 4_097
+SIZES = {"rows": Sizes(many=MANY), "inner": Sizes(many=WIDER)}
+#: Dimensions before rows, where an op takes any: none, one, two.
+STACKS: tuple[tuple[int, ...], ...] = ((), (2,), (3, 2))
 #: Values that a domain has of each option.
 GRANULARITIES = tuple(BLOCKS)
 SCALES = SCALE_DTYPES[:2]
@@ -39,6 +43,8 @@ def scales(
 ) -> Tensor:
     """Scales of random numbers: between a half and three halves of those that give a format the range of `most`.
 
+    Of exponents alone there would be two codes: they are down to twelve less and up to two more.
+
     Args:
         generator: what they are drawn from.
         shape: of the numbers.
@@ -48,4 +54,6 @@ def scales(
         most: what the format's largest number becomes, about.
     """
     drawn = torch.rand(scale_shape(shape, granularity), generator=generator, dtype=torch.float64) + 0.5
+    if dtype is torch.float8_e8m0fnu:
+        drawn = drawn * torch.exp2(torch.randint(-12, 3, drawn.shape, generator=generator).double())
     return (drawn / torch.finfo(like).max * most).float().to(dtype)

@@ -6,7 +6,7 @@ from kpt_core import UnknownNameError
 from kpt_core.cases import Arguments, Case, CaseTable, Domain, WrongInput
 from kpt_fp8.formats import FORMATS, FP8_DTYPES
 
-from .common import GRANULARITIES, SCALES, SIZES, codes, scales
+from .common import GRANULARITIES, SCALES, SIZES, STACKS, codes, scales
 
 _PREFIX = r"fp8\.dequantize"
 
@@ -18,18 +18,22 @@ def _build(
     format: torch.dtype = torch.float8_e4m3fn,
     granularity: str = "tensor",
     scale_dtype: torch.dtype = torch.float32,
-    stacked: bool = False,
+    stacked: tuple[int, ...] = (),
     every: bool = False,
 ) -> Arguments:
-    shape = (2, rows, inner) if stacked else (rows, inner)
+    shape = (*stacked, rows, inner)
     made = codes(generator, *shape, dtype=format)
     if every and made.numel():
         # The largest first: among a few that are small alone, float16 has too few digits to judge anything.
         code = torch.arange(made.numel()) * 37 + FORMATS[format].special - 1
         made = code.to(torch.uint8).view(format).view(shape)
+    scale = scales(generator, shape, granularity, format, scale_dtype)
+    if every and scale_dtype is torch.float8_e8m0fnu:
+        # Of exponents alone every code but that of NaN, likewise not the least first: 127 stands for one.
+        scale = ((127 + torch.arange(scale.numel()) * 37) % 255).to(torch.uint8).view(scale_dtype).view(scale.shape)
     return {
         "codes": made,
-        "scale": scales(generator, shape, granularity, format, scale_dtype),
+        "scale": scale,
         "granularity": granularity,
         # Becomes that of the run.
         "dtype": torch.float64,
@@ -47,6 +51,17 @@ DEQUANTIZE = CaseTable(
         Case(name="63 rows", sizes={"rows": 63, "inner": 33, "granularity": "row"}),
         Case(name="every code", sizes={"rows": 16, "inner": 16, "every": True}),
         Case(name="every code of e5m2", sizes={"rows": 16, "inner": 16, "every": True, "format": torch.float8_e5m2}),
+        Case(name="four dimensions", sizes={"rows": 3, "stacked": (3, 2), "granularity": "row"}),
+        Case(
+            name="every exponent",
+            sizes={
+                "rows": 16,
+                "inner": 512,
+                "every": True,
+                "granularity": "1x32",
+                "scale_dtype": torch.float8_e8m0fnu,
+            },
+        ),
         Case(name="square blocks that end early", sizes={"rows": 130, "inner": 200, "granularity": "128x128"}),
         Case(name="MXFP8", sizes={"inner": 96, "granularity": "1x32", "scale_dtype": torch.float8_e8m0fnu}),
         Case(
@@ -102,7 +117,7 @@ DEQUANTIZE = CaseTable(
             "format": FP8_DTYPES,
             "granularity": GRANULARITIES,
             "scale_dtype": SCALES,
-            "stacked": (False, True),
+            "stacked": STACKS,
             "every": (False, True),
         },
     ),

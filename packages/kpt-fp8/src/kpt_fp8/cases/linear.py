@@ -11,7 +11,7 @@ from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.linear import NONE
 from kpt_fp8.scales import ROUNDINGS
 
-from .common import GRANULARITIES, SCALES, SIZES, codes, normal, scales
+from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales
 
 _PREFIX = r"fp8\.linear"
 
@@ -31,8 +31,11 @@ def _build(
     static: bool = False,
 ) -> Arguments:
     shape = (rows, inner)
+    x = normal(generator, *shape)
+    if activations != NONE:
+        x[1::4] = 0  # rows whose largest element no scale can be made of
     arguments: Arguments = {
-        "x": normal(generator, *shape),
+        "x": x,
         "weight": codes(generator, columns, inner, dtype=format),
         "scale": scales(generator, (columns, inner), granularity, format, scale_dtype),
         "bias": normal(generator, columns) if biased else None,
@@ -127,7 +130,7 @@ LINEAR = CaseTable(
     estimated=lambda arguments: arguments.get("activations", NONE) != NONE,
     rare=(torch.float64,),
     domain=Domain(
-        sizes={**SIZES, "columns": Sizes()},
+        sizes={**SIZES, "columns": Sizes(many=WIDE)},
         options={
             "format": FP8_DTYPES,
             "granularity": ("row", *(name for name in GRANULARITIES if name != "row")),

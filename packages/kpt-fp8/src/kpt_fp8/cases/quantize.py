@@ -11,7 +11,7 @@ from kpt_core.cases import Arguments, Case, CaseTable, Domain, WrongInput
 from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.scales import ROUNDINGS
 
-from .common import GRANULARITIES, SCALES, SIZES, normal, scales
+from .common import GRANULARITIES, SCALES, SIZES, STACKS, normal, scales
 
 _PREFIX = r"fp8\.quantize"
 
@@ -29,9 +29,9 @@ def _build(
     seed: int = 0,
     offset: int = 0,
     spread: str = "normal",
-    stacked: bool = False,
+    stacked: tuple[int, ...] = (),
 ) -> Arguments:
-    shape = (2, rows, inner) if stacked else (rows, inner)
+    shape = (*stacked, rows, inner)
     x = normal(generator, *shape)
     if spread == "wide":  # rows whose sizes are far apart, and single numbers that are far larger
         x = x * torch.exp2(normal(generator, *shape[:-1], 1, scale=8))
@@ -76,7 +76,7 @@ QUANTIZE = CaseTable(
         Case(name="square blocks that end early", sizes={"rows": 130, "inner": 200, "granularity": "128x128"}),
         Case(
             name="square blocks of a stack",
-            sizes={"rows": 130, "inner": 130, "granularity": "128x128", "stacked": True},
+            sizes={"rows": 130, "inner": 130, "granularity": "128x128", "stacked": (2,)},
         ),
         Case(
             name="MXFP8",
@@ -94,6 +94,7 @@ QUANTIZE = CaseTable(
             name="near powers of two, down",
             sizes={"rows": 33, "granularity": "row", "spread": "edges", "scale_rounding": "down"},
         ),
+        Case(name="four dimensions", sizes={"rows": 3, "stacked": (3, 2), "granularity": "row"}),
         Case(name="a given scale", sizes={"given": True}),
         Case(name="given scales of rows", sizes={"given": True, "granularity": "row"}),
         Case(name="stochastic", sizes={"stochastic": True}),
@@ -171,10 +172,10 @@ QUANTIZE = CaseTable(
             "scale_rounding": ROUNDINGS,
             "given": (False, True),
             "stochastic": (False, True),
-            "seed": (0, 2**40 + 7),
+            "seed": (0, 2**40 + 7, 0xBE00, -3),
             "offset": (0, 2**32 - 9),
             "spread": ("normal", "wide", "zeros", "edges"),
-            "stacked": (False, True),
+            "stacked": STACKS,
         },
         allowed=_allowed,
     ),

@@ -8,7 +8,7 @@ import torch
 from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_fp8.formats import FP8_DTYPES
 
-from .common import GRANULARITIES, SCALES, SIZES, codes, normal, scales
+from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales
 
 _PREFIX = r"fp8\.scaled_mm"
 
@@ -115,7 +115,7 @@ SCALED_MM = CaseTable(
     reduction=lambda arguments: int(arguments["a"].shape[1]),
     rare=(torch.float64,),
     domain=Domain(
-        sizes={**SIZES, "columns": Sizes()},
+        sizes={**SIZES, "columns": Sizes(many=WIDE)},
         options={
             "format": FP8_DTYPES,
             "other": FP8_DTYPES,

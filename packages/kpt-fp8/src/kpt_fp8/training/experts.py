@@ -30,6 +30,9 @@ class FP8TrainingExperts(nn.Module):
         down_products: likewise of the down projection.
     """
 
+    num_experts: int
+    first_products: Watched
+    down_products: Watched
     _original: tuple[Any]
 
     @classmethod

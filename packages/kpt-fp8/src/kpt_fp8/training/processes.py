@@ -8,7 +8,7 @@ from torch import Tensor
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor that FSDP2 shards, in the same memory; others as they are."""
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()  # type: ignore[no-any-return]
+    return tensor if to_local is None else to_local()
 
 
 def seen_by_all(*found: Tensor) -> None:

@@ -11,7 +11,7 @@ from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_moe.activations import GATED, PLAIN, Activation
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights
 
-from .common import MANY, normal
+from .common import MANY, WIDE, normal
 
 #: Which projections have a bias.
 _BOTH = ("gate_up", "down")
@@ -92,8 +92,11 @@ def _build_experts(
 
     x = normal(generator, tokens, hidden)
     up = matrices(hidden, width)
+    bias = normal(generator, num_experts, width).round() / 4 if "gate_up" in biases else None
     if activation in _KINKED or parameters.get("limit") is not None:
         x, up = _away_from_kinks(x, up, inputs=hidden, quantised=up_scheme is not None)
+        if (parameters.get("limit") or 0) > 1:  # odd halves, which cross it and never meet it
+            up, bias = 4 * up, None if bias is None else 4 * bias
     down = matrices(inner, hidden)
     if up_scheme is not None:
         up, parameters["gate_up_scale"] = _quantised(up, up_scheme, transposed, float8)
@@ -106,7 +109,7 @@ def _build_experts(
         "top_k_weights": (torch.rand(tokens, chosen, generator=generator, dtype=torch.float64) - 0.25).to(weights),
         "gate_up_proj": up,
         "down_proj": down,
-        "gate_up_proj_bias": normal(generator, num_experts, width).round() / 4 if "gate_up" in biases else None,
+        "gate_up_proj_bias": bias,
         "down_proj_bias": normal(generator, num_experts, hidden, scale=0.3) if "down" in biases else None,
         "activation": activation,
         "transposed": transposed,
@@ -130,7 +133,12 @@ def _allowed(values: Mapping[str, Any]) -> bool:
 _MOST_PAIRS = 1024
 
 _DOMAIN = Domain(
-    sizes={"tokens": Sizes(many=MANY), "hidden": Sizes(1), "inner": Sizes(1), "num_experts": Sizes(1, 257)},
+    sizes={
+        "tokens": Sizes(many=MANY),
+        "hidden": Sizes(1, many=WIDE),
+        "inner": Sizes(1, many=WIDE),
+        "num_experts": Sizes(1, 257),
+    },
     options={
         "activation": ("swiglu", *sorted((GATED | PLAIN) - {"swiglu"})),
         "biases": ((), _BOTH, ("gate_up",), ("down",)),
@@ -142,9 +150,9 @@ _DOMAIN = Domain(
         "top_k": (3, 1, "every"),
         "transposed": (False, True),
         "interleaved": (False, True),
-        "alpha": (1.0, 1.702),
-        "beta": (0.0, 1.0),
-        "limit": (None, 0.7),
+        "alpha": (1.0, 1.702, 1.5),
+        "beta": (0.0, 1.0, -0.5),
+        "limit": (None, 0.7, 7.0),
         "ids": (torch.int64, torch.int32),
     },
     allowed=_allowed,

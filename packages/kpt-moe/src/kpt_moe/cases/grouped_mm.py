@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
-from .common import MANY, normal
+from .common import MANY, MORE, WIDE, WIDER, normal
 
 #: How rows are shared out among groups, and which part of them belongs to any: see `offsets_of`. Where none does there
 #: is nothing to do, which a named case tries.
@@ -110,7 +110,12 @@ _GROUPED_CASES = (
 
 
 #: Of the products of groups.
-SIZES = {"rows": Sizes(many=MANY), "inner": Sizes(), "columns": Sizes(), "groups": Sizes(1)}
+SIZES = {
+    "rows": Sizes(many=MANY),
+    "inner": Sizes(many=WIDER),
+    "columns": Sizes(many=WIDE),
+    "groups": Sizes(1, many=MORE),
+}
 
 
 def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:

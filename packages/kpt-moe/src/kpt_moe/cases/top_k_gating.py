@@ -29,8 +29,8 @@ def _distinct(generator: torch.Generator, tokens: int, experts: int, spread: str
         generator: what they are drawn from.
         tokens: rows.
         experts: columns, `_MOST_EXPERTS` at most: beyond that bfloat16 can't tell the multiples apart.
-        spread: `near`, between -2 and 2; `far`, down to -32; `masked`, like near, but a third is -inf; or
-            `high`, around 100, which bfloat16 tells apart for 8 experts at most.
+        spread: `near`, between -2 and 2; `far`, down to -32; `masked`, like near, but a third is -inf; `high`, around
+            100, which bfloat16 tells apart for 8 experts at most; or `low`, -128 and less: sigmoids of it are zero.
         score: with `far`, sigmoids go up to 8, above which too few digits are left in float32. The others have several
             experts near the best: a softmax of one alone would have gradients of nothing but rounding.
     """
@@ -40,6 +40,10 @@ def _distinct(generator: torch.Generator, tokens: int, experts: int, spread: str
         values[0].clamp_(max=-31)
     if spread == "high":
         values = values + 100
+    if spread == "low":
+        # Bfloat16 has 128 numbers between powers of two.
+        place = torch.arange(experts)
+        values = -torch.exp2(7.0 + place // 128) * (1 + place % 128 / 128).double()
     logits = values[torch.rand(tokens, experts, generator=generator).argsort(-1)]
     if spread == "masked":
         away = torch.rand(tokens, experts, generator=generator) < 1 / 3
@@ -120,6 +124,8 @@ def _build(
 def _allowed(values: Mapping[str, Any]) -> bool:
     if values["spread"] == "masked" and values["top_k"] == "every":
         return False
+    if values["spread"] == "low" and (values["score"] != "sigmoid" or values["bias"] is None):
+        return False  # a bias alone tells zeros apart
     sizes = {name: values.get(name, least) for name, least in (("experts", 4), ("num_groups", 1))}
     experts, _, chosen = _counts(**sizes, top_groups=values["top_groups"], top_k=values["top_k"])
     # A single weight that is renormalised is one, its gradient nothing but rounding: there is nothing to compare with.
@@ -166,6 +172,7 @@ TOP_K_GATING = CaseTable(
         Case(name="softmax after, renormalised", sizes={"score": "softmax_after", "scale": 0.5}),
         Case(name="sigmoid", sizes={"score": "sigmoid", "experts": 12, "top_k": 3}),
         Case(name="sigmoid, not renormalised", sizes={"score": "sigmoid", "renormalize": False, "top_k": 1}),
+        Case(name="sigmoids of zero", sizes={"score": "sigmoid", "spread": "low", "bias": "fractions", "top_k": 3}),
         Case(name="correction bias", sizes={"score": "sigmoid", "bias": "ones", "top_k": 3}),
         Case(name="softmax with correction bias", sizes={"bias": "ones", "experts": 20, "top_k": 5}),
         Case(name="groups", sizes=GROUPS),
@@ -258,12 +265,12 @@ TOP_K_GATING = CaseTable(
         sizes={"tokens": Sizes(many=MANY), "experts": Sizes(1, _MOST_EXPERTS), "num_groups": Sizes(1)},
         options={
             "score": SCORES,
-            "spread": ("near", "far", "masked"),
+            "spread": ("near", "far", "masked", "low"),
             "bias": (None, "fractions", "large", "wide fractions"),
             "top_groups": (1, "half", "every"),
             "top_k": (2, 1, "every"),
             "renormalize": (True, False),
-            "scale": (1.0, 2.5),
+            "scale": (1.0, 2.5, -1.5, 0.0),
         },
         allowed=_allowed,
     ),

@@ -1,5 +1,6 @@
 """What the contracts share: which tiles a program is compiled with, types of arguments, clauses."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,12 +42,18 @@ ROWS = (16, 32, 64, 1024)
 
 
 def every(product: str, *, tall: bool = True, descriptors: bool = False, specialize: bool = False) -> Tiles:
-    """All tiles of 16-bit types that `kpt_triton.moe.tiles` knows for a product, of one kind."""
+    """Return all tiles of 16-bit types that `kpt_triton.moe.tiles` knows for a product, of one kind.
+
+    With `KPT_AOT_TILES=usual` the defaults alone, or the first where none of the kind is a default.
+    """
     kind = (tall, descriptors, specialize)
 
     def of_chip(chip: str) -> Iterable[Tile]:
         found = candidate_tiles(product, chip)
-        return [tile for tile in found if (tile.m >= 64, tile.descriptors, tile.specialize) == kind]
+        fitting = [tile for tile in found if (tile.m >= 64, tile.descriptors, tile.specialize) == kind]
+        if os.environ.get("KPT_AOT_TILES") != "usual":
+            return fitting
+        return [tile for tile in usual(product, *ROWS)(chip) if tile in fitting] or fitting[:1]
 
     return of_chip
 
