@@ -7,6 +7,7 @@ import pytest
 
 from kpt_conformance.report import Report, read
 from kpt_conformance.support import Claimed, document, findings, main
+from kpt_core import Kernel
 
 KERNEL = "moe.grouped_mm kpt_moe.torch_kernels.grouped_mm:loop"
 PASSED = {"passed": 9, "refused": 1, "skipped": 2, "failed": 0}
@@ -21,7 +22,13 @@ RUN = Report(
     versions={"torch": "2.13.0"},
     kernels={KERNEL: {"float32": PASSED, "bfloat16": PASSED}},
 )
-CLAIM = Claimed("moe.grouped_mm", "torch", "kpt_moe.torch_kernels.grouped_mm:loop", (), None)
+CLAIM = Claimed(
+    "moe.grouped_mm",
+    "torch",
+    "kpt_moe.torch_kernels.grouped_mm:loop",
+    (),
+    Kernel("moe.grouped_mm", forward="kpt_moe.torch_kernels.grouped_mm:loop"),
+)
 
 
 def table(folder: Path, *reports: Report) -> str:

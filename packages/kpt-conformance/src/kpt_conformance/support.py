@@ -77,7 +77,7 @@ class Finding:
     def words(self) -> str:
         """The level with date and commit."""
         part = "" if self.report.selection == "all" else " in part"
-        return f"{self.level}{part} {self.report.date[:10]} {(self.report.commit or 'no commit')[:7]}"
+        return f"{self.level}{part} {self.report.date[:10]} {self.report.commit[:7] if self.report.commit else 'no commit'}"
 
 
 def findings(folder: Path) -> list[Finding]:
