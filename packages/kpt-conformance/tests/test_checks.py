@@ -173,6 +173,31 @@ def test_the_code_of_an_8_bit_nan_counts_where_bits_do() -> None:
         assert_right(Outcome({"result": second}, {}), baseline, baseline)
 
 
+def test_truths_of_real_models_are_kept_by_their_values(loopback: Loopback) -> None:
+    model = Case(name="a model", sizes={"rows": 5}, model=True)
+    loopback.offer("moe.grouped_mm", *honest.grouped_mm_of())
+    trial = replace(trial_of("moe.grouped_mm"), case=model)
+    arguments = trial.arguments()
+    baseline, oracle = trial.truth(arguments)
+    again = replace(trial, subject=replace(trial.subject, target="another")).truth(dict(arguments))
+    assert again[0] is baseline
+    assert again[1].outputs is oracle.outputs
+    arguments["x"][-1] *= 2
+    assert not torch.equal(trial.truth(arguments)[1].outputs["result"], oracle.outputs["result"])
+
+
+def test_a_kernel_that_takes_no_named_case_is_asked_with_another(loopback: Loopback) -> None:
+    loopback.offer(
+        "moe.grouped_mm",
+        *honest.grouped_mm_of(),
+        unsupported=lambda call: None if call.x.shape[1] % 32 == 0 and call.x.shape[1] < 64 else "needs 32 of K",
+    )
+    trial = trial_of("moe.grouped_mm")
+    assert trial.arguments()["x"].shape == (32, 32)
+    with pytest.raises(pytest.skip.Exception, match="needs 32 of K"):
+        replace(trial, case=trial.table.cases[4]).arguments()
+
+
 def test_the_sign_of_infinity_matters() -> None:
     def outcome(last: float) -> Outcome:
         return Outcome({"result": torch.tensor([1.0, 2.0, last])}, {})

@@ -16,6 +16,7 @@ from torch import Tensor
 import kpt_core
 from kpt_conformance import coverage, generation, suite
 from kpt_conformance.coverage import Coverage, absent, nothing_of, planned
+from kpt_conformance.refusals import Refusals
 from kpt_conformance.suite import CHECKS
 from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
 from kpt_core.registry import case_tables
@@ -197,6 +198,15 @@ def test_it_fails_too_where_processes_share_the_tests(
     result.stdout.fnmatch_lines(["*refused every trial of result_type in float16: that proves nothing*"])
     few = pytester.runpytest_subprocess(*ACME, "-n2", "-k", "small", timeout=300)
     assert few.ret == pytest.ExitCode.OK, few.stdout.str()
+
+
+def test_a_kernel_that_refuses_most_cases_is_said_aloud() -> None:
+    refusals = Refusals()
+    refusals.add("acme: one", 5, [("values", "float32", {"passed": 1, "refused": 4})])
+    refusals.add("acme: two", 5, [("values", "float32", {"passed": 3, "refused": 2})])
+    refusals.sentences = refusals._judged()
+    assert refusals.sentences == []
+    assert [warning.partition(" trials")[0] for warning in refusals.warnings] == ["acme: one refused 4 of 5"]
 
 
 def test_a_kernel_that_refuses_some_cases_passes(refusing: Callable[[str], None], run_here: Run) -> None:

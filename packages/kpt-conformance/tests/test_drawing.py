@@ -137,7 +137,7 @@ def _most_rows(arguments: Arguments) -> int:
         ends = arguments["offsets"]
         return int((ends - torch.cat((ends.new_zeros(1), ends[:-1]))).max())
     ids = arguments["top_k_index"].flatten()
-    return int(ids[ids >= 0].bincount(minlength=1).max())
+    return int(ids[(ids >= 0) & (ids < 2**31)].bincount(minlength=1).max())
 
 
 def _away(arguments: Arguments) -> bool:

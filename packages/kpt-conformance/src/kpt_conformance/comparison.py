@@ -154,11 +154,14 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _different_bits(first: Tensor, second: Tensor) -> Tensor:
-    """Of flattened tensors of one shape and dtype, which elements have other bits; a NaN is a NaN."""
+    """Of flattened tensors of one shape and dtype, which elements have other bits.
+
+    A NaN is a NaN, but in 8 bits: there results are codes that others read, and which one stands for NaN is said.
+    """
     flat = [t.detach().to("cpu").flatten() for t in (first, second)]
     bits = [t.view(torch.uint8).view(t.numel(), -1) for t in flat]
     different = (bits[0] != bits[1]).any(1)
-    if first.is_floating_point():
+    if first.is_floating_point() and first.dtype.itemsize > 1:
         different &= ~(flat[0].float().isnan() & flat[1].float().isnan())
     return different
 
@@ -176,8 +179,14 @@ def _inexact(got: Tensor, baseline: Tensor) -> str | None:
     return (
         f"{int(different.sum())} of {got.numel()} elements have other bits than the reference's; the first at "
         f"{[int(i) for i in torch.unravel_index(torch.tensor(place), got.shape)]}: "
-        f"{got.flatten()[place].item()}, expected {baseline.flatten()[place].item()}"
+        f"{_told(got.flatten()[place])}, expected {_told(baseline.flatten()[place])}"
     )
+
+
+def _told(element: Tensor) -> str:
+    """A number, and its code if that is what tells two apart."""
+    coded = element.dtype.itemsize == 1 and element.is_floating_point() and element.float().isnan()
+    return f"{element.item()} (0x{element.view(torch.uint8).item():02X})" if coded else str(element.item())
 
 
 def _fault(

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,13 @@ _LARGE = (65, 129, 257, 513)
 _IN_TURN = (*_LARGE, 1)
 #: The product of all sizes, so that a CPU takes a fraction of a second in float64, gradients included.
 _WORK = 2_000_000
+#: Second tiles of two dimensions at once, which end one past a tile of 128 or one short of it, or in its middle.
+_TILES = (129, 255, 192, 257, 383)
+#: What all others are at most where one is large beyond all: more in a width, of whose long sums there must be enough.
+_FEW, _BESIDE_A_WIDTH = (3, 1, 2, 6), (65, 17, 3, 1, 2, 6)
+_WORK_OF_A_WIDTH = 60_000_000
+#: Beyond it a number counts something, and is no width.
+_WIDEST = 2**15 - 1
 #: Of a case that is there for three options alone.
 _TINY = (2, 3, 5, 6, 7, 8, 13)
 _TINY_WORK = 50_000
@@ -31,8 +39,9 @@ def drawn_cases(table: CaseTable) -> tuple[Case, ...]:
     """Cases of a table's domain: every pair of values of options, and each dimension past every tile in turn.
 
     Each pair that is allowed is in a case without a dimension of zero. On top come a case for each dimension that may
-    be zero, in which it is; one for each that may be large beyond all others; and small cases in which three values
-    meet that met in no other, each of which is tried once. The same domain gives the same cases in every process.
+    be zero, in which it is; two for each that may be large beyond all others (one, if it counts something); one for
+    every two dimensions, which both are past a tile; and small cases in which three values meet that met in no other.
+    Of all these but the zeros each is tried once. The same domain gives the same cases in every process.
     """
     return () if table.domain is None else _drawn(table.domain)
 
@@ -53,8 +62,22 @@ def _drawn(domain: Domain) -> tuple[Case, ...]:
         options = _any_row(domain, generator)
         drawn.append((options, _sizes(domain, options, {name: 0}, generator), None))
     first = {name: values[0] for name, values in domain.options.items()}
+    once = itertools.count()
     for name, many in ((name, sizes.many) for name, sizes in domain.sizes.items() if sizes.many is not None):
-        drawn.append((first, {**_few(domain, first), name: many}, 0))
+        if many > _WIDEST:
+            drawn.append((first, _few(domain, first, _FEW, {name: many}), 0))
+            continue
+        for options in (first, _any_row(domain, generator)):
+            # Not the first dtype, float32: what a long sum loses shows in those of half its length.
+            drawn.append(
+                (options, _few(domain, options, _BESIDE_A_WIDTH, {name: many}, _WORK_OF_A_WIDTH), 1 + next(once) % 2)
+            )
+    for pair in itertools.combinations(names, 2):
+        wanted = dict(zip(pair, generator.sample(_TILES, 2), strict=True))
+        for options in (_any_row(domain, generator), first):
+            with suppress(ValueError):  # so large no two may be with some options
+                drawn.append((options, _sizes(domain, options, wanted, generator), next(once)))
+                break
     for number, options in enumerate(_threes(domain, [options for options, _, _ in drawn], generator)):
         drawn.append((options, _sizes(domain, options, {}, generator, tiny=True), number))
     return tuple(
@@ -63,11 +86,14 @@ def _drawn(domain: Domain) -> tuple[Case, ...]:
     )
 
 
-def _few(domain: Domain, options: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of a few each that are allowed together."""
-    every = [[few for few in (3, 1, 2, 6) if each.least <= few <= each.most] for each in domain.sizes.values()]
+def _few(
+    domain: Domain, options: Mapping[str, Any], some: tuple[int, ...], many: dict[str, int], work: float = math.inf
+) -> dict[str, int]:
+    """A large size, and few of all else that are allowed together, the first of `some` where that is not too much."""
+    every = [[few for few in some if each.least <= few <= each.most] for each in domain.sizes.values()]
     rows = (dict(zip(domain.sizes, row, strict=True)) for row in itertools.product(*every))
-    return next(row for row in rows if domain.allowed({**options, **row}))
+    allowed = (row | many for row in rows if domain.allowed({**options, **row}))
+    return next(row for row in allowed if math.prod(row.values()) <= work)
 
 
 def _name(number: int, sizes: Mapping[str, int], options: Mapping[str, Any], domain: Domain) -> str:

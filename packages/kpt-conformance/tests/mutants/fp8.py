@@ -38,6 +38,16 @@ class _(Quantize):
         return torch.where(quotient.isinf(), float("nan"), super().clamped(call, quotient))
 
 
+@fault("NaN has the code of the other sign", "nans")
+class _(Quantize):
+    def __call__(self, call):
+        codes, scale = super().__call__(call)
+        if FORMATS[call.dtype].special == 0x80:
+            return codes, scale
+        bits = codes.view(torch.uint8)
+        return torch.where(bits == 0x7F, 0xFF, bits).view(call.dtype), scale
+
+
 @fault("a NaN makes the scale NaN", "nans")
 class _(Quantize):
     def scale_of(self, call, given):
@@ -134,6 +144,25 @@ class _(Quantize):
         return random_bits(count, call.seed % 2**32, call.offset, call.x.device)
 
 
+@fault("bits 8 to 15 of the seed are left out", "replayed", at="stochastic")
+class _(Quantize):
+    def drawn(self, call, count):
+        return random_bits(count, call.seed & ~0xFF00, call.offset, call.x.device)
+
+
+@fault("a negative seed counts as zero", at=drawn(seed=-3))
+class _(Quantize):
+    def drawn(self, call, count):
+        return random_bits(count, max(call.seed, 0), call.offset, call.x.device)
+
+
+@fault("of four dimensions the first has one scale each", at="four dimensions")
+class _(Quantize):
+    def scale_of(self, call, given):
+        scale = super().scale_of(call, given)
+        return scale[:, :1].expand_as(scale) if call.granularity == "row" and scale.dim() == 3 else scale
+
+
 @fault("the offset is left out", "replayed", at="stochastic")
 class _(Quantize):
     def drawn(self, call, count):
@@ -197,6 +226,14 @@ class _(Dequantize):
         return torch.where(numbers.isinf(), torch.sign(numbers) * 65536.0, numbers)
 
 
+@fault("an exponent's code of zero is zero", at="every exponent")
+class _(Dequantize):
+    def scale(self, call):
+        scale = super().scale(call)
+        least = call.scale.dtype is torch.float8_e8m0fnu and scale == 2.0**-127
+        return torch.where(least, 0.0, scale) if call.scale.dtype is torch.float8_e8m0fnu else scale
+
+
 @fault("the product is rounded to half precision first")
 class _(Dequantize):
     def __call__(self, call):
@@ -216,6 +253,13 @@ class _(ScaledMM):
     def product(self, left, right):
         whole = left.shape[1] // 32 * 32
         return left[:, :whole] @ right[:, :whole].t()
+
+
+@fault("infinity of 8 bits is a number", "magnitudes", at="gradients of e5m2")
+class _(ScaledMM):
+    def left(self, call):
+        left = super().left(call)
+        return torch.where(left.isinf(), left.sign() * 65536.0, left)
 
 
 @fault("scales of b are not transposed", at="blocks that end early")
@@ -257,6 +301,14 @@ class _(ScaledMM):
 class _(Linear):
     def rows(self, call):
         return super().rows(call._replace(activations="tensor") if call.activations == "row" else call)
+
+
+@fault("a row of zeros is NaN", at="dynamic activations")
+class _(Linear):
+    def rows(self, call):
+        rows = super().rows(call)
+        nothing = call.x.abs().amax(1, keepdim=True) == 0 if call.x.numel() else False
+        return torch.where(torch.as_tensor(nothing), float("nan"), rows) if call.activations == "row" else rows
 
 
 @fault("a given input scale is left out", at="static activations")

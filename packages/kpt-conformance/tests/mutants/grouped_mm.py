@@ -315,6 +315,37 @@ def _(product, x, weight, offsets):
     return product(x.as_strided(x.shape, x.stride(), 0), weight, offsets)
 
 
+def with_stride(tensor: Tensor, dim: int, stride: int) -> Tensor:
+    """A tensor of which one stride is taken for another, which is smaller."""
+    strides = [stride if place == dim else each for place, each in enumerate(tensor.stride())]
+    return tensor.as_strided(tensor.shape, strides)
+
+
+@fault("rows of a weight in slices are taken for dense ones", "layouts")
+def _(product, x, weight, offsets):
+    sliced = weight.stride(2) == 1 and weight.stride(1) > weight.shape[2]
+    return product(x, with_stride(weight, 1, weight.shape[2]) if sliced else weight, offsets)
+
+
+@fault("columns of a weight in slices are taken for dense ones", "layouts")
+def _(product, x, weight, offsets):
+    sliced = weight.stride(1) == 1 and weight.stride(2) > weight.shape[1]
+    return product(x, with_stride(weight, 2, weight.shape[1]) if sliced else weight, offsets)
+
+
+@fault("matrices of a stack in slices are taken to follow on each other", "layouts")
+def _(product, x, weight, offsets):
+    dense = weight.stride(1) * weight.shape[1]
+    sliced = weight.stride(2) == 1 and weight.stride(0) > dense > 0
+    return product(x, with_stride(weight, 0, dense) if sliced else weight, offsets)
+
+
+@fault("an offset that is aligned is left out", "layouts")
+def _(product, x, weight, offsets):
+    aligned = weight.storage_offset() * weight.element_size() % 16 == 0
+    return product(x, weight.as_strided(weight.shape, weight.stride(), 0) if aligned else weight, offsets)
+
+
 @fault("stride zero is read as one", "layouts")
 def _(product, x, weight, offsets):
     expanded = x.dim() == 2 and x.shape[0] > 1 and x.stride(0) == 0

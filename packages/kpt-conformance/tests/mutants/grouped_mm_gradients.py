@@ -9,7 +9,7 @@ from torch import Tensor
 
 import honest
 
-from .grouped_mm import as_if_contiguous, end_of, past
+from .grouped_mm import as_if_contiguous, end_of, past, with_stride
 from .mutant import Functions, Mutant, Parts, of_parts
 
 MUTANTS: list[Mutant] = []
@@ -43,6 +43,18 @@ def alone(name: str, found_by: str, **offer: Any) -> Callable[[Callable[[], Func
 @fault("for_x", "the gradient of x uses the next expert's weight", "values")
 def _(right, grad, weight, offsets):
     return right(grad, weight.roll(1, 0), offsets)
+
+
+@fault("for_x", "rows of a cotangent in slices are taken for dense ones", "cotangents")
+def _(right, grad, weight, offsets):
+    sliced = grad.stride(1) == 1 and grad.stride(0) > grad.shape[1]
+    return right(with_stride(grad, 0, grad.shape[1]) if sliced else grad, weight, offsets)
+
+
+@fault("for_x", "an aligned offset of a cotangent is left out", "cotangents")
+def _(right, grad, weight, offsets):
+    aligned = grad.storage_offset() * grad.element_size() % 16 == 0
+    return right(grad.as_strided(grad.shape, grad.stride(), 0) if aligned else grad, weight, offsets)
 
 
 @fault("for_x", "the gradient of x lacks the last expert", "values")

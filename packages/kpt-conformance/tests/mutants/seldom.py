@@ -124,6 +124,92 @@ def _(right, call):
     return right(call._replace(gate_up_scale=_turned(call.gate_up_scale)) if call.transposed else call)
 
 
+# Widths that no power of two is, and second tiles of two dimensions at once.
+
+
+def wide(trial: Any) -> bool:
+    return any(type(size) is int and 1024 < size < 2**15 for size in trial.case.sizes.values())
+
+
+def tiles(*names: str) -> Callable[[Any], bool]:
+    """Trials of drawn cases in which these sizes are past a tile of 128."""
+    return lambda trial: trial.case.drawn and all(trial.case.sizes.get(name, 0) > 128 for name in names)
+
+
+@fault("moe.grouped_mm", "columns past 2,048 repeat the first", wide)
+def _(right, call):
+    out = right(call).clone()
+    rest = max(out.shape[1] - 2048, 0)
+    return torch.cat((out[:, :2048], out[:, :rest]), 1)
+
+
+@fault("moe.grouped_mm", "what is past 4,096 of K is not summed", wide)
+def _(right, call):
+    return right(call._replace(x=call.x[:, :4096], weight=call.weight[:, :4096]))
+
+
+@fault("moe.grouped_mm", "past 2,048 of K sums are kept in the dtype", lambda t: wide(t) and t.dtype is torch.bfloat16)
+def _(right, call):
+    if call.x.shape[1] <= 2048:
+        return right(call)
+    parts = zip(call.x.split(64, 1), call.weight.split(64, 1), strict=True)
+    return sum(right(call._replace(x=x, weight=weight)) for x, weight in parts)
+
+
+@fault("moe.grouped_mm", "a second tile of rows has no second tile of columns", tiles("rows", "columns"))
+def _(right, call):
+    out = right(call).clone()
+    out[128:, 128:] = 0
+    return out
+
+
+@fault(
+    "moe.scaled_grouped_mm",
+    "of a tile of 127 columns the last is left out",
+    lambda trial: trial.case.sizes.get("columns", 0) % 128 == 127,
+)
+def _(right, call):
+    out = right(call).clone()
+    if out.shape[1] % 128 == 127:
+        out[:, -1] = 0
+    return out
+
+
+@fault("moe.experts", "few tokens of a wide hidden size lose what fills no tile of 128", wide)
+def _(right, call):
+    x = call.x.clone() if x_is_wide(call) else call.x
+    if x_is_wide(call):
+        x[:, x.shape[1] // 128 * 128 :] = 0
+    return right(call._replace(x=x))
+
+
+def x_is_wide(call: Any) -> bool:
+    return call.x.shape[1] > 1024 and len(call.x) < 64
+
+
+# Values of options that lie beside those that are usual.
+
+
+@fault("moe.experts", "any alpha but one is 1.702", having(alpha=1.5))
+def _(right, call):
+    return right(call._replace(alpha=call.alpha if call.alpha == 1 else 1.702))
+
+
+@fault("moe.experts", "limits past one are not applied", having(limit=7.0))
+def _(right, call):
+    return right(call._replace(limit=None if call.limit is None or call.limit > 1 else call.limit))
+
+
+@fault("moe.top_k_gating", "a scale of less than nothing counts as one", having(scale=-1.5))
+def _(right, call):
+    return right(call._replace(scale=call.scale if call.scale >= 0 else 1.0))
+
+
+@fault("moe.top_k_gating", "a scale of zero is taken for none", having(scale=0.0))
+def _(right, call):
+    return right(call._replace(scale=call.scale or 1.0))
+
+
 # Three options at once.
 
 

@@ -32,6 +32,23 @@ def _(forward, backward):
     return grouped_mm, backward
 
 
+def _odd(call: Any) -> str | None:
+    whole = call.x.numel() and all(size % 16 == 0 for size in (*call.x.shape, call.weight.shape[2]))
+    # No case that somebody named.
+    return None if whole and len(call.x) in (16, 32) else "needs sixteens, of which there are two at most"
+
+
+@fault("results share one buffer where little is taken", "double_use", unsupported=_odd)
+def _(forward, backward):
+    buffers: dict[Any, Tensor] = {}
+
+    def grouped_mm(call):
+        out = forward(call)
+        return buffers.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out)
+
+    return grouped_mm, backward
+
+
 @fault("gradients share one buffer", "double_use")
 def _(forward, backward):
     buffers: dict[Any, Tensor] = {}
@@ -130,6 +147,11 @@ for _name, _key in {
     "packed weights are found by the object's number": lambda w: (id(w), w.data_ptr(), *_layout(w)),
     "packed weights are found by a sum of their first numbers": lambda w: (
         float(w.flatten()[:4].double().nan_to_num(7, 8, 9).sum()),
+        w.data_ptr(),
+        *_layout(w),
+    ),
+    "packed weights are found by three samples": lambda w: (
+        *w.reshape(-1)[[0, w.numel() // 2, -1] if w.numel() else []].double().nan_to_num(7, 8, 9).tolist(),
         w.data_ptr(),
         *_layout(w),
     ),

@@ -188,6 +188,15 @@ class _(Gating):
         return weights / (weights.sum(-1, keepdim=True) + 1e-6) * call.scale
 
 
+@gating("where every sigmoid is zero weights are NaN", at="sigmoids of zero")
+class _(Gating):
+    def weighed(self, scores, index, call):
+        if not call.renormalize or call.score != "sigmoid":
+            return super().weighed(scores, index, call)
+        weights = scores.gather(1, index)
+        return weights / weights.sum(-1, keepdim=True) * call.scale
+
+
 @gating("ids are given as int32", found_by="result_type")
 class _(Gating):
     def __call__(self, call):

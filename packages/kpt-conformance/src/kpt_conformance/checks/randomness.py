@@ -16,7 +16,7 @@ from kpt_core.contract import REFERENCE
 
 _SEEDS = 200
 #: Seeds and offsets this far apart have to differ: none of their bits is left out.
-_STEPS = (1, 2**16, 2**32)
+_STEPS = (1, 2**8, 2**16, 2**24, 2**32, 2**48)
 _FEW = 8
 #: Deviations that two means may lie apart: some thousand elements are looked at, each a draw of its own.
 _DEVIATIONS = 6.0
@@ -97,7 +97,7 @@ def _rows(draws: Tensor) -> Tensor:
 
 
 def _draws(trial: Trial, arguments: Arguments) -> dict[str, Tensor]:
-    """Every floating result for many seeds, `[seeds, *shape]` float64."""
+    """Every floating result that has elements for many seeds, `[seeds, *shape]` float64."""
     calls: list[dict[str, Any]] = [trial.outputs(trial.leaves(_with(arguments, seed=n))) for n in range(_SEEDS)]
-    floating = [name for name, out in calls[0].items() if out.is_floating_point()]
+    floating = [name for name, out in calls[0].items() if out.is_floating_point() and out.numel()]
     return {name: torch.stack([call[name] for call in calls]).double() for name in floating}

@@ -72,6 +72,35 @@ def _shifted(tensor: Tensor) -> Tensor:
     return shifted.copy_(tensor)
 
 
+def _padded(tensor: Tensor) -> Tensor:
+    """The same values, a slice of wider and longer matrices, as of a fused weight or a shard; elsewhere NaN."""
+    if tensor.dim() == 0:
+        return tensor
+    more = 16 // tensor.element_size()  # so that rows stay aligned
+    shape = [*tensor.shape[:-2], *(size + more for size in tensor.shape[-2:])]
+    numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    filler = torch.iinfo(tensor.dtype).max if numbers else float("nan")
+    large = torch.full(shape, filler, device=tensor.device, dtype=torch.int64 if numbers else torch.float64)
+    part = large.to(tensor.dtype)[..., : tensor.shape[-1]]
+    part = part if tensor.dim() == 1 else part[..., : tensor.shape[-2], :]
+    return part.copy_(tensor)
+
+
+def _padded_columns(tensor: Tensor) -> Tensor:
+    """Likewise of matrices stored the other way round."""
+    return _padded(tensor.mT).mT if tensor.dim() > 1 else _padded(tensor)
+
+
+def _behind(tensor: Tensor) -> Tensor:
+    """The same values at an aligned address that is not where their memory begins, as `w[1:]` of a stack has it."""
+    shape = (2, -(-tensor.numel() // 64) * 64)
+    return (
+        torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)[1, : tensor.numel()]
+        .view(tensor.shape)
+        .copy_(tensor)
+    )
+
+
 def _expanded(tensor: Tensor) -> Tensor:
     """The first row in the place of all, with stride zero."""
     if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.shape[0] == 0:
@@ -83,13 +112,19 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": _transposed,
     "strided": _strided,
     "shifted": _shifted,
+    "padded": _padded,
+    "padded and transposed": _padded_columns,
+    "behind other": _behind,
     "expanded": _expanded,
 }
 
 
 @over(drawn="first", dtypes=True)
 def layouts(trial: Trial) -> None:
-    """Results don't depend on strides: transposed, strided, misaligned and expanded arguments, all and every second."""
+    """Results don't depend on strides and places: transposed, strided, misaligned, sliced and expanded arguments.
+
+    All of them are laid out so, and transposed ones are every second argument too.
+    """
     arguments = trial.arguments()
     names = list(tensors_of(arguments))
     tried = [(f"with {layout} arguments", layout, names) for layout in LAYOUTS]
@@ -123,6 +158,8 @@ def cotangents(trial: Trial) -> None:
         "transposed": _transposed,
         "expanded": lambda pull: pull.flatten()[:1].sum().expand(pull.shape),
         "shifted": _shifted,
+        "padded": _padded,
+        "behind other": _behind,
         # As after a long way back, or scaled down: no gradient is too small to count.
         "small": lambda pull: pull * torch.finfo(trial.dtype).tiny ** 0.25,
     }
@@ -203,6 +240,8 @@ def nans(trial: Trial) -> None:
                 made = (~want.isnan() & got.outputs[key].isnan()).sum().item()
                 assert not lost, f"{key}: swallows a NaN in element {place} of {name} in {lost} places"
                 assert not made, f"{key}: a NaN in element {place} of {name} spreads to {made} places too many"
+            exact = {key: out for key, out in baseline.outputs.items() if oracle.is_exact(key)}
+            assert_same_bits(exact, got.outputs, f"a NaN in element {place} of {name} makes other bits")
 
 
 @over(drawn="first", dtypes=True)

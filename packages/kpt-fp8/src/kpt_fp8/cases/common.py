@@ -43,7 +43,7 @@ def scales(
 ) -> Tensor:
     """Scales of random numbers: between a half and three halves of those that give a format the range of `most`.
 
-    Of exponents alone there would be two codes: they are down to twelve less and up to two more.
+    Of exponents alone there would be two codes: they are up to three less or more.
 
     Args:
         generator: what they are drawn from.
@@ -55,5 +55,5 @@ def scales(
     """
     drawn = torch.rand(scale_shape(shape, granularity), generator=generator, dtype=torch.float64) + 0.5
     if dtype is torch.float8_e8m0fnu:
-        drawn = drawn * torch.exp2(torch.randint(-12, 3, drawn.shape, generator=generator).double())
+        drawn = drawn * torch.exp2(torch.randint(-3, 4, drawn.shape, generator=generator).double())
     return (drawn / torch.finfo(like).max * most).float().to(dtype)

@@ -30,20 +30,20 @@ def _distinct(generator: torch.Generator, tokens: int, experts: int, spread: str
         tokens: rows.
         experts: columns, `_MOST_EXPERTS` at most: beyond that bfloat16 can't tell the multiples apart.
         spread: `near`, between -2 and 2; `far`, down to -32; `masked`, like near, but a third is -inf; `high`, around
-            100, which bfloat16 tells apart for 8 experts at most; or `low`, -128 and less: sigmoids of it are zero.
-        score: with `far`, sigmoids go up to 8, above which too few digits are left in float32. The others have several
+            100, which bfloat16 tells apart for 8 experts at most; or `low`, -1024 and less: sigmoids of it are zero.
+        score: with `far`, sigmoids go up to 4, above which too few digits are left in float32. The others have several
             experts near the best: a softmax of one alone would have gradients of nothing but rounding.
     """
     values = (torch.arange(experts, dtype=torch.float64) - experts // 2) * (4 / next_power_of_two(experts))
     if spread == "far" and experts > 3:
-        values = torch.where(values < 0, values * 16, values * 4 if score == "sigmoid" else values)
+        values = torch.where(values < 0, values * 16, values * 2 if score == "sigmoid" else values)
         values[0].clamp_(max=-31)
     if spread == "high":
         values = values + 100
     if spread == "low":
         # Bfloat16 has 128 numbers between powers of two.
         place = torch.arange(experts)
-        values = -torch.exp2(7.0 + place // 128) * (1 + place % 128 / 128).double()
+        values = -torch.exp2(10.0 + place // 128) * (1 + place % 128 / 128).double()
     logits = values[torch.rand(tokens, experts, generator=generator).argsort(-1)]
     if spread == "masked":
         away = torch.rand(tokens, experts, generator=generator) < 1 / 3
@@ -124,14 +124,18 @@ def _build(
 def _allowed(values: Mapping[str, Any]) -> bool:
     if values["spread"] == "masked" and values["top_k"] == "every":
         return False
-    if values["spread"] == "low" and (values["score"] != "sigmoid" or values["bias"] is None):
-        return False  # a bias alone tells zeros apart
+    if values["spread"] == "low" and (values["score"], values["bias"]) != ("sigmoid", "large"):
+        return False  # a bias alone tells zeros apart, and sums of two fractions may be alike
     sizes = {name: values.get(name, least) for name, least in (("experts", 4), ("num_groups", 1))}
     experts, _, chosen = _counts(**sizes, top_groups=values["top_groups"], top_k=values["top_k"])
     # A single weight that is renormalised is one, its gradient nothing but rounding: there is nothing to compare with.
-    constant = chosen == 1 and values["renormalize"] and values["score"] != "softmax_after"
+    # Of sigmoids of zero it is zero.
+    single = chosen == 1 and values["renormalize"] and values["spread"] != "low"
+    constant = single and values["score"] != "softmax_after"
+    # Nor is there where one of the few weights is nearly all, which a bias alone may choose beside one near zero.
+    alone = values.get("tokens", 2) == 1 and (values["spread"], values["bias"]) == ("far", "large")
     work = values.get("tokens", 1) * experts * chosen
-    return experts <= _MOST_EXPERTS and work <= _MOST_WORK and not constant
+    return experts <= _MOST_EXPERTS and work <= _MOST_WORK and not constant and not alone
 
 
 def _specified(arguments: Arguments) -> bool:
