@@ -52,9 +52,9 @@ def _largest(call: Call) -> tuple[Tensor, Tensor]:
 
 
 @op("sample.largest", fake=_largest, saves="results")
-def largest(parts: list[Tensor], *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The largest of several tensors of one shape in each place, times `scale`, and which one it is."""
-    values, index = torch.stack([*parts]).max(0)
+def largest(parts: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The largest along the first dimension in each place, times `scale`, and which one it is."""
+    values, index = parts.max(0)
     return values * scale, index
 
 
@@ -66,15 +66,16 @@ def largest_forward(call: Call) -> tuple[Tensor, Tensor]:
     return values * call.scale, index
 
 
-def largest_backward(call: Call, saved: tuple[Tensor, Tensor], grad: Tensor, _: None) -> dict[str, list[Tensor]]:
-    return {"parts": [torch.where(saved[1] == place, grad * call.scale, 0) for place in range(len(call.parts))]}
+def largest_backward(call: Call, saved: tuple[Tensor, Tensor], grad: Tensor, _: None) -> dict[str, Tensor]:
+    places = range(len(call.parts))
+    return {"parts": torch.stack([torch.where(saved[1] == place, grad * call.scale, 0) for place in places])}
 
 
 def _build_largest(generator: torch.Generator, rows: int = 5, sorted: bool = False) -> Arguments:
     # A few eighths apart, so that no two are alike in any dtype.
     order = torch.stack([torch.randperm(3, generator=generator) for _ in range(rows * 4)], 1).view(3, rows, 4)
     order = order.sort(0).values if sorted else order
-    return {"parts": [part.double() / 8 - 1 for part in order], "scale": 0.5}
+    return {"parts": order.double() / 8 - 1, "scale": 0.5}
 
 
 def _kept(x: Tensor, rate: float, seed: int, offset: int) -> Tensor:

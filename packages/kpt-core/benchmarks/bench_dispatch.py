@@ -30,6 +30,12 @@ def same(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
     return x
 
 
+@kpt_core.op("bench.written", mutates=("x",))
+def written(x: Tensor, weight: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
+    """Do nothing, though it says that it changes x."""
+    return x
+
+
 def kernel(call: kpt_core.Call) -> Tensor:
     """Do nothing, as a kernel."""
     return call.x  # type: ignore[no-any-return]
@@ -51,7 +57,8 @@ class Bench(kpt_core.Backend):
 
     def kernels(self) -> Iterable[kpt_core.Kernel]:
         """Offer the kernel."""
-        return [kpt_core.Kernel("bench.same", f"{__name__}:kernel", unsupported=self.unsupported)]
+        target = f"{__name__}:kernel"
+        return [kpt_core.Kernel(op, target, unsupported=self.unsupported) for op in ("bench.same", "bench.written")]
 
 
 @contextmanager
@@ -64,9 +71,12 @@ def added(unsupported: str | None = None) -> Iterator[None]:
         kpt_core.registry.remove_backend("bench")
 
 
+#: The way whose op changes an argument.
+WRITES = "kernel of an op that changes an argument"
 #: Ways through dispatch: what opens the block in which the call is measured.
 PATHS: dict[str, tuple[Callable[[], AbstractContextManager[None]], ...]] = {
     "kernel that takes every call": (added,),
+    WRITES: (added,),
     "kernel that may refuse": (lambda: added(f"{__name__}:accept"),),
     "reference": (nullcontext,),
     "kernel asked for by use()": (added, lambda: kpt_core.use("bench")),
@@ -81,12 +91,12 @@ def seconds(call: Callable[..., Tensor], *args: object) -> float:
     return (time.perf_counter() - begin) / CALLS
 
 
-def overhead(repeats: int = 300) -> float:
-    """Median microseconds that a call of the op takes longer than one of the kernel; both are timed in turn."""
+def overhead(op: Callable[..., Tensor], repeats: int = 300) -> float:
+    """Return the median microseconds that a call of an op takes longer than one of its kernel, both timed in turn."""
     x = torch.ones(4)
     call = same.bind(x, x)
-    seconds(same, x, x), seconds(kernel, call)
-    return statistics.median(seconds(same, x, x) - seconds(kernel, call) for _ in range(repeats)) * 1e6
+    seconds(op, x, x), seconds(kernel, call)
+    return statistics.median(seconds(op, x, x) - seconds(kernel, call) for _ in range(repeats)) * 1e6
 
 
 def overheads(repeats: int = 300) -> dict[str, float]:
@@ -97,7 +107,7 @@ def overheads(repeats: int = 300) -> dict[str, float]:
     try:
         for path, (outer, *inner) in PATHS.items():
             with outer(), inner[0]() if inner else nullcontext():
-                found[path] = overhead(repeats)
+                found[path] = overhead(written if path == WRITES else same, repeats)
     finally:
         torch.set_num_threads(threads)
     return found
@@ -109,7 +119,7 @@ def test_call(benchmark: "BenchmarkFixture", path: str) -> None:
     x = torch.ones(4)
     outer, *inner = PATHS[path]
     with outer(), inner[0]() if inner else nullcontext():
-        assert benchmark(same, x, x) is x
+        assert benchmark(written if path == WRITES else same, x, x) is x
 
 
 def main() -> None:

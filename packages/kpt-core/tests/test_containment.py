@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kpt_core
+import toy_ops
 from kpt_core import Backend, InputError, KernelFailedWarning, NoKernelError, registry
 from loopback import Fault, Loopback, hundreds, kernel, scale
+from toy_cases import TABLES
 
 Add = Callable[[Backend], Backend]
 
@@ -219,15 +221,36 @@ def test_calls_after_a_failure_warn_no_more(warm: bool, x: Tensor) -> None:
         scale(x, x)
 
 
-def test_what_can_not_be_told_apart_by_layout_is_told_apart_by_value(x: Tensor) -> None:
-    """Lists of tensors by the tensors' layouts, dtypes and numbers by themselves; nothing by its text."""
-    from kpt_core.dispatch.containment import Failures
-    from toy_ops import joined
+RESULTS: list[tuple[str, Callable[[kpt_core.Call], Any], str]] = [
+    (
+        "toy.layer",
+        lambda call: call.x @ call.weight,
+        r"expected \(results, saved\), since toy.layer says what is saved",
+    ),
+    ("toy.layer", lambda call: (call.x @ call.weight, (call.x,)), "it saved 1 tensors; toy.layer says 2"),
+    ("toy.layer", lambda call: ((call.x @ call.weight).double(), (call.x,) * 2), "the contract of toy.layer says"),
+    (
+        "toy.layer",
+        lambda call: (call.x, (call.x,) * 2),
+        r"result 0 is torch.float32 \[3, 5\]; the contract of toy.layer",
+    ),
+    ("toy.best", lambda call: call.x, "toy.best gives 2 results"),
+    ("toy.best", lambda call: (call.x, None), "result 1 is None; expected a tensor"),
+]
 
-    failures = Failures()
-    short, long = torch.ones(2), torch.ones(3)
-    failures.note(joined.bind([short, long]), RuntimeError("once"))
-    assert failures.refusal(joined.bind((short + 1, long))) is not None
-    for other in ([long, short], [short], [short, long.double()]):
-        assert failures.refusal(joined.bind(other)) is None
-    assert failures.refusal(joined.bind([short, long], factor=2.0)) is None
+
+@pytest.mark.parametrize(("name", "function", "said"), RESULTS)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_results_that_are_not_what_the_contract_says_are_contained(
+    add: Add, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None, name: str, function: Any, said: str, how: str
+) -> None:
+    op, row = kpt_core.get_op(name), next(each for each in toy_ops.KERNELS if each.op == name)
+    attribute = row.forward.partition(":")[2]
+    monkeypatch.setattr(toy_ops, attribute, function)
+    add(Loopback(row, name="toys"))
+    arguments = TABLES[name].arguments(TABLES[name].cases[0], dtype=torch.float32)
+    arguments["x"].requires_grad_()
+    run: Any = op if how == "eager" else torch.compile(lambda given: op(**given), backend="aot_eager")
+    with pytest.warns(KernelFailedWarning, match=said):
+        found = run(**arguments) if how == "eager" else run(arguments)
+    torch.testing.assert_close(found, op.reference(**arguments))

@@ -148,3 +148,29 @@ def test_what_is_no_gradient_is_the_kernel_s_failure(
     )
     with pytest.warns(KernelFailedWarning, match=f"the backward of kernel loopback:faulty raised {said}"):
         assert gradient(run) == 2
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "it gave no gradient of x; expected one of each of"),
+    ({"x": 3.0, "weight": None}, "it gave x a gradient of <class 'float'>; x has"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_gradients_that_are_left_out_or_none_are_contained(
+    add: Add, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Tensor], given: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr("loopback.first_backward", lambda call, saved, grad: given)
+    add(Loopback(kernel("first", backward="first_backward")))
+    x = leaf()
+    with pytest.warns(KernelFailedWarning, match=said):
+        (found,) = torch.autograd.grad(run(x, torch.ones(4)).sum(), x)
+    assert torch.equal(found, torch.ones(4))
+
+
+def test_none_for_a_gradient_means_zeros(add: Add, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Tensor]) -> None:
+    monkeypatch.setattr("loopback.first_backward", lambda call, saved, grad: dict.fromkeys(call.needs))
+    add(Loopback(kernel("first", backward="first_backward")))
+    x = leaf()
+    (found,) = torch.autograd.grad(run(x, torch.ones(4)).sum(), x)
+    assert torch.equal(found, torch.zeros(4))

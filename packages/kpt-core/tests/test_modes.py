@@ -16,7 +16,7 @@ import kpt_core
 import toy_ops
 from kpt_core import Backend
 from loopback import Fault, Loopback, checked, hundreds, kernel, scale
-from toy_ops import KERNELS, RAN, append, best, joined, layer
+from toy_ops import KERNELS, RAN, append, best, layer
 
 Add = Callable[[Backend], Backend]
 
@@ -91,12 +91,11 @@ def test_fake_tensors_tell_shapes_dtypes_and_gradients_and_run_nothing() -> None
         out = layer(x, weight)
         out.sum().backward()
         values, indices = best(torch.empty(3, 16, dtype=torch.float16), 4)
-        whole = joined([torch.empty(2, 5), torch.empty(3, 5)])
         total = append(torch.empty(6, 5), torch.empty(6, 5), torch.empty(1, 5), 2)
     assert isinstance(out, FakeTensor)
     assert (out.shape, out.requires_grad, x.grad.shape, weight.grad.shape) == ((70, 4), True, (70, 5), (5, 4))
     assert (values.shape, values.dtype, indices.dtype) == ((3, 4), torch.float16, torch.int64)
-    assert (whole.shape, total.shape) == ((5, 5), (6, 5))
+    assert total.shape == (6, 5)
     assert not RAN
     real = mode.from_tensor(torch.ones(4))
     assert isinstance(scale(real, real), FakeTensor)
@@ -166,7 +165,9 @@ def test_the_torch_op_is_what_torch_expects() -> None:
         (torch.ops.kpt.toy_layer, (torch.randn(3, 5, requires_grad=True), torch.randn(5, 4), None, "x")),
         (torch.ops.kpt.toy_best, (torch.randn(3, 16, requires_grad=True), 2, "x")),
         (torch.ops.kpt.toy_append, (torch.randn(6, 5), torch.randn(6, 5), torch.randn(2, 5), 1, "")),
-        (torch.ops.kpt.toy_joined, ([torch.randn(2, 5), torch.randn(1, 5)], None, 0.5, "")),
+        (torch.ops.kpt.toy_attend_functional, (
+            torch.randn(2, 5, requires_grad=True), torch.randn(2, 5), torch.randn(6, 5), 2, 1, 0, 0.25, True, "q",
+        )),
         (torch.ops.kpt.toy_layer_backward, (
             torch.randn(3, 4), torch.randn(3, 5), torch.randn(5, 4), None,
             [torch.randn(3, 4), torch.ones(3, dtype=torch.int32)], "x,weight",

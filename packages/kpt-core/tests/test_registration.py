@@ -1,7 +1,8 @@
 """Making ops, kernels and backends: what is refused, and the sentence that says why."""
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +35,9 @@ def unannotated(x: Tensor, size) -> Tensor: ...
 def two_types(x: Tensor, size: int | float) -> Tensor: ...
 def list_or_none(xs: list[Tensor] | None) -> Tensor: ...
 def several(xs: list[Tensor]) -> Tensor: ...
+def numbers(x: Tensor, sizes: list[int]) -> Tensor: ...
+def sequence(x: Tensor, xs: Sequence[Tensor]) -> Tensor: ...
+def gives_optional(x: Tensor, size: int) -> tuple[Tensor, Tensor | None]: ...
 def reserved(x: Tensor, needs: int) -> Tensor: ...
 def private(_x: Tensor) -> Tensor: ...
 def gives_list(x: Tensor) -> list[Tensor]: ...
@@ -54,14 +58,16 @@ def saved_unannotated(call: Call): ...
         (unannotated, {}, "parameter 'size' is annotated None"),
         (two_types, {}, "parameter 'size' is annotated int . float"),
         (list_or_none, {}, "parameter 'xs' is annotated list"),
+        (several, {}, "parameter 'xs' is annotated list"),
+        (numbers, {}, "parameter 'sizes' is annotated list"),
+        (sequence, {}, "parameter 'xs' is annotated collections.abc.Sequence"),
+        (gives_optional, {}, r"its results \[1\] may be None; optional_results must name .* got \{\}"),
+        (gives_optional, {"optional_results": {1: "size"}}, "optional_results must name"),
         (any_number, {}, "parameter 'xs' is variadic positional"),
         (any_name, {}, "parameter 'more' is variadic keyword"),
         (identity, {"mutates": ("cache",)}, "mutates 'cache', which is none of its tensors"),
-        (several, {"mutates": ("xs",)}, "mutates 'xs', which is none of its tensors"),
         (identity, {"unread": ("size",)}, "unread 'size', which is none of its tensors"),
         (identity, {"autocast": ("y",)}, "autocast 'y', which is none of its tensors"),
-        (identity, {"since": {"x": 2}, "version": 2}, "since 'x', which is none of its parameters with a default"),
-        (identity, {"since": {"size": 2}}, "'size' came with version 2, and the op has 1"),
         (reserved, {}, "the name of parameter 'needs' is taken"),
         (private, {}, "the name of parameter '_x' is taken"),
         (gives_list, {}, r"gives list\[.*expected Tensor, a tuple of so many, or None"),
@@ -181,6 +187,22 @@ def test_a_backend_that_only_has_a_name_describes_its_device_by_torch() -> None:
     assert (plain.tuning, plain.chips) == (None, ())
 
 
+@pytest.mark.parametrize("method", ["serves", "reference_is_slow"])
+def test_a_backend_that_exits_when_it_is_asked_costs_nobody(add: Add, x: Tensor, method: str) -> None:
+    broken = Loopback(name="broken", device_types=("cpu",), slow=True)
+
+    def leave(*_: object) -> bool:
+        raise SystemExit(3)
+
+    setattr(broken, method, leave)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        add(broken)
+        assert torch.equal(scale(x, x), x * x)
+    assert f"backend 'broken': {method}() raised SystemExit: 3" in str(caught[0].message)
+    assert kpt_core.explain(scale, x, x).kernel == "reference"
+
+
 def test_kernels_are_values() -> None:
     one = Kernel("sample.scale", "a:b", requires={"x", "y"}, dtypes={"float32", "torch.float64"})
     other = Kernel("sample.scale", "a:b", requires=frozenset("yx"), dtypes=frozenset({"float64", "float32"}))
@@ -204,6 +226,11 @@ def test_kernels_are_values() -> None:
         ({"dtypes": "float32"}, "dtypes must be a set of names; got 'float32'"),
         ({"dtypes": {"flaot32"}}, "dtypes names 'flaot32', which is no dtype of torch"),
         ({"dtypes": {"Tensor"}}, "dtypes names 'Tensor', which is no dtype"),
+        ({"priority": "2"}, "priority must be int; got '2'"),
+        ({"priority": True}, "priority must be int; got True"),
+        ({"forward": None}, "forward must be str; got None"),
+        ({"backward": 3}, "backward must be str; got 3"),
+        ({"deterministic": "no"}, "deterministic must be bool; got 'no'"),
         ({"differentiable": True, "backward": "a:b"}, "differentiable and names a backward; autograd needs but one"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,10 +74,8 @@ def test_a_tensor_with_rules_of_its_own_is_refused_wherever_it_stands(
         with pytest.raises(InputError, match=message) as caught:
             how(scale)(*args)
         assert "pass the plain tensors that it is made of" in str(caught.value)
-    with pytest.raises(InputError, match=r"toy.joined: weight is a test_subclasses"):
-        how(toy_ops.joined)([x[None]], odd)
-    with pytest.raises(InputError, match=r"toy.joined: parts is a test_subclasses"):
-        how(toy_ops.joined)([x[None], odd[None] if make is not Wrapped else Wrapped(x[None])])
+    with pytest.raises(InputError, match=r"toy.layer: bias is a test_subclasses"):
+        how(toy_ops.layer)(x[None], x[:, None], odd)
     assert Fault.calls == 0
 
 
@@ -129,3 +128,29 @@ def test_a_dtensor_is_refused_and_its_local_part_passes(group: None) -> None:
         ):
             scale(*args)
     assert hundreds(scale(odd.to_local(), x)) == 5
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: torch.eye(4).to_sparse(), r"x is of layout torch.sparse_coo; .* pass x.to_dense\(\)"),
+        (lambda: torch.eye(4).to_sparse_csr(), r"x is of layout torch.sparse_csr; .* pass x.to_dense\(\)"),
+        (lambda: torch.eye(4).to_mkldnn(), r"x is of layout torch._mkldnn; .* pass x.to_dense\(\)"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "x is a nested tensor; .* unbind"),
+    ],
+)
+def test_what_is_not_strided_ends_in_a_sentence(made: Callable[[], Tensor], said: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls some layouts a prototype
+        x = made()
+        with pytest.raises(InputError, match=f"toy.best: {said}"):
+            toy_ops.best(x)
+
+
+def test_symbolic_trace_is_told_what_to_use() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scale(x, x)
+
+    with pytest.raises(InputError, match=r"symbolic_trace can't record an op .*: use torch.export.export"):
+        torch.fx.symbolic_trace(Model())

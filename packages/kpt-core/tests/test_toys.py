@@ -117,26 +117,6 @@ def test_exported_programs_choose_where_they_run(add: Add, name: str, case: Case
     assert bool(ran(name)) == kernels
 
 
-@served
-def test_gradients_of_lists_of_tensors_some_of_which_want_none(add: Add, kernels: bool) -> None:
-    if kernels:
-        add(Loopback(*KERNELS))
-    parts = [torch.ones(length, 5, requires_grad=length != 2) for length in (1, 2, 3)]
-    for run in (toy_ops.joined, torch.compile(lambda parts: toy_ops.joined(parts), backend="aot_eager")):
-        out = run(parts)
-        found = torch.autograd.grad(out.square().sum(), [parts[0], parts[2]])
-        assert [each.shape[0] for each in found] == [1, 3]
-        assert all(torch.equal(each, torch.full_like(each, 2.0)) for each in found)
-
-
-def test_lists_are_lists_of_tensors(x: Tensor) -> None:
-    for wrong in ([], x, [x, 1.0], None):
-        with pytest.raises(
-            InputError, match=r"toy.joined: parts must be a (list of tensors, at least one|tensor); got"
-        ):
-            toy_ops.joined(wrong)
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_cache_is_not_written_twice(add: Add, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     """Whatever a kernel that raised has written, nobody runs after it."""
@@ -153,18 +133,92 @@ def test_a_cache_is_not_written_twice(add: Add, monkeypatch: pytest.MonkeyPatch,
     assert "raised by kernel loop/toy.append/toy_ops:append_kernel" in str(getattr(caught.value, "__notes__", ""))
     assert values.sum() == 0
     assert keys.max() <= 1
-    assert kpt_core.explain(append, keys, values, new, 0).kernel == "toy_ops:append_kernel"
+    assert kpt_core.explain(append, keys, values, new, 0).kernel == "reference", "it is kept from such calls"
 
 
-def test_what_changes_its_arguments_has_no_gradient() -> None:
-    keys, values, new = torch.zeros(4, 5), torch.zeros(4, 5), torch.ones(1, 5, requires_grad=True)
-    message = "toy.append changes keys and values, and has no gradient; new requires one: call it under torch.no_grad"
+def test_no_gradient_flows_through_what_is_changed() -> None:
+    keys, values, new = torch.zeros(4, 5, requires_grad=True), torch.zeros(4, 5), torch.ones(1, 5)
+    message = r"toy.append changes keys, which requires a gradient, and none flows .*: give keys.detach\(\)"
     for run in (append, torch.compile(lambda *args: append(*args), backend="eager")):
         with pytest.raises(InputError, match=message):
             run(keys, values, new, 0)
         with torch.no_grad():
             assert run(keys, values, new, 0).sum() == 15
-    assert kpt_core.explain(clear, keys).kernel == "reference"
+    assert kpt_core.explain(clear, keys.detach()).kernel == "reference"
+
+
+def attention(cache: Tensor | None, k: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    return toy_ops.attend(torch.ones(2, 5, dtype=k.dtype), k, cache, 3, 1, 0, lse=True, **options)
+
+
+@served
+@pytest.mark.parametrize("cached", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("how", ["eager", "profiled", "compiled", "exported", "counted"])
+def test_attention_with_a_cache_in_every_way(add: Add, kernels: bool, cached: bool, gradients: bool, how: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if kernels:
+        add(Loopback(*KERNELS))
+    cache = torch.randn(6, 5, dtype=torch.float64) if cached else None
+    k = torch.randn(2, 5, dtype=torch.float64, requires_grad=gradients)
+    want_cache, want_k = copy.deepcopy(cache), k.detach().clone().requires_grad_(gradients)
+    want = toy_ops.attend.reference(torch.ones(2, 5, dtype=k.dtype), want_k, want_cache, 3, 1, 0, lse=True)
+    w = torch.ones(6, 5, dtype=torch.float64, requires_grad=True)
+    stale = (w * cache).sum() if cache is not None else None  # saves the cache as it is before
+    if how == "compiled":
+        got = torch.compile(attention, backend="aot_eager", fullgraph=True)(cache, k)
+    elif how == "exported":
+        program = torch.export.export(Attention(), (copy.deepcopy(cache), k.detach())).module()
+        got = program(cache, k.detach())
+    else:
+        watched = {"profiled": torch.profiler.profile, "counted": lambda: FlopCounterMode(display=False)}
+        with watched.get(how, torch.enable_grad)(), torch.set_grad_enabled(gradients):
+            got = attention(cache, k)
+    torch.testing.assert_close([each.detach() for each in got], [each.detach() for each in want])
+    if cache is not None:
+        torch.testing.assert_close(cache, want_cache.detach())
+        assert not cache.requires_grad
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
+    if gradients and how != "exported":
+        for result in range(2):
+            slopes = [
+                torch.autograd.grad(each[result].cos().sum(), x, retain_graph=True)
+                for each, x in ((got, k), (want, want_k))
+            ]
+            torch.testing.assert_close(*slopes)
+    assert bool(RAN["attend_kernel"]) == kernels
+
+
+class Attention(torch.nn.Module):
+    def forward(self, cache: Tensor | None, k: Tensor) -> Any:
+        return attention(cache, k)
+
+
+@served
+def test_a_second_derivative_beside_a_cache(add: Add, kernels: bool) -> None:
+    if kernels:
+        add(Loopback(*KERNELS))
+    cache = torch.randn(6, 5, dtype=torch.float64)
+
+    def of(k: Tensor) -> Tensor:
+        return attention(cache.clone(), k)[0]
+
+    assert torch.autograd.gradgradcheck(of, torch.randn(2, 5, dtype=torch.float64, requires_grad=True))
+
+
+def test_a_broken_kernel_that_writes_is_quarantined(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_ops, "attend_kernel", lambda call: 1 / 0)
+    add(Loopback(*KERNELS))
+    for rows in range(1, 4):
+        cache = torch.zeros(9, 5)
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            toy_ops.attend(torch.ones(rows, 5), torch.ones(rows, 5), cache, 0, 1, 0)
+    with torch.no_grad():
+        toy_ops.attend(torch.ones(4, 5), torch.ones(4, 5), torch.zeros(9, 5), 0, 1, 0)
+    told = kpt_core.explain(toy_ops.attend, torch.ones(5, 5), torch.ones(5, 5), torch.zeros(9, 5), 0, 1, 0)
+    assert "quarantined: it raised 3 times" in str(told.refusals[0])
 
 
 @served

@@ -27,9 +27,22 @@ def _best(generator: torch.Generator, rows: int = 3, count: int = 2) -> Argument
     return {"x": order.double() - 7, "count": count}
 
 
-def _joined(generator: torch.Generator, lengths: tuple[int, ...] = (3, 1), weight: bool = False) -> Arguments:
-    parts = [_numbers(generator, length, 5) for length in lengths]
-    return {"parts": parts, "weight": _numbers(generator, 5) if weight else None, "factor": 0.5}
+def _attend(
+    generator: torch.Generator, rows: int = 3, position: int = 2, cached: bool = True, **more: object
+) -> Arguments:
+    q, k = _numbers(generator, rows, 5), _numbers(generator, rows, 5)
+    cache = _numbers(generator, position + rows + 1, 5) if cached else None
+    return {
+        "q": q,
+        "k": k,
+        "cache": cache,
+        "position": position,
+        "seed": 3,
+        "offset": 1,
+        "p": 0.25,
+        "lse": False,
+        **more,
+    }
 
 
 def _dropout(generator: torch.Generator, rows: int = 3, seed: int = 7, offset: int = 0) -> Arguments:
@@ -61,10 +74,10 @@ TABLES = {
             gradients=("x",),
         ),
         CaseTable(
-            op=toy_ops.joined.name,
-            build=_joined,
-            cases=_cases(two={}, one={"lengths": (1,)}, empty_one={"lengths": (2, 0, 63)}, weighted={"weight": True}),
-            gradients=("parts", "weight"),
+            op=toy_ops.attend.name,
+            build=_attend,
+            cases=_cases(few={}, none={"rows": 0}, with_lse={"lse": True}, no_cache={"cached": False, "lse": True}),
+            gradients=("q", "k"),
         ),
         CaseTable(
             op=toy_ops.dropout.name,

@@ -1,4 +1,4 @@
-"""Toy ops of the kinds that are coming, with kernels: caches, several results, lists, randomness, saved tensors.
+"""Toy ops of the kinds that are coming, with kernels: caches, several results, randomness, saved tensors.
 
 The kernels compute what their references do, by other means, and count their calls.
 """
@@ -65,30 +65,6 @@ def best_backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor | None, no
     assert grad is not None
     assert nothing is None  # integers have no gradient
     return {"x": torch.zeros_like(call.x).scatter(1, indices, grad)}
-
-
-@op("toy.joined")
-def joined(parts: list[Tensor], weight: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
-    """Concatenate rows, and scale them."""
-    whole = torch.cat(parts) * factor
-    return whole if weight is None else whole * weight
-
-
-def joined_kernel(call: Call) -> Tensor:
-    RAN["joined_kernel"] += 1
-    weight = call.factor if call.weight is None else call.weight * call.factor
-    return torch.cat([part * weight for part in call.parts])
-
-
-def joined_backward(call: Call, saved: tuple[()], grad: Tensor) -> dict[str, Any]:
-    RAN["joined_backward"] += 1
-    found: dict[str, Any] = {}
-    if "parts" in call.needs:
-        weight = call.factor if call.weight is None else call.weight * call.factor
-        found["parts"] = list((grad * weight).split([len(part) for part in call.parts]))
-    if "weight" in call.needs:
-        found["weight"] = (torch.cat(call.parts) * grad * call.factor).sum(0)
-    return found
 
 
 def random_bits(like: Tensor, seed: int, offset: int) -> Tensor:
@@ -175,6 +151,88 @@ def layer_backward(call: Call, saved: Sequence[Tensor], grad: Tensor) -> dict[st
     return found
 
 
+def _fake_attend(call: Call) -> tuple[Tensor, Tensor | None]:
+    return torch.empty_like(call.q), call.q.new_empty(call.q.shape[0]) if call.lse else None
+
+
+def _scores(q: Tensor, k: Tensor, cache: Tensor | None, position: int) -> tuple[Tensor, Tensor]:
+    keys = k if cache is None else torch.cat((cache[:position], k))
+    return q @ keys.T, keys
+
+
+def _saves_attend(call: Call) -> tuple[Tensor]:
+    return (_scores(call.q, call.k, call.cache, call.position)[0].softmax(1),)
+
+
+@op(
+    "toy.attend",
+    mutates=("cache",),
+    random=True,
+    optional_results={1: "lse"},
+    saves=_saves_attend,
+    fake=_fake_attend,
+)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    cache: Tensor | None,
+    position: int,
+    seed: int,
+    offset: int,
+    *,
+    p: float = 0.0,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Write keys into a cache, and attend to what it holds so far (to the keys alone without a cache).
+
+    Args:
+        q: `[rows, size]`.
+        k: `[rows, size]`, which are the values too.
+        cache: `[length, size]`, or None.
+        position: of the first key in the cache.
+        seed: of dropout.
+        offset: likewise.
+        p: likewise.
+        lse: give the log-sum-exp of each row's scores as well.
+    """
+    scores, keys = _scores(q, k, cache, position)
+    if cache is not None:
+        cache[position : position + k.shape[0]] = k
+    weights = scores.softmax(1)
+    kept = random_bits(weights, seed, offset) >= p * 2**31
+    return torch.where(kept, weights / (1 - p), 0.0) @ keys, scores.logsumexp(1) if lse else None
+
+
+def _kept_of(call: Call, weights: Tensor) -> Tensor:
+    return random_bits(weights, call.seed, call.offset) >= call.p * 2**31
+
+
+def attend_kernel(call: Call) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...]]:
+    RAN["attend_kernel"] += 1
+    scores, keys = _scores(call.q, call.k, call.cache, call.position)
+    weights = scores.exp() / scores.exp().sum(1, keepdim=True)
+    if call.cache is not None:  # as native code does: torch does not see it
+        call.cache.numpy(force=True)[call.position : call.position + len(call.k)] = call.k.numpy(force=True)
+    out = (weights / (1 - call.p)).masked_fill(~_kept_of(call, weights), 0.0) @ keys
+    return (out, scores.exp().sum(1).log() if call.lse else None), (weights,) if call.needs else ()
+
+
+def attend_backward(call: Call, saved: Sequence[Tensor], grad: Tensor | None, of_lse: Tensor | None) -> dict[str, Any]:
+    RAN["attend_backward"] += 1
+    (weights,) = saved
+    _, keys = _scores(call.q, call.k, call.cache, call.position)
+    through, grad_keys = torch.zeros_like(weights), torch.zeros_like(keys)
+    if grad is not None:
+        dropped = (weights / (1 - call.p)).masked_fill(~_kept_of(call, weights), 0.0)
+        grad_keys = dropped.T @ grad
+        inner = ((grad @ keys.T) / (1 - call.p)).masked_fill(~_kept_of(call, weights), 0.0)
+        through = weights * (inner - (inner * weights).sum(1, keepdim=True))
+    if of_lse is not None:
+        through = through + weights * of_lse[:, None]
+    grad_keys = grad_keys + through.T @ call.q
+    return {"q": through @ keys, "k": grad_keys[-len(call.k) :] if len(call.k) else grad_keys[:0]}
+
+
 def offer(attribute: str, op: str, backward: str | None = None, **settings: Any) -> Kernel:
     """A kernel of this module by its attribute."""
     for name in ("unsupported",):
@@ -187,7 +245,7 @@ KERNELS = (
     offer("append_kernel", "toy.append"),
     offer("clear_kernel", "toy.clear"),
     offer("best_kernel", "toy.best", "best_backward"),
-    offer("joined_kernel", "toy.joined", "joined_backward"),
+    offer("attend_kernel", "toy.attend", "attend_backward"),
     offer("dropout_kernel", "toy.dropout", "dropout_backward"),
     offer("layer_kernel", "toy.layer", "layer_backward", priority=1, unsupported="at_most_64_rows"),
     offer("layer_kernel_for_many", "toy.layer", "layer_backward"),

@@ -141,7 +141,7 @@ def _fault(op: "Op[..., Any]", kernel: "Kernel") -> str | None:
 
 def _conditional(op: "Op[..., Any]", kernel: "Kernel") -> bool:
     trains = kernel.backward is not None or kernel.differentiable
-    return not trains or kernel.unsupported is not None or bool(op.newer_than(kernel))
+    return not trains or kernel.unsupported is not None
 
 
 def function_of(identity: str) -> str:

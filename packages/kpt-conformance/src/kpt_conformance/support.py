@@ -77,7 +77,8 @@ class Finding:
     def words(self) -> str:
         """The level with date and commit."""
         part = "" if self.report.selection == "all" else " in part"
-        return f"{self.level}{part} {self.report.date[:10]} {self.report.commit[:7] if self.report.commit else 'no commit'}"
+        commit = self.report.commit[:7] if self.report.commit else "no commit"
+        return f"{self.level}{part} {self.report.date[:10]} {commit}"
 
 
 def findings(folder: Path) -> list[Finding]:

@@ -82,7 +82,8 @@ class Kernel:
             backward, of an op that declares with a function what is saved, gives `(results, saved)`, where saved is
             empty unless `call.needs` names something.
         backward: a function `(call, saved, *gradients of the results)` that gives a dictionary of gradients by the
-            names of arguments; that of a result which is not used is None. Without it the kernel is forward-only,
+            names of arguments, None for zeros; the gradient of a result that is not used is None. It gets what
+            the op changes as it was before the call. Without it the kernel is forward-only,
             unless it is `differentiable`.
         requires: capabilities that the device must have.
         priority: the higher one is tried first.
@@ -94,7 +95,6 @@ class Kernel:
         deterministic: repeated calls give the same bits, gradients included; the conformance suite holds it to that.
         composed_of: names of the ops that it calls, which are dispatched again.
         traceable: plain PyTorch that reads no value on the host: compilers may look into it (backend `torch` alone).
-        version: of the op's contract that it was written for.
         configs: what tuning tries: a sequence, or a function of the record that gives one, of dictionaries or frozen
             dataclasses that JSON gives back as they are. The chosen one comes as `call.config`.
         aot: what is compiled ahead of time to prove the kernel on chips that are not there, see `kpt_conformance.aot`.
@@ -111,12 +111,15 @@ class Kernel:
     deterministic: bool = False
     composed_of: tuple[str, ...] = ()
     traceable: bool = False
-    version: int = 1
     configs: str | None = None
     aot: str | None = None
 
     def __post_init__(self) -> None:
         who = f"kernel {self.forward} of {self.op}"
+        for field, kind in _FIELDS.items():
+            value = getattr(self, field)
+            if type(value) is not kind and not (value is None and field in _OPTIONAL):
+                raise RegistrationError(f"{who}: {field} must be {kind.__name__}; got {value!r}")
         object.__setattr__(self, "requires", _names(who, "requires", self.requires))
         object.__setattr__(self, "composed_of", tuple(sorted(_names(who, "composed_of", self.composed_of))))
         if self.dtypes is not None:
@@ -137,6 +140,15 @@ class Kernel:
     def load(self) -> Callable[..., Any]:
         """The function that `forward` names; its module is imported."""
         return load(self.forward)  # type: ignore[no-any-return]
+
+
+#: Types of a kernel's fields: whatever a plug-in gives is checked where it is made.
+_FIELDS = {
+    **dict.fromkeys(("op", "forward", "backward", "unsupported", "configs", "aot"), str),
+    **dict.fromkeys(("differentiable", "deterministic", "traceable"), bool),
+    "priority": int,
+}
+_OPTIONAL = ("backward", "unsupported", "configs", "aot")
 
 
 def _names(who: str, field: str, names: object) -> frozenset[str]:

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .contract import Call
-from .dispatch.call import PLAIN, dispatch, dispatch_traced, serve, serve_after, with_needs
+from .dispatch.call import PLAIN, dispatch, dispatch_traced, explain_failure, serve, serve_after, with_needs
 from .dispatch.run import run
 from .dispatch.settings import SCOPE
 
@@ -22,36 +22,34 @@ def entry({declared}):
     if _compiling():
         return _traced(_op, ({values},))
     call = _new(_Call, ({values}, (), None))
-    if not ({plain}) or _autocast() or _modes() or _traced_by_jit() or _profiled():
-        return _dispatch(_op, call)
-    scope = _scope()
-    if _transforms() or _forward_ad._current_level >= 0 or (scope is not None and scope.dry):
-        return _dispatch(_op, call)
-    if _grad_enabled() and ({needs}):
-        call = _with_needs(_op, call)
-    {check}
-    if scope is None:
-        device, candidates, reference = _op.quick.get({first}.dtype, _NOWHERE)
-        if {first}.is_cpu if device is None else {first}.device == device:
-            for candidate in candidates:
-                if candidate.free or candidate.refusal(call) is None:
-                    try:
-                        if call.needs:
-                            return _run(_op, candidate, call)
-                        result = candidate.forward(call)
-                        return result[0] if candidate.saves else result
-                    except Exception as error:
-                        return _serve_after(_op, call, candidate, error)
-            if reference:
-                return reference_of(call)
-    return _serve(_op, call)
-"""
-#: Where tensors stand in lists.
-_ENTRY_OF_LISTS = """\
-def entry({declared}):
-    if _compiling():
-        return _traced(_op, ({values},))
-    return _dispatch(_op, _new(_Call, ({values}, (), None)))
+    try:
+        if not ({plain}) or _autocast() or _modes() or _traced_by_jit() or _profiled():
+            return _dispatch(_op, call)
+        scope = _scope()
+        if _transforms() or _forward_ad._current_level >= 0 or (scope is not None and scope.dry):
+            return _dispatch(_op, call)
+        if _grad_enabled() and ({needs}):
+            call = _with_needs(_op, call)
+        {check}
+        if scope is None:
+            device, candidates, reference = _op.quick.get({first}.dtype, _NOWHERE)
+            if {first}.is_cpu if device is None else {first}.device == device:
+                for candidate in candidates:
+                    if candidate.free or candidate.refusal(call) is None:
+                        try:
+                            if call.needs:
+                                return _run(_op, candidate, call)
+                            {bump}
+                            result = candidate.forward(call)
+                            return result[0] if candidate.saves else result
+                        except Exception as error:
+                            return _serve_after(_op, call, candidate, error)
+                if reference:
+                    return {reference}
+        return _serve(_op, call)
+    except Exception as error:
+        _explain_failure(_op, call, error)
+        raise
 """
 _REFERENCE = """\
 def reference_of(call):
@@ -66,6 +64,8 @@ _SHARED: dict[str, Any] = {
     "_serve_after": serve_after,
     "_with_needs": with_needs,
     "_run": run,
+    "_increment": torch._C._increment_version,
+    "_explain_failure": explain_failure,
     "_scope": SCOPE.get,
     "_new": tuple.__new__,
     "_plain": PLAIN,
@@ -78,6 +78,11 @@ _SHARED: dict[str, Any] = {
     "_forward_ad": forward_ad,
     "_NOWHERE": (torch.device("meta"), (), False),
 }
+
+
+def _bump(name: str, optional: bool) -> str:
+    """Return the expression that tells autograd of a change of an argument, as `run` does."""
+    return f"{name} is None or _increment(({name},))" if optional else f"_increment(({name},))"
 
 
 def entries(
@@ -99,13 +104,15 @@ def entries(
         f"{name}=call[{place}]" if parameter.kind is parameter.KEYWORD_ONLY else f"call[{place}]"
         for place, (name, parameter) in enumerate(parameters.items())
     ]
-    source = (_ENTRY_OF_LISTS if op.lists else _ENTRY).format(
+    source = _ENTRY.format(
         declared=", ".join(declared),
         values=", ".join(names),
         plain=" and ".join(plain),
         needs=" or ".join(needs),
         check="pass" if op.check is None else "_op.check(call)",
         first=names[op.first],
+        bump="; ".join(_bump(name, name in optional) for name in op.written) or "pass",
+        reference="_run(_op, None, call)" if op.mutates else "reference_of(call)",
     )
     source += _REFERENCE.format(handed=", ".join(handed))
     own = {"_op": op, "_Call": op.Call, "_reference": op.reference, "_defaults": op.defaults}

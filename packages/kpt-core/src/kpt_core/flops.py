@@ -28,6 +28,6 @@ def count_flops(op: "Op[..., Any]") -> None:
     # A counter that runs took its copy of the table when it was made.
     running = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
     for table in (counter.flop_registry, *(each.flop_registry for each in running if each is not None)):
-        table.setdefault(getattr(torch.ops.kpt, name), of_forward)
-        if not op.mutates:
-            table.setdefault(getattr(torch.ops.kpt, f"{name}_backward"), of_backward)
+        for each in (name, *([f"{name}_functional"] if op.mutates else [])):
+            table.setdefault(getattr(torch.ops.kpt, each), of_forward)
+        table.setdefault(getattr(torch.ops.kpt, f"{name}_backward"), of_backward)

@@ -3,14 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import NoneType
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Generic, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from . import registry
-from .contract import Call, Kernel, Refusal, call_type
+from .contract import Call, Kernel, call_type
 from .dispatch.candidates import Candidate, Candidates, find_candidates
 from .dispatch.opaque import define_opaque
 from .dispatch.settings import Scope, effective
@@ -34,10 +34,9 @@ class Op(Generic[P, R]):
     Attributes:
         name: `family.operation`, for instance `moe.grouped_mm`.
         reference: the decorated function: specification, oracle, and what runs where nothing else may.
-        version: of the contract.
         parameters: names of the op's parameters, in order.
         defined_in: module and name of the reference.
-        tensors: places of the parameters that are tensors, in three groups: `required`, `optional` and `lists`.
+        tensors: places of the parameters that are tensors, in two groups: `required` and `optional`.
     """
 
     def __init__(self, name: str, reference: Callable[P, R], **settings: Any) -> None:
@@ -48,14 +47,12 @@ class Op(Generic[P, R]):
         self.name = name
         self.reference = reference
         self.defined_in = f"{reference.__module__}:{reference.__qualname__}"
-        self.version: int = settings["version"]
         self.check: Callable[[Call], None] | None = settings["check"]
         self.fake: Callable[[Call], Any] | None = settings["fake"]
         self.saves: Callable[[Call], tuple[Tensor, ...]] | str | None = settings["saves"]
         self.flops: Callable[[Call], int] | None = settings["flops"]
         self.size_key: Callable[[Call], tuple[int | str, ...]] | None = settings["size_key"]
         self.random: bool = settings["random"]
-        self._since: Mapping[str, int] = settings["since"]
         parameters = inspect.signature(reference).parameters
         self.parameters = tuple(parameters)
         self.defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
@@ -65,29 +62,33 @@ class Op(Generic[P, R]):
         self.mutates, self.unread, self.autocast = (
             self._known(setting, settings[setting], tensors, "tensors") for setting in ("mutates", "unread", "autocast")
         )
-        self._known("since", self._since, self.defaults, "parameters with a default")
-        for parameter, since in self._since.items():
-            if since > self.version:
-                raise RegistrationError(
-                    f"op {name!r}: {parameter!r} came with version {since}, and the op has {self.version}"
-                )
         if self.random:
             self._known("random: it asks for", ("seed", "offset"), self.parameters, "parameters")
         places = list(enumerate(self.annotations.values()))
         self.required = tuple(place for place, kind in places if kind is Tensor)
-        self.lists = tuple(place for place, kind in places if kind == list[Tensor])
-        self.optional = tuple(p for p, kind in places if Tensor in get_args(kind) and p not in self.lists)
-        self.tensors = tuple(sorted((*self.required, *self.optional, *self.lists)))
-        groups = (("required", self.required), ("list", self.lists), ("optional", self.optional))
+        self.optional = tuple(place for place, kind in places if Tensor in get_args(kind))
+        self.tensors = tuple(sorted((*self.required, *self.optional)))
+        groups = (("required", self.required), ("optional", self.optional))
         #: The same by name, what tells the device first.
         self.kinds = {self.parameters[place]: kind for kind, places in groups for place in places}
-        if not self.required and not self.lists:
+        if not self.required:
             raise RegistrationError(f"op {name!r} takes no tensor; one must be there to tell the device")
-        self.first = (*self.required, *self.lists)[0]
+        self.first = self.required[0]
         results = hints.get("return")
         self.result_count = int(results is Tensor) if results in (Tensor, NoneType) else _length(results)
         if self.result_count == 0 and results is not NoneType:
             raise RegistrationError(f"op {name!r} gives {results}; expected Tensor, a tuple of so many, or None")
+        #: Place of a result that may be None -> the argument that asks for it.
+        self.optional_results: dict[int, str] = dict(settings["optional_results"])
+        may_be_none = [p for p, kind in enumerate(get_args(results)) if kind == Tensor | None]
+        asking = self.optional_results.values()
+        if may_be_none != sorted(self.optional_results) or {self.annotations.get(each) for each in asking} - {bool}:
+            raise RegistrationError(
+                f"op {name!r}: its results {may_be_none} may be None; optional_results must name for each of them the "
+                f"bool argument that asks for it; got {self.optional_results}"
+            )
+        #: What it changes, in the order of the parameters.
+        self.written = tuple(each for each in self.parameters if each in self.mutates)
         self.saved_count = 0
         if callable(self.saves):
             self.saved_count = _length(get_type_hints(self.saves).get("return"))
@@ -122,12 +123,12 @@ class Op(Generic[P, R]):
         found = {}
         for name, parameter in parameters.items():
             kind = hints.get(name)
-            options = set(get_args(kind) or (kind,)) - {NoneType}
-            if kind != list[Tensor] and (len(options) != 1 or not options <= {Tensor, *_PLAIN}):
+            union = get_origin(kind) in (Union, UnionType)
+            options = set(get_args(kind) if union else (kind,)) - {NoneType}
+            if len(options) != 1 or not options <= {Tensor, *_PLAIN}:
                 raise RegistrationError(
-                    f"op {self.name!r}: parameter {name!r} is annotated {kind}; expected Tensor, list[Tensor], int, "
-                    "float, bool, str or torch.dtype (or one of these but the list, or None): take richer objects "
-                    "apart in the layer that calls the op"
+                    f"op {self.name!r}: parameter {name!r} is annotated {kind}; expected Tensor, int, float, bool, str "
+                    "or torch.dtype (or one of these or None): take richer objects apart in the layer that calls the op"
                 )
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise RegistrationError(f"op {self.name!r}: parameter {name!r} is {parameter.kind.description}")
@@ -185,23 +186,6 @@ class Op(Generic[P, R]):
             found = known[device, dtype, scope] = find_candidates(self, device, dtype, scope)
         return found
 
-    def newer_than(self, kernel: Kernel) -> tuple[tuple[int, Any, Refusal], ...]:
-        """Place, default and refusal of each argument that a kernel, written for an older version, does not know."""
-        template = (
-            "{name} came with version {since} of the op, and this kernel is for version {known}: upgrade {package}"
-        )
-        return tuple(
-            (
-                self.parameters.index(name),
-                self.defaults[name],
-                Refusal(
-                    template, name=name, since=since, known=kernel.version, package=registry.package_of(kernel.forward)
-                ),
-            )
-            for name, since in self._since.items()
-            if since > kernel.version
-        )
-
     def faked(self, call: Call) -> Any:
         """The results as empty tensors: what compilers and the meta device see."""
         return self.run_reference(call) if self.fake is None else self.fake(call)
@@ -221,7 +205,7 @@ class Op(Generic[P, R]):
 def _length(annotation: object) -> int:
     """How many tensors a tuple of them has, 0 if it is none."""
     kinds = get_args(annotation) if get_origin(annotation) is tuple else ()
-    return len(kinds) if all(kind is Tensor for kind in kinds) else 0
+    return len(kinds) if all(kind is Tensor or kind == Tensor | None for kind in kinds) else 0
 
 
 def _restored(name: str, defined_in: str) -> Op[..., Any]:
@@ -234,14 +218,13 @@ def _restored(name: str, defined_in: str) -> Op[..., Any]:
 def op(
     name: str,
     *,
-    version: int = 1,
     check: Callable[[Call], None] | None = None,
     fake: Callable[[Call], Any] | None = None,
     saves: Callable[[Call], tuple[Tensor, ...]] | str | None = None,
     unread: Iterable[str] = (),
     mutates: Iterable[str] = (),
     random: bool = False,
-    since: Mapping[str, int] | None = None,
+    optional_results: Mapping[int, str] | None = None,
     flops: Callable[[Call], int] | None = None,
     autocast: Iterable[str] = (),
     size_key: Callable[[Call], tuple[int | str, ...]] | None = None,
@@ -252,15 +235,16 @@ def op(
 
     Args:
         name: `family.operation`.
-        version: of the contract; it grows when parameters come.
         check: raises `InputError` for wrong arguments, before any kernel sees them.
         fake: gives the results as empty contiguous tensors; without it the reference runs on fake tensors.
         saves: what backward needs beside the arguments: `"results"`, or a function that computes the saved tensors
             from the call in plain PyTorch, annotated with a tuple of as many. Every kernel with a backward saves these.
         unread: parameters whose values no gradient depends on; they are not kept for backward.
-        mutates: parameters that a call changes. Such an op has no gradient, and is not run again when a kernel raised.
+        mutates: parameters that a call changes; None may be given for one that is optional. Such an op is not run again
+            when a kernel raised. Gradients are of the other arguments; none flows through what is changed.
         random: it draws numbers, from what its parameters `seed` and `offset` say alone.
-        since: parameter to the version in which it came; it must have a default.
+        optional_results: place of a result that may be None to the bool parameter that asks for it; the result is
+            annotated `Tensor | None`.
         flops: gives the floating-point operations of a forward, for `torch.utils.flop_counter`.
         autocast: tensor parameters that `torch.autocast` converts to its dtype; the others keep theirs.
         size_key: gives a tuple of ints and strings: the sizes that decide which kernel is fastest. `kpt tune` keeps one
@@ -273,8 +257,8 @@ def op(
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
         made = Op(
-            name, reference, version=version, check=check, fake=fake, saves=saves, unread=tuple(unread),
-            mutates=tuple(mutates), random=random, since=since or {}, flops=flops, autocast=tuple(autocast),
+            name, reference, check=check, fake=fake, saves=saves, unread=tuple(unread), mutates=tuple(mutates),
+            random=random, optional_results=optional_results or {}, flops=flops, autocast=tuple(autocast),
             size_key=size_key,
         )  # fmt: skip
         registry.define(made, define_opaque)

@@ -136,23 +136,36 @@ def backends() -> dict[str, Backend]:
     return {**(state.backends or {}), **_added, TORCH: TorchBackend(_discover_ops())}
 
 
+def backend_serves(backend: Backend, device_type: str) -> bool:
+    """Return whether a backend is for devices of a type; one that can't tell is for none."""
+    try:
+        return bool(backend.serves(device_type))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in that calls sys.exit() must not end the process
+        report(f"backend {backend.name!r}", f"serves() raised {said(error)}")
+        return False
+
+
 def backend_of(device: torch.device) -> Backend:
-    """Who describes a device: the first vendor's backend that is for its type, or else the defaults."""
-    found = (backend for name, backend in backends().items() if name != TORCH and backend.serves(device.type))
-    return next(found, Backend())
+    """Return who describes a device: the first vendor's backend that is for its type, or else the defaults."""
+    vendors = (backend for name, backend in backends().items() if name != TORCH)
+    return next((backend for backend in vendors if backend_serves(backend, device.type)), Backend())
 
 
 def serves(device_type: str) -> bool:
-    """Whether a vendor's backend is for devices of this type."""
-    return any(backend.serves(device_type) for name, backend in backends().items() if name != TORCH)
+    """Return whether a vendor's backend is for devices of this type."""
+    return any(backend_serves(backend, device_type) for name, backend in backends().items() if name != TORCH)
 
 
 def reference_is_slow(device: torch.device) -> bool:
-    """Whether users want to know that no kernel serves a call on a device, as its backend says."""
+    """Return whether users want to know that no kernel serves a call on a device, as its backend says."""
     backend = backend_of(device)
     try:
         return bool(backend.reference_is_slow(device))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         report(f"backend {backend.name!r}", f"reference_is_slow() raised {said(error)}")
         return True
 

@@ -16,7 +16,7 @@ from kpt_core.contract import REFERENCE
 
 _SEEDS = 200
 #: Seeds and offsets this far apart have to differ: none of their bits is left out.
-_STEPS = (1, 2**8, 2**16, 2**24, 2**32, 2**48)
+_STEPS = (1, 2**8, 2**16, 2**24, 2**32, 2**40)
 _FEW = 8
 #: Deviations that two means may lie apart: some thousand elements are looked at, each a draw of its own.
 _DEVIATIONS = 6.0

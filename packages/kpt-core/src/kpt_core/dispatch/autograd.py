@@ -10,39 +10,33 @@ from torch import Tensor
 from kpt_core.contract import Call
 from kpt_core.errors import InputError
 
-from .backward import as_tuple, gradients, mapped, plain_gradients
+from .backward import gradients, mapped, plain_gradients
 from .candidates import Candidate
+from .containment import as_tuple
 
 if TYPE_CHECKING:
     from kpt_core.operation import Op
 
 
 def wanted(op: "Op[..., Any]", call: Call) -> tuple[str, ...]:
-    """Names of the arguments that want a gradient.
+    """Return the names of the arguments that want a gradient.
 
     Raises:
-        InputError: there are some, and the op changes its arguments.
+        InputError: one that the op changes does.
     """
-    needs = tuple([name for name in op.kinds if _wants(getattr(call, name))])
-    if needs and op.mutates:
+    needs = tuple([name for name in op.kinds if (value := getattr(call, name)) is not None and value.requires_grad])
+    if needs and not op.mutates.isdisjoint(needs):
+        changed = next(name for name in needs if name in op.mutates)
         raise InputError(
-            f"{op.name} changes {' and '.join(sorted(op.mutates))}, and has no gradient; {needs[0]} requires one: call "
-            "it under torch.no_grad(), or with detached tensors"
+            f"{op.name} changes {changed}, which requires a gradient, and none flows through what is changed: give "
+            f"{changed}.detach()"
         )
     return needs
 
 
-def _wants(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    return value is not None and any(each.requires_grad for each in value)
-
-
 def flat(op: "Op[..., Any]", call: Sequence[Any]) -> list[Any]:
-    """What a call, or something in its order, has in the places of tensors, lists taken apart."""
-    if not op.lists:
-        return [call[place] for place in op.tensors]
-    return [each for place in op.tensors for each in (call[place] if place in op.lists else (call[place],))]
+    """Return what a call, or something in its order, has in the places of tensors."""
+    return [call[place] for place in op.tensors]
 
 
 @dataclass(slots=True)
@@ -51,7 +45,7 @@ class Kept:
 
     Attributes:
         op: the op.
-        call: None in the place of tensors, their number in the place of lists.
+        call: None in the place of tensors.
         unread: place to shape, dtype and device of tensors whose values no gradient depends on.
     """
 
@@ -61,37 +55,28 @@ class Kept:
 
     @classmethod
     def of(cls, op: "Op[..., Any]", call: Call) -> tuple[Self, list[Tensor | None]]:
-        """A call taken apart: what to keep here, and the tensors to hand to autograd."""
+        """Take a call apart: what to keep here, and the tensors to hand to autograd."""
         rest, tensors, unread = list(call), list(call), {}
         for place in op.tensors:
             value = call[place]
             if op.parameters[place] in op.unread and value is not None:
                 unread[place] = (value.shape, value.dtype, value.device)
                 tensors[place] = None
-            rest[place] = len(value) if place in op.lists else None
+            rest[place] = None
         return cls(op, op.Call(*rest), unread), flat(op, tensors)
 
     def whole(self, tensors: Sequence[Tensor | None]) -> Call:
-        """The call with its tensors in their places again."""
-        values, taken = list(self.call), iter(tensors)
-        for place in self.op.tensors:
-            count = values[place]
-            values[place] = [next(taken) for _ in range(count)] if place in self.op.lists else next(taken)
+        """Return the call with its tensors in their places again."""
+        values = list(self.call)
+        for place, tensor in zip(self.op.tensors, tensors, strict=True):
+            values[place] = tensor
         for place, (shape, dtype, device) in self.unread.items():
             values[place] = torch.zeros((), dtype=dtype, device=device).expand(shape)
         return self.op.Call(*values)
 
 
-def in_order(op: "Op[..., Any]", call: Call, found: dict[str, Any]) -> list[Any]:
-    """Gradients, or None, in the order of an op's parameters; a list for a list of tensors."""
-    ordered = [found.get(name) for name in op.parameters]
-    for place in op.lists:
-        ordered[place] = ordered[place] or [None] * len(call[place])
-    return ordered
-
-
 def attach(op: "Op[..., Any]", candidate: Candidate, call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
-    """The results with a backward: that of the kernel which gave them."""
+    """Return the results with a backward: that of the kernel which gave them."""
     # In a tuple: a tensor that autograd sees come in and go out is a view to it, which may not be written to.
     results = as_tuple(results)
     if op.saves == "results":
@@ -116,7 +101,7 @@ class Dispatched(torch.autograd.Function):
         ctx.candidate, ctx.count = candidate, len(tensors)
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
-        return results if op.result_count > 1 else results[0]
+        return results if op.result_count > 1 else results[0] if results else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # noqa: D102
@@ -129,4 +114,4 @@ class Dispatched(torch.autograd.Function):
             found = plain_gradients(op, call, grads)
         else:
             found = gradients(op, ctx.candidate, call, saved, grads)
-        return (*(None,) * _EXTRA, *flat(op, in_order(op, call, found)))
+        return (*(None,) * _EXTRA, *flat(op, [found.get(name) for name in op.parameters]))

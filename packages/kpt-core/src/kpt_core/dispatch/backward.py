@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from kpt_core.contract import Call
 from kpt_core.errors import RegistrationError
 
 from .candidates import Candidate
 from .choice import choose, first_of
-from .containment import is_contained, raise_of_call, warn_of_failures
+from .containment import as_tuple, checked, is_contained, raise_of_call, warn_of_failures
 from .fallback import fall_back
 from .settings import effective
 from .transforms import plain_function
@@ -57,8 +56,8 @@ def gradients(
             break
         try:
             if saved is None:
-                output = candidate.forward(call)
-                saved = output[1] if candidate.saves else as_tuple(output) if op.saves is not None else ()
+                results, kept = checked(op, candidate, call, candidate.forward(copied(op, call)))
+                saved = kept if candidate.saves else as_tuple(results) if op.saves is not None else ()
             result = _completed(op, call, candidate.backward(call, saved, *grads))
             break
         except Exception as error:
@@ -73,25 +72,22 @@ def gradients(
 
 
 def _completed(op: "Op[..., Any]", call: Call, given: Gradients) -> Gradients:
-    """Gradients with zeros for those that were left out; raises for what are none."""
+    """Return gradients with zeros for None; raise for those that are left out, or are none."""
     if not isinstance(given, dict):
         raise TypeError(f"it gave {given!r:.80}; expected a dictionary: name of an argument to its gradient")
     unknown = given.keys() - set(op.parameters)
     if unknown:
         raise RegistrationError(f"it gave a gradient of {min(unknown)!r}; parameters of {op.name}: {op.parameters}")
     for name in call.needs:
-        for value, gradient in zip(*(_each(of.get(name)) for of in (call._asdict(), given)), strict=False):
-            if gradient is not None and gradient.shape != value.shape:
-                raise ValueError(
-                    f"it gave {name} a gradient of shape {list(gradient.shape)}; {name} has {list(value.shape)}"
-                )
-    missing = [name for name in call.needs if given.get(name) is None]
-    return {**given, **{name: tree_map(torch.zeros_like, getattr(call, name)) for name in missing}}
-
-
-def as_tuple(results: Any) -> tuple[Any, ...]:
-    """The results of an op, of which there may be none, one or several."""
-    return results if isinstance(results, tuple) else () if results is None else (results,)
+        if name not in given:
+            raise TypeError(f"it gave no gradient of {name}; expected one of each of {call.needs}, None for zeros")
+        value, gradient = getattr(call, name), given[name]
+        if gradient is None:
+            given = {**given, name: torch.zeros_like(value)}
+        elif not isinstance(gradient, Tensor) or gradient.shape != value.shape:
+            told = f"shape {list(gradient.shape)}" if isinstance(gradient, Tensor) else f"{type(gradient)}"
+            raise ValueError(f"it gave {name} a gradient of {told}; {name} has {list(value.shape)}")
+    return given
 
 
 def mapped(grads: Iterable[Tensor | None]) -> bool:
@@ -116,34 +112,33 @@ def function_gradients(
 ) -> Gradients:
     """The gradients of a function of a call's record that autograd differentiates."""
 
-    def primed(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return [primed(each) for each in value] if isinstance(value, list | tuple) else value
+    def primed(value: Tensor) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         # A view, so that paths from one argument to another, outside of the op, are not taken twice.
         return value.view_as(value) if value.requires_grad and create_graph else value.detach().requires_grad_()
 
     with torch.enable_grad():
-        here = call._replace(**{name: primed(getattr(call, name)) for name in call.needs})
+        here = copied(op, call)._replace(**{name: primed(getattr(call, name)) for name in call.needs})
         results = as_tuple(function(here))
-        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
-        names = [(name, each) for name in call.needs for each in _each(getattr(here, name))]
+        both = zip(results, grads, strict=True)
+        pairs = [(r, g) for r, g in both if g is not None and r is not None and r.requires_grad]
         if not pairs:
-            return {}
+            return dict.fromkeys(call.needs)
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
             [result for result, _ in pairs],
-            [each for _, each in names],
+            [getattr(here, name) for name in call.needs],
             [grad for _, grad in pairs],
             create_graph=create_graph,
             allow_unused=True,
         )
-    gathered: Gradients = {}
-    for (name, each), gradient in zip(names, found, strict=True):
-        gathered.setdefault(name, []).append(torch.zeros_like(each) if gradient is None else gradient)
-    lists = {op.parameters[place] for place in op.lists}
-    return {name: each if name in lists else each[0] for name, each in gathered.items()}
+    return {
+        name: torch.zeros_like(getattr(here, name)) if gradient is None else gradient
+        for name, gradient in zip(call.needs, found, strict=True)
+    }
 
 
-def _each(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
+def copied(op: "Op[..., Any]", call: Call) -> Call:
+    """Return a call that may be run without changing the caller's tensors."""
+    given = {name: getattr(call, name) for name in op.written}
+    return call._replace(**{name: value.clone() for name, value in given.items() if value is not None})

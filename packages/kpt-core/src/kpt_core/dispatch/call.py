@@ -1,6 +1,6 @@
 """A call of an op: who looks on, and which way it goes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from kpt_core import registry
 from kpt_core.autocast import converted, without_autocast
 from kpt_core.contract import TORCH, Call
-from kpt_core.errors import InputError, NoKernelError
+from kpt_core.errors import InputError, KptError, NoKernelError
 
 from .autograd import wanted
 from .candidates import Candidate
@@ -62,7 +62,7 @@ def serve(op: "Op[..., Any]", call: Call) -> Any:
         return call_opaque(op, call)
     found = op.candidates(first.device, first.dtype)
     result = choose_and_run(op, call, found, effective())
-    if SCOPE.get() is None and found.tuned is None and not (found.explicit or op.mutates):
+    if SCOPE.get() is None and found.tuned is None and not found.explicit:
         # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
         silent = not registry.reference_is_slow(first.device)
         asked = tuple(each for each in found.accepted if silent or each.backend != TORCH)
@@ -91,11 +91,24 @@ def inspect_tensors(op: "Op[..., Any]", call: Call) -> bool:
     """Whether some tensor stands for others; raises for what is no tensor, or has rules of its own."""
     seen = False
     for name, kind in op.kinds.items():  # no numbers: Dynamo takes those of an object for dynamic ones
-        given = getattr(call, name)
-        for value in _listed(op, name, given) if kind == "list" else (given,):
-            if type(value) not in PLAIN and not (value is None and kind == "optional"):
-                seen |= _stands_for_others(op, name, value)
+        value = getattr(call, name)
+        if type(value) not in PLAIN and not (value is None and kind == "optional"):
+            seen |= _stands_for_others(op, name, value)
     return seen
+
+
+def explain_failure(op: "Op[..., Any]", call: Call, error: Exception) -> None:
+    """Raise `InputError` in the place of what torch raised for tensors that are not strided.
+
+    Asked after a failure alone: a layout costs as much to read as all else that a plain call asks of a tensor.
+    """
+    for name in op.kinds if not isinstance(error, KptError) else ():
+        value = getattr(call, name)
+        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
+            what, instead = f"of layout {value.layout}", f"{name}.to_dense()"
+            if value.is_nested:
+                what, instead = "a nested tensor", "its values() and offsets(), or the tensors of unbind()"
+            raise InputError(f"{op.name}: {name} is {what}; kernels take strided tensors: pass {instead}") from error
 
 
 #: What tensors mostly are.
@@ -174,16 +187,15 @@ def _has_rules(kind: Any) -> bool:
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or rules not in _PLAIN_RULES
 
 
-def _listed(op: "Op[..., Any]", name: str, value: Any) -> Iterable[object]:
-    if not isinstance(value, list | tuple) or not value:
-        raise InputError(f"{op.name}: {name} must be a list of tensors, at least one; got {value!r:.60}")
-    return value
-
-
 def _stands_for_others(op: "Op[..., Any]", name: str, value: Any) -> bool:
     """Whether a tensor is one of torch's own that stand for others, as while compiling; raises for what it can't be."""
     kind: Any = type(value)
     if not isinstance(value, Tensor):
+        if kind.__module__.startswith("torch.fx."):
+            raise InputError(
+                f"{op.name}: torch.fx.symbolic_trace can't record an op of KPT ({name} is a {kind.__name__}): use "
+                "torch.export.export or make_fx, or name the function that calls it in torch.fx.wrap"
+            )
         raise InputError(f"{op.name}: {name} must be a tensor; got {kind.__name__}")
     if kind.__module__.startswith(_TORCH_OWN):
         return True

@@ -35,11 +35,11 @@ class Candidate:
         free: whether it takes every call; False while it is not loaded.
         forward: its function, once `refusal` was asked; as `backward` is.
         failures: calls that it is kept from.
-        agrees: whether its results were seen to be what compilers are told.
+        agrees: whether its results were seen to be what the contract says, without and with gradients wanted.
     """
 
     __slots__ = (
-        "_broken", "_newer", "_results", "_unsupported",
+        "_broken", "_results", "_unsupported",
         "agrees", "backend", "backward", "failures", "forward", "free", "identity", "kernel", "saves",
     )  # fmt: skip
 
@@ -50,10 +50,10 @@ class Candidate:
         self.backend, self.kernel, self.identity = backend, kernel, identity(backend, kernel)
         self.saves = kernel.backward is not None and op.saved_count > 0
         self.failures = Failures([op.parameters.index(name) for name in op.unread])
-        self.free = self.agrees = False
+        self.free = False
+        self.agrees: set[bool] = set()
         self._broken: str | None = _NOT_LOADED
         self._unsupported: Callable[[Call], Refusal | str | None] | None = None
-        self._newer = op.newer_than(kernel)
         self._results = op.result_count
 
     def refusal(self, call: Call) -> Refusal | str | None:
@@ -66,9 +66,6 @@ class Candidate:
         kernel = self.kernel
         if call.needs and kernel.backward is None and not kernel.differentiable:
             return _FORWARD_ONLY
-        for index, default, refusal in self._newer:
-            if call[index] is not default and call[index] != default:
-                return refusal
         if self._unsupported is not None:
             refused = self._unsupported(call)
             if refused is not None:
@@ -84,7 +81,7 @@ class Candidate:
         """Whether compilers may look into it: it takes every call, as far as gradients are no question."""
         if self._broken is _NOT_LOADED:
             self._load()
-        conditions = self._broken, self._newer, self._unsupported, self.failures
+        conditions = self._broken, self._unsupported, self.failures
         return self.kernel.traceable and not any(conditions)
 
     def keep_from(self, call: Call, error: Exception) -> None:
@@ -101,11 +98,7 @@ class Candidate:
                 self._unsupported = _function(kernel.unsupported, 1)
             if kernel.backward is not None:
                 self.backward = _function(kernel.backward, 2 + self._results)  # record, saved and gradients
-            self.free = (
-                not self._newer
-                and kernel.unsupported is None
-                and (kernel.backward is not None or kernel.differentiable)
-            )
+            self.free = kernel.unsupported is None and (kernel.backward is not None or kernel.differentiable)
             self._broken = None
         except KeyboardInterrupt:
             raise
@@ -203,14 +196,8 @@ def _static_refusal(
 ) -> str | None:
     if not scope.disabled.isdisjoint(_names(backend, kernel)):
         return "disabled (KPT_DISABLE)"
-    if not backend.serves(device.type):
+    if not registry.backend_serves(backend, device.type):
         return f"runs on {' and '.join(backend.device_types)}; this call is on {device.type}"
-    if kernel.version > op.version:
-        package = registry.package_of(op.defined_in)
-        return (
-            f"written for version {kernel.version} of {op.name}, which {package} has in version {op.version}: "
-            f"upgrade {package}"
-        )
     try:
         unavailable = backend.unavailable()
         missing = () if unavailable else sorted(kernel.requires - backend.capabilities(device))

@@ -11,6 +11,8 @@ from kpt_core.contract import Call, Refusal
 from kpt_core.errors import KernelFailedWarning, KptError, warn_caller
 
 if TYPE_CHECKING:
+    from kpt_core.operation import Op
+
     from .candidates import Candidate
 
     Failed = Sequence[tuple[Candidate, Exception]]
@@ -57,10 +59,49 @@ class Failures:
         def describe(value: Any, read: bool = True) -> Any:
             if isinstance(value, Tensor):
                 return tuple(value.shape), value.stride() if read else None, value.dtype, value.device
-            return tuple(map(describe, value)) if isinstance(value, list | tuple) else value
+            return value
 
         # All but the configuration.
         return tuple([describe(value, place not in self._unread) for place, value in enumerate(call[:-1])])
+
+
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """Return the results of an op, of which there may be none, one or several."""
+    return results if isinstance(results, tuple) else () if results is None else (results,)
+
+
+def checked(op: "Op[..., Any]", candidate: "Candidate", call: Call, output: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """Take apart what a kernel's forward gave: results, and what is saved for backward.
+
+    Raises:
+        TypeError: it is not what the op's contract says: others would read other numbers than were written.
+    """
+    results, saved = output, ()
+    if candidate.saves:
+        if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], tuple | list)):
+            raise TypeError(f"it gave {_told(output)}; expected (results, saved), since {op.name} says what is saved")
+        results, saved = output[0], tuple(output[1])
+        if call.needs and len(saved) != op.saved_count:
+            raise TypeError(f"it saved {len(saved)} tensors; {op.name} says {op.saved_count}")
+    given = as_tuple(results)
+    if len(given) != op.result_count:
+        raise TypeError(f"it gave {_told(results)}; {op.name} gives {op.result_count} results")
+    expected = given if op.fake is None else as_tuple(op.fake(call))
+    for place, (told, each) in enumerate(zip(expected, given, strict=True)):
+        if place in op.optional_results and not getattr(call, op.optional_results[place]):
+            if each is not None:
+                raise TypeError(f"result {place} is {_told(each)}; nobody asked for it: expected None")
+        elif not isinstance(each, Tensor):
+            raise TypeError(f"result {place} is {_told(each)}; expected a tensor")
+        elif (told.dtype, told.shape) != (each.dtype, each.shape):
+            raise TypeError(f"result {place} is {_told(each)}; the contract of {op.name} says {_told(told)}")
+    return results, saved
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"({', '.join(map(_told, value))})" if isinstance(value, tuple) else repr(value)[:60]
 
 
 def is_contained(error: Exception) -> bool:

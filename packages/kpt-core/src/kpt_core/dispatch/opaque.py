@@ -3,6 +3,7 @@
 It is opaque to them, so that the kernel is chosen inside, when it runs, by real sizes.
 """
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from kpt_core.errors import RegistrationError
 from kpt_core.flops import count_flops
 from kpt_core.registry import get_op
 
-from .autograd import Kept, flat, in_order, wanted
-from .backward import as_tuple, gradients, mapped, plain_gradients
+from .autograd import Kept, flat, wanted
+from .backward import copied, gradients, mapped, plain_gradients
 from .candidates import Candidate
 from .choice import first_of
-from .run import choose_and_run
+from .containment import as_tuple, checked
+from .run import bump, choose_and_run
 from .settings import effective
 
 if TYPE_CHECKING:
@@ -33,9 +35,12 @@ _TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "s
 
 
 def define_opaque(op: "Op[..., Any]") -> None:
-    """Make `kpt::family_operation` and, unless the op mutates, its backward."""
+    """Make the torch ops `kpt::family_operation` and `_backward` and, of an op that changes arguments, `_functional`.
+
+    The last one gives what it changed beside the results: torch differentiates no op that changes its arguments.
+    """
     name = op.name.replace(".", "_")
-    for each in (name, f"{name}_backward"):
+    for each in (name, f"{name}_backward", f"{name}_functional"):
         if _defined.setdefault(each, op.name) != op.name:
             raise RegistrationError(f"op {op.name!r} needs the name kpt::{each}, which {_defined[each]!r} has")
     arguments = ", ".join(f"{_type_of(op, each, kind)} {each}" for each, kind in op.annotations.items())
@@ -47,16 +52,21 @@ def define_opaque(op: "Op[..., Any]") -> None:
     count = op.result_count + op.saved_count
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
     _define(op, name, f"{arguments}, str needs", results, _forward, _fake)
-    if not op.mutates:
-        grads = "".join(f"Tensor? grad_{place}, " for place in range(op.result_count))
-        more = f"{arguments}, Tensor[] saved, str needs"
-        _define(op, f"{name}_backward", f"{grads}{more}", "Tensor[]", _backward, _backward_fake)
-        register_autograd(
-            f"kpt::{name}",
-            lambda ctx, *grads: _backward_of_graph(get_op(op.name), ctx, grads),
-            setup_context=lambda ctx, inputs, output: _setup_context(get_op(op.name), ctx, inputs, output),
-            lib=_library,
-        )
+    differentiable = name
+    if op.mutates:
+        differentiable = f"{name}_functional"
+        arguments = re.sub(r"\(\w!\)", "", arguments)
+        every = f"({', '.join(['Tensor'] * (count + len(op.written)))})" if count + len(op.written) > 1 else "Tensor"
+        _define(op, differentiable, f"{arguments}, str needs", every, _forward_functional, _fake_functional)
+    grads = "".join(f"Tensor? grad_{place}, " for place in range(op.result_count))
+    more = f"{arguments}, Tensor[] saved, str needs"
+    _define(op, f"{name}_backward", f"{grads}{more}", "Tensor[]", _backward, _backward_fake)
+    register_autograd(
+        f"kpt::{differentiable}",
+        lambda ctx, *grads: _backward_of_graph(get_op(op.name), ctx, grads),
+        setup_context=lambda ctx, inputs, output: _setup_context(get_op(op.name), ctx, inputs, output),
+        lib=_library,
+    )
     count_flops(op)
 
 
@@ -67,8 +77,6 @@ def _define(op: "Op[..., Any]", name: str, arguments: str, results: str, impleme
 
 
 def _type_of(op: "Op[..., Any]", name: str, kind: Any) -> str:
-    if kind == list[Tensor]:
-        return "Tensor[]"
     plain = next(each for each in _TYPES if each is kind or each in getattr(kind, "__args__", ()))
     # Each may alias itself alone.
     written = f"Tensor({chr(97 + op.parameters.index(name))}!)" if name in op.mutates else _TYPES[plain]
@@ -83,12 +91,22 @@ def call_opaque(op: "Op[..., Any]", call: Call) -> Any:
     needs = wanted(op, call) if training else ()
     if not torch.compiler.is_compiling():
         count_flops(op)
-    operator = getattr(torch.ops.kpt, op.name.replace(".", "_")).default
-    results = operator(*call[:-2], ",".join(needs))
-    if not op.saved_names:
-        return results
+    name = op.name.replace(".", "_")
+    if needs and op.mutates:
+        # Autograd keeps copies: the caller's tensors go on changing.
+        functional = getattr(torch.ops.kpt, f"{name}_functional").default
+        results = as_tuple(functional(*copied(op, call)[:-2], ",".join(needs)))
+        with torch.no_grad():
+            for changed, new in zip(op.written, results[-len(op.written) :], strict=True):
+                if (value := getattr(call, changed)) is not None:
+                    value.copy_(new)
+    else:
+        results = as_tuple(getattr(torch.ops.kpt, name).default(*call[:-2], ",".join(needs)))
     own = tuple([result for result, _ in zip(results, op.result_names, strict=False)])
-    return own if len(own) > 1 else own[0]
+    for place, asked_by in op.optional_results.items():
+        if not getattr(call, asked_by):
+            own = (*own[:place], None, *own[place + 1 :])
+    return own if len(own) > 1 else own[0] if own else None
 
 
 def _call(op: "Op[..., Any]", values: tuple[Any, ...]) -> Call:
@@ -104,7 +122,11 @@ def _whole(op: "Op[..., Any]", call: Call, results: Any, saved: tuple[Tensor, ..
     elif op.saved_count and not saved:
         assert callable(op.saves)
         saved = op.saves(call._replace(needs=()))
-    given = _own((each.contiguous() for each in (*as_tuple(results), *saved)), flat(op, call))
+    absent = first_of(op, call)
+    given = _own(
+        (absent.new_empty(0) if each is None else each.contiguous() for each in (*as_tuple(results), *saved)),
+        flat(op, call),
+    )
     return tuple(given) if len(given) > 1 else given[0] if given else None
 
 
@@ -120,28 +142,26 @@ def _own(tensors: Iterable[Tensor], others: Iterable[Tensor | None]) -> list[Ten
 
 def _forward(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
     call = _call(op, values)
+    if op.mutates:
+        bump(op, call)
+    return _run(op, call)
+
+
+def _run(op: "Op[..., Any]", call: Call) -> Any:
     first = first_of(op, call)
 
     def run(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
-        output = op.run_reference(call) if candidate is None else candidate.forward(call)
-        results, saved = output if candidate is not None and candidate.saves else (output, ())
-        if candidate is not None and not candidate.agrees:
-            _require_agreement(op, call, results)
-            candidate.agrees = True
-        return _whole(op, call, results, saved)
+        if candidate is None:
+            return _whole(op, call, op.run_reference(call), ())
+        return _whole(op, call, *checked(op, candidate, call, candidate.forward(call)))
 
     with torch.no_grad(), torch._C._DisableAutocast():
         return choose_and_run(op, call, op.candidates(first.device, first.dtype), effective(), run)
 
 
-def _require_agreement(op: "Op[..., Any]", call: Call, results: Any) -> None:
-    """Raise unless results are what compilers were told: they would read other bytes than were written."""
-    expected = () if op.fake is None else as_tuple(op.fake(call))
-    for told, given in zip(expected, as_tuple(results), strict=False):
-        if (told.dtype, told.shape) != (given.dtype, given.shape):
-            raise TypeError(
-                f"a result is {given.dtype} {list(given.shape)}; the op's contract says {told.dtype} {list(told.shape)}"
-            )
+def _forward_functional(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+    call = copied(op, _call(op, values))
+    return _with_changed(op, call, _run(op, call))
 
 
 def _fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
@@ -150,11 +170,26 @@ def _fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
         return _whole(op, call, op.faked(call), ())
 
 
+def _fake_functional(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+    call = copied(op, _call(op, values))
+    return _with_changed(op, call, _fake(op, (*call[:-2], ",".join(call.needs))))
+
+
+def _with_changed(op: "Op[..., Any]", call: Call, given: Any) -> Any:
+    """Return results with what the op changed behind them."""
+    values = [getattr(call, name) for name in op.written]
+    changed = [first_of(op, call).new_empty(0) if value is None else value for value in values]
+    every = (*as_tuple(given), *changed)
+    return every if len(every) > 1 else every[0]
+
+
 def _setup_context(op: "Op[..., Any]", ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     call, outputs = _call(op, inputs), as_tuple(output)
     ctx.kept, tensors = Kept.of(op, call)
     ctx.count = len(tensors)
-    saved = outputs if op.saves == "results" else outputs[op.result_count :] if call.needs else ()
+    end = op.result_count + op.saved_count
+    first = 0 if op.saves == "results" else op.result_count
+    saved = outputs[first:end] if call.needs or op.saves == "results" else ()
     ctx.save_for_backward(*tensors, *saved)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*outputs[op.result_count :])
@@ -165,7 +200,7 @@ def _backward_of_graph(op: "Op[..., Any]", ctx: Any, grads: tuple[Tensor | None,
     tensors, grads = list(ctx.saved_tensors), grads[: op.result_count]
     call, saved = ctx.kept.whole(tensors[: ctx.count]), tensors[ctx.count :]
     wanting = zip(op.parameters, ctx.needs_input_grad, strict=False)
-    needs = tuple(name for name, need in wanting if (any(need) if isinstance(need, list | tuple) else need))
+    needs = tuple(name for name, need in wanting if need)
     call = call._replace(needs=needs)
     found: dict[str, Any] = {}
     if call.needs and any(grad is not None for grad in grads):
@@ -174,12 +209,8 @@ def _backward_of_graph(op: "Op[..., Any]", ctx: Any, grads: tuple[Tensor | None,
         else:
             operator = getattr(torch.ops.kpt, f"{op.name.replace('.', '_')}_backward").default
             given = iter(operator(*grads, *call[:-2], saved, ",".join(call.needs)))
-            found = {name: _like(getattr(call, name), given) for name in call.needs}
-    return (*in_order(op, call, found), None)
-
-
-def _like(value: Any, given: Any) -> Any:
-    return next(given) if isinstance(value, Tensor) else [next(given) for _ in value]
+            found = {name: next(given) for name in call.needs}
+    return (*(found.get(name) for name in op.parameters), None)
 
 
 def _taken_apart(op: "Op[..., Any]", values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Call, list[Tensor]]:
@@ -193,9 +224,7 @@ def _backward(op: "Op[..., Any]", values: tuple[Any, ...]) -> list[Tensor]:
     absent = not saved and op.saves is not None
     with torch.no_grad(), torch._C._DisableAutocast():
         found = gradients(op, None, call, None if absent else tuple(saved), grads)
-        pairs = [(getattr(call, name), found[name]) for name in call.needs]
-        apart = [zip(v, g, strict=True) if isinstance(v, list) else ((v, g),) for v, g in pairs]
-        laid_out = (_laid_out(like, gradient) for each in apart for like, gradient in each)
+        laid_out = (_laid_out(getattr(call, name), found[name]) for name in call.needs)
         return _own(laid_out, (*grads, *flat(op, call), *saved))
 
 
@@ -208,5 +237,4 @@ def _laid_out(like: Tensor, gradient: Tensor) -> Tensor:
 
 def _backward_fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> list[Tensor]:
     _, call, _ = _taken_apart(op, values)
-    wanting = [getattr(call, name) for name in call.needs]
-    return [torch.empty_like(each) for value in wanting for each in (value if isinstance(value, list) else (value,))]
+    return [torch.empty_like(getattr(call, name)) for name in call.needs]

@@ -5,14 +5,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from kpt_core.contract import TORCH, Call
 from kpt_core.selection import Selection
 
 from .autograd import attach
+from .backward import copied
 from .candidates import Candidate, Candidates
 from .choice import choose, selection_of
-from .containment import is_contained, raise_of_call, warn_of_failures
+from .containment import checked, is_contained, raise_of_call, warn_of_failures
 from .fallback import fall_back
 from .settings import Scope, scoped
 
@@ -24,20 +26,50 @@ Failed = tuple[tuple[Candidate, Exception], ...]
 
 
 def run(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
-    """The results of a kernel, or of the reference, tied to autograd where a gradient is needed."""
+    """Return the results of a kernel, or of the reference, tied to autograd where a gradient is needed."""
     if op.mutates:
-        # What a kernel writes past torch must not go unseen by autograd.
-        torch.autograd.graph.increment_version([getattr(call, name) for name in op.mutates])
+        bump(op, call)
+        if call.needs:
+            return _run_on_copies(op, candidate, call)
     if candidate is None:
         return op.run_reference(call)
     if not call.needs:
-        result = candidate.forward(call)
-        return result[0] if candidate.saves else result
+        output = candidate.forward(call)
+        if False not in candidate.agrees:
+            checked(op, candidate, call, output)
+            candidate.agrees.add(False)
+        return output[0] if candidate.saves else output
     if candidate.kernel.differentiable:
         return candidate.forward(call)
+    return attach(op, candidate, call, *_run_for_backward(op, candidate, call))
+
+
+def _run_for_backward(op: "Op[..., Any]", candidate: Candidate, call: Call) -> tuple[Any, tuple[Tensor, ...]]:
     with torch.no_grad():
-        result = candidate.forward(call)
-    return attach(op, candidate, call, *(result if candidate.saves else (result, ())))
+        output = candidate.forward(call)
+    if True not in candidate.agrees:
+        checked(op, candidate, call, output)
+        candidate.agrees.add(True)
+    return output if candidate.saves else (output, ())
+
+
+def bump(op: "Op[..., Any]", call: Call) -> None:
+    """Tell autograd that a call changes arguments: what a kernel writes past torch must not go unseen."""
+    torch._C._increment_version([value for name in op.written if (value := getattr(call, name)) is not None])
+
+
+def _run_on_copies(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
+    """Run an op that changes arguments where other arguments want a gradient: none flows through what is changed."""
+    if candidate is not None and not candidate.kernel.differentiable:
+        before = copied(op, call)  # for backward; the caller's tensor goes on changing
+        return attach(op, candidate, before, *_run_for_backward(op, candidate, call))
+    copy = copied(op, call)  # which the graph holds
+    results = op.run_reference(copy) if candidate is None else candidate.forward(copy)
+    with torch.no_grad():
+        for name in op.written:
+            if (value := getattr(call, name)) is not None:
+                value.copy_(getattr(copy, name))
+    return results
 
 
 def choose_and_run(
@@ -81,8 +113,10 @@ def after_failure(op: "Op[..., Any]", call: Call, found: Candidates, scope: Scop
     The candidates are those that the call began with: a backend may have been removed meanwhile.
     """
     candidate, error = failed[-1]
-    if scope.strict or found.explicit or op.mutates or not is_contained(error):
+    contained = is_contained(error) and not scope.strict and not found.explicit
+    if contained:
+        candidate.keep_from(call, error)
+    if op.mutates or not contained:  # what was half written must not be written again
         error.add_note(f"raised by kernel {candidate.identity}")
         raise error
-    candidate.keep_from(call, error)
     return choose_and_run(op, call, found, scope, how, failed)
