@@ -321,3 +321,23 @@ def test_wrong_input():
         convert_to_fp8_training(nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(InputError, match=r"use FP8TrainingLinear\.from_linear"):
         convert_to_fp8_training(nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
+def test_torch_func_differentiates_it_as_often_as_asked_for(recipe):
+    torch.manual_seed(0)
+    linear = FP8TrainingLinear(64, 32, recipe=recipe)
+    x, parameters = torch.randn(8, 64), dict(linear.named_parameters())
+
+    def loss(given):
+        return torch.func.functional_call(linear, given, (x,)).square().mean()
+
+    found, value = torch.func.grad_and_value(loss)(parameters)
+    plain = linear(x).square().mean()
+    torch.testing.assert_close(value, plain, rtol=1e-5, atol=0)
+    for name, want in zip(parameters, torch.autograd.grad(plain, linear.parameters()), strict=True):
+        assert (found[name] - want).norm() <= 0.1 * want.norm()  # gradients are not quantised there
+    second = torch.func.grad(lambda given: sum(g.square().sum() for g in torch.func.grad(loss)(given).values()))(
+        parameters
+    )
+    assert all(each.isfinite().all() and each.any() for each in second.values())

@@ -129,7 +129,7 @@ def dispatch_traced(op: "Op[..., Any]", arguments: tuple[Any, ...]) -> Any:
 def _trace(op: "Op[..., Any]", call: Call) -> Any:
     if op.check is not None:
         op.check(call)
-    if _transformed():
+    if under_transform():
         return op.run_reference(call)
     if not torch.compiler.is_exporting():
         first = first_of(op, call)
@@ -146,12 +146,6 @@ def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-@_constant
-def _transformed() -> bool:
-    """Whether a transform is traced: a graph would hold the question otherwise."""
-    return under_transform()
 
 
 @_constant

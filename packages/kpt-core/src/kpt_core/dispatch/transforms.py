@@ -21,8 +21,13 @@ _NOT_PLAIN = "a transform of torch.func is at work, and no kernel is known to be
 
 
 def under_transform() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work."""
+    """Return whether torch.func or forward-mode differentiation is at work."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+# Dynamo calls it instead of tracing it: a graph would hold the question otherwise. By an attribute, because importing
+# `torch.compiler.assume_constant_result`, which sets it, imports Dynamo.
+under_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_mapped() -> bool:

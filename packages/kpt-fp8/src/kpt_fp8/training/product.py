@@ -1,12 +1,13 @@
 """The three products of a linear layer on 8-bit operands, as one autograd function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kpt_fp8.dequantize import dequantize
 from kpt_fp8.quantize import quantize
 from kpt_fp8.scaled_mm import scaled_mm
 
@@ -124,6 +125,26 @@ class Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def plain_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, observed: Tensor, scales: Tensor | None, how: How
+) -> Tensor:
+    """Multiply what was quantised in plain PyTorch, as often differentiable as asked for: what runs under torch.func.
+
+    The result is `Product`'s but for rounding. Gradients pass quantisation as they are (straight through) and are not
+    quantised themselves; nothing is observed.
+    """
+    unseen = replace(how, observes=False)
+
+    def rounded(tensor: Tensor, granularity: str, role: int) -> Tensor:
+        codes, scale = _quantised(tensor.detach(), how.recipe.dtype, granularity, role, observed, scales, unseen)
+        near = dequantize(codes, scale, granularity=granularity, dtype=tensor.dtype)
+        return tensor + (near - tensor).detach()
+
+    of_rows, of_weight = _SHARED[how.recipe.granularity]
+    product = rounded(x, of_rows, INPUT) @ rounded(weight, of_weight, WEIGHT).to(x.dtype).t()
+    return product if bias is None else product + bias.to(x.dtype)
 
 
 def _quantised(

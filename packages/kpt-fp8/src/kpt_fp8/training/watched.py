@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from kpt_core import InputError
 from kpt_core.autocast import without_autocast
+from kpt_core.dispatch import under_transform
 
-from .product import How, Product
+from .product import How, Product, plain_product
 from .quantising import OBSERVED, ROLES
 from .recipe import FP8Recipe
 
@@ -62,7 +63,7 @@ class Watched(nn.Module):
         self.recipe = recipe
 
     def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`input @ weight.t() + bias` by the recipe, differentiable once.
+        """`input @ weight.t() + bias` by the recipe, differentiable once, under torch.func as often as asked for.
 
         Args:
             input: `[..., K]` floating. Under autocast it is converted to autocast's dtype.
@@ -79,7 +80,8 @@ class Watched(nn.Module):
             input = input if input.dtype is torch.float64 else input.to(torch.get_autocast_dtype(where))
         delayed = self.recipe.delayed
         with without_autocast(where):
-            rows: Tensor = Product.apply(  # type: ignore[no-untyped-call]
+            multiply = plain_product if under_transform() else Product.apply
+            rows: Tensor = multiply(
                 input.reshape(-1, weight.shape[1]),
                 weight,
                 bias,
