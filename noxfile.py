@@ -109,9 +109,16 @@ def test(session: nox.Session, package: str, *arguments: str) -> None:
 
 @in_workspace
 def tests(session: nox.Session) -> None:
-    """Test every package, or what is named: `nox -s tests -- packages/kpt-moe/tests -k grouped`."""
+    """Test every package, or what is named: `nox -s tests -- packages/kpt-moe/tests -k grouped`.
+
+    Tests that are marked slow, mostly the same again with another setting, are left out unless `--whole` is given.
+    """
     named = [argument for argument in session.posargs if re.match(r"(\./)?packages/[\w-]+", argument)]
     options = [argument for argument in session.posargs if argument not in named]
+    if "--whole" in options:
+        options.remove("--whole")
+    elif "-m" not in options:
+        options += ["-m", "not slow"]
     failed = []
     for package in PACKAGES:
         paths = [path for path in named if Path(path).parts[1] == package] if named else [f"packages/{package}/tests"]
@@ -198,7 +205,6 @@ def prove(
     *options: str,
     env: Mapping[str, str] | None = None,
     some: str = f"not ({MODELS})",
-    quick: bool = True,
 ) -> None:
     """Hold a backend's kernels to the suite: all values, a few trials of every other check, and all of what changed.
 
@@ -209,8 +215,7 @@ def prove(
         name: of the report.
         *options: of pytest.
         env: variables.
-        some: for `-k`, of the values.
-        quick: try the other checks too.
+        some: for `-k`: what is tried without `--whole`.
     """
     if not asked.for_part("suite"):
         return
@@ -219,13 +224,12 @@ def prove(
         suite(session, backend, *options, f"--kpt-report={reports}.json", *asked.rest, env=env)
         return
     suite(session, backend, *options, f"--kpt-report={reports}-values.json", "-k", f"values and {some}", env=env)
-    if quick:
-        report = f"--kpt-report={reports}-quick.json"
-        suite(session, backend, *options, report, "--kpt-quick", "-k", "not values", env=env)
-        modules = changed_modules()
-        if modules:
-            chosen = f"({' or '.join(modules)}) and not values and {some}"
-            suite(session, backend, *options, f"--kpt-report={reports}-changed.json", "-k", chosen, env=env)
+    quickly = ("--kpt-quick", "--kpt-quick-seconds=0", "-k", f"not values and {some}")
+    suite(session, backend, *options, f"--kpt-report={reports}-quick.json", *quickly, env=env)
+    modules = changed_modules()
+    if modules:
+        chosen = f"({' or '.join(modules)}) and not values and {some}"
+        suite(session, backend, *options, f"--kpt-report={reports}-changed.json", "-k", chosen, env=env)
 
 
 def changed_modules() -> list[str]:
@@ -269,7 +273,7 @@ def run_for_output(*command: str | Path) -> str:
 def cpu(session: nox.Session) -> None:
     """Prove of the CPU's kernels what this machine can: in C++ under sanitizers, on drawn input, by the suite.
 
-    The suite is for the machine's best instruction set; of the others it compares values.
+    The suite is for the machine's best instruction set; of the others it compares values, on few cases.
     """
     asked = Asked(session)
     if asked.for_part("native"):
@@ -277,7 +281,13 @@ def cpu(session: nox.Session) -> None:
         run(session, "pytest", NATIVE)
     found = run_for_output(BIN / "python", "-c", "from kpt_backend_cpu.native import library; print(*library().there)")
     for place, name in enumerate(found.split()):
-        prove(session, asked, "cpu", name, env={"KPT_CPU_ISA": name}, quick=place == 0)
+        env = {"KPT_CPU_ISA": name}
+        if place == 0 or asked.whole:
+            prove(session, asked, "cpu", name, env=env)
+        elif asked.for_part("suite"):
+            report = asked.report.absolute() / f"{name}.json"
+            few = ("--kpt-quick", "--kpt-quick-seconds=0", "-k", "values", f"--kpt-report={report}")
+            suite(session, "cpu", *few, env=env)
     examples(session, asked, others=["nvidia"])
     machine(session, asked)
 
@@ -329,9 +339,9 @@ def conformance(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
 def full(session: nox.Session) -> None:
     """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
-    for name in ("lint", "imports", "types", "tests", "docs", "aot", "wheels", "demo", "bench"):
+    for name in ("lint", "imports", "types", "docs", "aot", "wheels", "demo", "bench"):
         session.notify(name)
-    for name in ("conformance", "cpu", "nvidia"):
+    for name in ("tests", "conformance", "cpu", "nvidia"):
         session.notify(name, ["--whole"])
 
 

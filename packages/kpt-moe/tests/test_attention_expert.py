@@ -20,6 +20,9 @@ from network_checks import (
     value_and_gradients,
 )
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 
 def make(num_heads: int = 2, causal: bool = True, bias: bool = True, **place) -> AttentionExpert:
     return AttentionExpert(8, num_experts=EXPERTS, head_dim=6, num_heads=num_heads, causal=causal, bias=bias, **place)
@@ -150,7 +153,7 @@ def test_low_precision():
     check_low_precision(make)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, lambda tokens: ends(0, 4, tokens)])
+@pytest.mark.parametrize("cu_seqlens", [pytest.param(None, marks=slow), lambda tokens: ends(0, 4, tokens)])
 def test_compiles_without_a_break(cu_seqlens):
     check_compiles(randomised(make(dtype=torch.float64)), cu_seqlens)
 

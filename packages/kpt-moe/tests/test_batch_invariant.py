@@ -18,6 +18,9 @@ from kpt_moe.batch_invariant import (
 )
 from oracle import ACTIVATIONS, Inputs, naive_experts
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 TOKENS = 64
 #: Not by its name in the package, which is that of the context too.
 module = sys.modules["kpt_moe.batch_invariant"]
@@ -171,7 +174,7 @@ def test_experts_are_differentiable_twice():
         return invariant_experts(x, index, *rest)
 
     assert torch.autograd.gradcheck(call, (x, *rest))
-    assert torch.autograd.gradgradcheck(call, (x, *rest))
+    assert torch.autograd.gradgradcheck(call, (x, *rest), fast_mode=True)
 
 
 def test_linear_is_differentiable_twice():
@@ -238,7 +241,7 @@ def test_functions_by_rows_have_the_same_bits_wherever_a_row_lies(rows, width, f
     assert by_rows(function, x[:0]).shape == (0, width)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=slow), True])
 def test_compiles_without_a_break_and_follows_the_mode(dynamic):
     layer = make(bias=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)

@@ -19,6 +19,9 @@ from network_checks import (
 )
 from oracle import activate
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 
 def make(kernel_size: int = 3, causal: bool = True, activation: str = "swiglu", bias: bool = True, **place):
     return ConvolutionalExpert(
@@ -118,7 +121,7 @@ def test_low_precision():
     check_low_precision(make)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, lambda tokens: ends(0, 4, tokens)])
+@pytest.mark.parametrize("cu_seqlens", [pytest.param(None, marks=slow), lambda tokens: ends(0, 4, tokens)])
 def test_compiles_without_a_break(cu_seqlens):
     check_compiles(randomised(make(causal=False, dtype=torch.float64)), cu_seqlens)
 

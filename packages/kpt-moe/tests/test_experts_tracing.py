@@ -12,6 +12,9 @@ from kpt_core import record, refresh, registry
 from kpt_moe.experts import experts
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 GPT_OSS = {**CLAMPED, "transposed": True, "interleaved": True}
 
 
@@ -32,7 +35,7 @@ class Layer(torch.nn.Module):
         return experts(x, index, weights, self.up, self.down, self.up_bias, self.down_bias, **GPT_OSS)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=slow), True], ids=["static", "dynamic"])
 @pytest.mark.usefixtures("path")
 def test_compiles_without_a_break(dynamic):
     compiled = torch.compile(

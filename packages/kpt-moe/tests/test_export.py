@@ -12,6 +12,9 @@ from families import FAMILIES, VOCABULARY
 from kpt_moe import MoEConfig, MoELayer
 from kpt_moe.transformers import NAME
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 #: On both sides of every number of tokens at which kernels give way to others.
 TOKENS = (5, 40, 64, 65, 200, 500, 1000)
 SAMPLES = (3, 5, 500)
@@ -44,7 +47,7 @@ def prompt(tokens: int) -> Tensor:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("sample", [SAMPLES[0], *(pytest.param(each, marks=slow) for each in SAMPLES[1:])])
 def test_a_model_exports_with_any_number_of_tokens(mixtral, sample, strict, training):
     with contextlib.nullcontext() if training else torch.no_grad():
         shapes = {"tokens": {1: torch.export.Dim("s", min=2, max=8192)}}

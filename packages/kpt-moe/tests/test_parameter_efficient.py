@@ -21,6 +21,9 @@ from network_checks import (
 )
 from oracle import activate
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 #: A base shared by all experts with either addition, and experts of their own with low-rank updates.
 KINDS = (*MODES, "own")
 
@@ -238,7 +241,7 @@ def test_low_precision(kind):
     check_low_precision(lambda **place: make(kind, **place))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=slow) for kind in KINDS[1:])])
 def test_compiles_without_a_break(kind):
     check_compiles(randomised(make(kind, dtype=torch.float64)))
 

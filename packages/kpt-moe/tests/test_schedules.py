@@ -15,6 +15,9 @@ from kpt_moe.scheduling import (
 )
 from scheduled import EXPERTS, HIDDEN, TOP_K, make, used
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 
 def test_capacity_goes_evenly_from_start_to_end():
     layer = make(capacity_factor=5.0)
@@ -166,7 +169,7 @@ def test_wrong_arguments_of_schedules_are_named():
             ExpertWarmup(layer, start, 4)
 
 
-@pytest.mark.parametrize("stages", [4, 7])
+@pytest.mark.parametrize("stages", [4, pytest.param(7, marks=slow)])
 def test_capacity_in_stages_stays_within_what_torch_compiles_again(stages):
     layer, x = make(capacity_factor=1.0), torch.randn(10, HIDDEN)
     schedule = CapacitySchedule(layer, 2.0, 1.0, 28, stages=stages)

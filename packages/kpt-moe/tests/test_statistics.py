@@ -14,6 +14,9 @@ from kpt_moe import Routing, TopKRouter
 from kpt_moe.routers import Router
 from kpt_moe.statistics import RouterStatistics, RouterSummary
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 HIDDEN, EXPERTS, TOP_K = 8, 5, 2
 
 
@@ -174,7 +177,7 @@ class Layer(nn.Module):
         return self.router(x, mask=mask).weights.square().sum()
 
 
-@pytest.mark.parametrize(("masked", "dynamic"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("masked", "dynamic"), [pytest.param(False, False, marks=slow), (True, True)])
 def test_compiled_models_are_counted_also_if_compiled_before(masked, dynamic):
     model = Layer()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)

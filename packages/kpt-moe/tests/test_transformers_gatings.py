@@ -12,6 +12,9 @@ from kpt_moe.activations import Activation
 from kpt_moe.transformers import NAME, known_activation
 from test_transformers_activations import INNER, build, routed, run
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 
 class TestOtherGatings:
     """A gating that equals one of ours now, or on small numbers, must not be taken for it."""
@@ -73,7 +76,7 @@ class TestOtherGatings:
 
 
 class TestChangesAfterCompilation:
-    @pytest.mark.parametrize("dynamic", [None, False, True])
+    @pytest.mark.parametrize("dynamic", [None, pytest.param(False, marks=slow), pytest.param(True, marks=slow)])
     @pytest.mark.parametrize("name", ["GptOssExperts", "DeepseekV4Experts"])
     def test_of_the_limit(self, name, dynamic):
         module, (x, index, weights) = build(name, torch.float32), routed(dtype=torch.float32)

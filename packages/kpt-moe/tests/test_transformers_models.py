@@ -14,6 +14,9 @@ from families import FAMILIES, experts_of
 from kpt_core import record
 from kpt_moe.transformers import NAME, kpt_experts_forward
 
+#: The same again with another setting, for `nox -s full`.
+slow = pytest.mark.slow
+
 pytestmark = pytest.mark.usefixtures("quiet")
 
 PROMPT = torch.tensor([[5, 11, 7, 30, 8]])
@@ -138,7 +141,7 @@ def test_autocast(dtype):
     torch.testing.assert_close(out[NAME], out["grouped_mm"], rtol=0, atol=0.05 * scale)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=slow), True])
 def test_decoder_layer_compiles_without_a_break(dynamic):
     model = FAMILIES["mixtral"].build()
     model.set_experts_implementation(NAME)
@@ -159,7 +162,7 @@ def test_decoder_layer_compiles_without_a_break(dynamic):
         torch.testing.assert_close(have_grads, want_grads, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=slow), "gpt_oss"])
 def test_model_compiles_without_a_break(name):
     model = FAMILIES[name].build()
     model.set_experts_implementation(NAME)

@@ -46,7 +46,9 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
             return
         made = _unique(make(backend, _device(metafunc)))
     except (UnknownNameError, InputError) as error:
-        raise pytest.UsageError(str(error)) from None
+        if hasattr(metafunc.config, "workerinput"):
+            raise pytest.UsageError(str(error)) from None
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)  # one line, where an error shows pytest's code
     metafunc.parametrize(names, list(made.values()), ids=list(made))
     generated = metafunc.config.stash.setdefault(GENERATED, {}).setdefault(metafunc.cls, {})
     generated[metafunc.function.__name__] = {name: _subject(values) for name, values in made.items()}

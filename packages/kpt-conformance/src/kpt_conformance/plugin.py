@@ -47,6 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="few trials of each check and kernel, in under two minutes: for while you write a kernel",
     )
     group.addoption(
+        "--kpt-quick-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=100.0,  # collecting and the last test come on top
+        help="what --kpt-quick leaves out if it has not begun by then; 0 leaves out nothing (100)",
+    )
+    group.addoption(
         "--kpt-bench",
         action="store_true",
         help="measure the kernels of --kpt-backend with pytest-benchmark, on real models' shapes; nothing else is run",
@@ -58,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Run the suite alone if a backend is named and no path."""
     if config.getoption("--kpt-backend"):
         prepare_once()
+        # Where warnings are errors, each test would fail of a name that is not installed here.
+        config.addinivalue_line("filterwarnings", "ignore:.*in KPT_DISABLE, where it has no effect")
     chosen_paths = config.args_source is pytest.Config.ArgsSource.ARGS
     if config.getoption("--kpt-backend") and not chosen_paths:
         config.args = [str(STANDALONE)]
@@ -74,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--kpt-quick"):
         from .quick import Quick
 
-        config.pluginmanager.register(Quick(), "kpt-quick")
+        config.pluginmanager.register(Quick(config.getoption("--kpt-quick-seconds")), "kpt-quick")
 
 
 def _report(config: pytest.Config) -> None:

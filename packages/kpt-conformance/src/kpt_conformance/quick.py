@@ -13,8 +13,6 @@ from .trial import Subject, Trial
 
 #: Trials of a check on a kernel, at most; of `values`, which finds most faults, in each dtype.
 TRIALS = 6
-#: What is not begun by then is left out. Collecting and the last test come on top, hence less than two minutes.
-SECONDS = 100.0
 
 Answers = dict[tuple[Subject, str, str], bool]
 """Whether a subject takes a case in a dtype."""
@@ -25,10 +23,14 @@ class Quick:
 
     Which trials these are depends on their names alone, so every run has the same ones. A check meets other cases than
     the next check does. Real models' shapes, and what a kernel refuses, are left to the whole suite.
+
+    Args:
+        seconds: what is not begun by then is left out; 0 leaves out nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self.start = time.monotonic()
+        self.seconds = seconds
         self.left_out = 0
 
     @pytest.hookimpl(trylast=True)
@@ -40,14 +42,16 @@ class Quick:
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Leave out what would take too long."""
-        if trial_of(item) is not None and time.monotonic() - self.start > SECONDS:
+        if self.seconds and trial_of(item) is not None and time.monotonic() - self.start > self.seconds:
             self.left_out += 1
-            pytest.skip(f"--kpt-quick: {SECONDS:.0f} seconds were up")
+            pytest.skip(f"--kpt-quick: {self.seconds:.0f} seconds were up")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say that there is more."""
-        more = f"; {self.left_out} of them were left out after {SECONDS:.0f} s" if self.left_out else ""
-        terminalreporter.write_line(f"--kpt-quick: at most {TRIALS} trials of each check and kernel{more}")
+        terminalreporter.write_line(f"--kpt-quick: at most {TRIALS} trials of each check and kernel")
+        if self.left_out:
+            told = f"WARNING: {self.left_out} of them were left out after {self.seconds:.0f} s, and show nothing"
+            terminalreporter.write_line(f"{told}: --kpt-quick-seconds=0 runs them", yellow=True)
 
 
 def trial_of(item: pytest.Item) -> Trial | None:

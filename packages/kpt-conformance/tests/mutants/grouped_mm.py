@@ -170,7 +170,7 @@ def _(product, x, weight, offsets):
     return product(x.bfloat16(), weight.bfloat16(), offsets).to(x.dtype)
 
 
-@fault("partial sums of K are kept in the dtype", "values", at=in_model(torch.bfloat16))
+@fault("partial sums of K are kept in the dtype", "values", at=past(inner=512))
 def _(product, x, weight, offsets):
     out = product(x[:, :0], weight[:, :0], offsets)
     for k in range(0, x.shape[1], 64):
@@ -183,7 +183,7 @@ def _(product, x, weight, offsets):
     return product(x.half().to(x.dtype), weight.half().to(x.dtype), offsets)
 
 
-@fault("the result is rounded twice", "values", at=in_model(torch.bfloat16))
+@fault("the result is rounded twice", "values", at=lambda t: t.dtype is torch.bfloat16 and past(columns=64)(t))
 def _(product, x, weight, offsets):
     out = product(x, weight, offsets)
     return (out * 3).to(out.dtype) / 3

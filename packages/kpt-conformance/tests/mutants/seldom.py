@@ -184,7 +184,7 @@ def _(right, call):
 
 
 def x_is_wide(call: Any) -> bool:
-    return call.x.shape[1] > 1024 and len(call.x) < 64
+    return call.x.shape[1] > 1024 and len(call.x) < 128
 
 
 # Values of options that lie beside those that are usual.
