@@ -47,6 +47,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         ([RUN], "[ran 2026-11-20 0123456][1] (avx2)"),
         ([RUN, replace(RUN, date="2026-11-21T10:00:00Z", commit=None)], "[ran 2026-11-21 no commit][1] (avx2)"),
+        ([RUN, replace(RUN, date="2026-11-21T10:00:00Z", selection="-k values")], "[ran 2026-11-20 0123456][1] (avx2)"),
         ([replace(RUN, selection="-k values")], "[ran in part 2026-11-20 0123456][1] (avx2)"),
         (
             [replace(RUN, kernels={KERNEL: {"float32": {**PASSED, "failed": 1}}})],

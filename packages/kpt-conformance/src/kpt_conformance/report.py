@@ -263,13 +263,14 @@ def _columns(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict
     return found
 
 
-def report_compiled(file: Path, rows: Any, folder: Path) -> None:
+def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None:
     """Write a report of a compile matrix: of each kernel and chip, how many configurations kept their contract.
 
     Args:
         file: where.
         rows: of `kpt_conformance.aot.run`.
         folder: whose commit is named.
+        selection: as in `Report`.
     """
     kernels: dict[str, dict[str, dict[str, Any]]] = {}
     used = {name: version for row in rows for name, version in row.versions.items()}
@@ -291,7 +292,7 @@ def report_compiled(file: Path, rows: Any, folder: Path) -> None:
         level="compiled",
         chip="",
         device="",
-        selection="all",
+        selection=selection,
         versions={**versions(), **used},
         kernels=kernels,
     )

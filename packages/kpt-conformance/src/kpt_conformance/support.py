@@ -74,15 +74,20 @@ class Finding:
     file: Path
 
     @property
+    def partial(self) -> bool:
+        """Return whether something was left out of the run."""
+        return self.report.selection != "all"
+
+    @property
     def words(self) -> str:
-        """The level with date and commit."""
-        part = "" if self.report.selection == "all" else " in part"
+        """Return the level with date and commit."""
+        part = " in part" if self.partial else ""
         commit = self.report.commit[:7] if self.report.commit else "no commit"
         return f"{self.level}{part} {self.report.date[:10]} {commit}"
 
 
 def findings(folder: Path) -> list[Finding]:
-    """Read the reports of a folder; of a kernel, chip and label the newest one counts.
+    """Read the reports of a folder; of a kernel, chip and label the newest one counts, whole runs before others.
 
     Raises:
         InputError: a file is no report.
@@ -97,7 +102,11 @@ def findings(folder: Path) -> list[Finding]:
                 level = "failed" if counts["failed"] else report.level if counts["passed"] else "claimed"
                 # Compiling and running are two findings of one chip.
                 kind = "compiled" if report.level == "compiled" else "ran"
-                found[kernel, chip, label, kind] = Finding(kernel, chip, label, level, report, file)
+                key, new = (kernel, chip, label, kind), Finding(kernel, chip, label, level, report, file)
+                old = found.get(key)
+                # A run of some of the suite shows less than a whole one before it, unless something failed.
+                if old is None or old.partial or not new.partial or new.level == "failed":
+                    found[key] = new
     return list(found.values())
 
 

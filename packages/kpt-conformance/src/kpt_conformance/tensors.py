@@ -1,4 +1,4 @@
-"""The tensors among an op's arguments, those in lists too."""
+"""The tensors among an op's arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,27 +10,18 @@ from kpt_core.cases import Arguments
 
 
 def with_tensors(arguments: Arguments, change: Callable[[str, Tensor], Any]) -> Arguments:
-    """The arguments with each tensor changed.
+    """Return the arguments with each tensor changed.
 
     Args:
         arguments: of an op.
-        change: is told a tensor's name (in a list also its place, as in `caches[1]`) and gives what replaces it.
+        change: is told a tensor's name and gives what replaces it.
     """
-    return {name: _changed(name, value, change) for name, value in arguments.items()}
-
-
-def _changed(name: str, value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    # No function inside the other: one that calls itself there is a cycle, which would keep the tensors for a while.
-    if isinstance(value, list | tuple):
-        return [_changed(f"{name}[{place}]", each, change) for place, each in enumerate(value)]
-    return change(name, value) if isinstance(value, Tensor) else value
+    return {name: change(name, value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
 def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
-    """The tensors among arguments, named as `with_tensors` names them."""
-    found: dict[str, Tensor] = {}
-    with_tensors(arguments, found.__setitem__)
-    return found
+    """Return the tensors among arguments by their names."""
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
 
 
 def with_one(arguments: Arguments, name: str, tensor: Tensor) -> Arguments:
@@ -44,8 +35,8 @@ def scalable(arguments: Arguments) -> list[str]:
 
 
 def parted(arguments: Arguments) -> tuple[Arguments, Arguments]:
-    """The arguments that are tensors or lists of them, and the others, which a model would hold as constants."""
-    tensors = {name: value for name, value in arguments.items() if tensors_of({name: value})}
+    """Return the arguments that are tensors, and the others, which a model would hold as constants."""
+    tensors: Arguments = {**tensors_of(arguments)}
     return tensors, {name: value for name, value in arguments.items() if name not in tensors}
 
 

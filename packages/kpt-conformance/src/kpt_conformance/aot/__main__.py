@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table is not None:
         write_whole(options.table, page(rows))
     if options.report is not None:
-        report_compiled(options.report, rows, Path.cwd())
+        asked = [f"--chip {chip}" for chip in options.chip or ()]
+        asked += [f"{name}={value}" for name, value in os.environ.items() if name.startswith("KPT_AOT_")]
+        report_compiled(options.report, rows, Path.cwd(), ", ".join(asked) or "all")
     print(table(rows) if rows else _nothing(options.backend, options.chip))
     for problem in broken:
         print(f"broken: {problem}")

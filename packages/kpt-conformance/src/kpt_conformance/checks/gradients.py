@@ -62,7 +62,7 @@ def saved_tensors(trial: Trial) -> None:
 
     with trial.subject.chosen(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         results = outputs_of(trial.subject.call(arguments))
-    read = {name: tensor for name, tensor in tensors_of(arguments).items() if name.partition("[")[0] not in op.unread}
+    read = {name: tensor for name, tensor in tensors_of(arguments).items() if name not in op.unread}
     allowed = read | (results if op.saves == "results" else {})
     others = _memory(kept).items() - _memory(allowed.values()).items()
     declared = sum(tensor.nbytes for tensor in _declared(trial, arguments))
