@@ -133,7 +133,7 @@ def _allowed(values: Mapping[str, Any]) -> bool:
     single = chosen == 1 and values["renormalize"] and values["spread"] != "low"
     constant = single and values["score"] != "softmax_after"
     # Nor is there where one of the few weights is nearly all, which a bias alone may choose beside one near zero.
-    alone = values.get("tokens", 2) == 1 and (values["spread"], values["bias"]) == ("far", "large")
+    alone = values.get("tokens", 8) < 8 and (values["spread"], values["bias"]) == ("far", "large")
     work = values.get("tokens", 1) * experts * chosen
     return experts <= _MOST_EXPERTS and work <= _MOST_WORK and not constant and not alone
 
