@@ -95,7 +95,8 @@ def _build_experts(
     bias = normal(generator, num_experts, width).round() / 4 if "gate_up" in biases else None
     if activation in _KINKED or parameters.get("limit") is not None:
         x, up = _away_from_kinks(x, up, inputs=hidden, quantised=up_scheme is not None)
-        if (parameters.get("limit") or 0) > 1:  # odd halves, which cross it and never meet it
+        # Odd halves, which cross it and never meet it; few large numbers times 8-bit ones would be rounding alone.
+        if (parameters.get("limit") or 0) > 1 and down_scheme is None:
             up, bias = 4 * up, None if bias is None else 4 * bias
     down = matrices(inner, hidden)
     if up_scheme is not None:
