@@ -234,7 +234,7 @@ def prove(
 
 def changed_modules() -> list[str]:
     """Return the modules that the last commits changed: a kernel's tests are named for the module that it lies in."""
-    git = ("git", "diff", "--name-only", f"HEAD~{LAST_COMMITS}", "--", "packages/*/src")
+    git = ("git", "diff", "--name-only", f"HEAD~{LAST_COMMITS}", "--", "packages/*/src/*")
     told = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
     paths = (Path(line).with_suffix("").parts[3:] for line in told.splitlines() if line.endswith(".py"))
     # A package's own name would choose all of its kernels.

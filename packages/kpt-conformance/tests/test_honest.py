@@ -1,5 +1,6 @@
 """The suite finds nothing in kernels that are right, whoever wrote them."""
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,25 +74,36 @@ HONEST = {
 }
 
 
+#: Trials of a check on a kernel where a few must do.
+FEW = 16
+
+
 @pytest.fixture
 def loopback() -> Iterator[Loopback]:
     with Loopback("planted", capabilities={"bf16"}) as backend:
         yield backend
 
 
+@pytest.mark.parametrize("extent", ["few", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", [*CHECK, "declaration"])
 @pytest.mark.parametrize("name", HONEST)
-def test_nothing_is_found_in_a_right_kernel(loopback: Loopback, name: str, check: str) -> None:
+def test_nothing_is_found_in_a_right_kernel(loopback: Loopback, name: str, check: str, extent: str) -> None:
     right = HONEST[name]
     kernel = loopback.offer(right.op, *right.make(), **right.offer)
     subject = Subject(kpt_core.get_op(kernel.op), kernel.forward, loopback.name, torch.device("cpu"), kernel)
     if check == "declaration":
         declarations.declaration(subject, TABLES[right.op])
         return
+    # The kernels are slow.
+    tried = [
+        trial
+        for trial in trials(subject, TABLES[right.op], extent_of(CHECK[check]))
+        if not trial.case.model and (check == "values" or not trial.case.drawn)
+    ]
+    if extent == "few":
+        tried = sorted(tried, key=lambda trial: zlib.crc32(f"{trial.case.name} {trial.dtype}".encode()))[:FEW]
     found = []
-    for trial in trials(subject, TABLES[right.op], extent_of(CHECK[check])):
-        if trial.case.model or (trial.case.drawn and check != "values"):
-            continue  # the kernels are slow
+    for trial in tried:
         try:
             CHECK[check](trial)
         except pytest.skip.Exception:
