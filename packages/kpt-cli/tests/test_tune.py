@@ -124,14 +124,3 @@ def test_a_table_that_could_not_be_used_is_kept_and_told(kpt_plugged, plugins, t
     assert f"it is kept as {table}.corrupt" in " ".join(done.stdout.split())
     assert f"kpt: warning: tuning table {table}: ignored, because it is not whole JSON" in " ".join(done.stderr.split())
     assert (tables / f"{table.name}.corrupt").read_text() == "{"
-
-
-def test_doctor_tells_what_is_modelled_from_what_was_measured(kpt_plugged, plugins, tables):
-    kpt_plugged("tune", "tuned.product", "--seconds", "0.1", plugins=plugins)
-    (table,) = tables.glob("*.json")
-    document = json.loads(table.read_text())
-    document["entries"][0] |= {"kernel": f"{PRODUCT}:slow", "config": None, "method": "modelled"}
-    table.write_text(json.dumps(document))
-    looked = " ".join(kpt_plugged("doctor", plugins=plugins).stdout.split())
-    assert "For some sizes of tuned.product, tiles are modelled, not measured: `kpt tune` measures them." in looked
-    assert "what `kpt tune` measured comes first" not in looked

@@ -55,7 +55,6 @@ class NVIDIABackend(Backend):
     name = "nvidia"
     device_types = ("cuda",)
     chips = CHIPS
-    tuning = "kpt_backend_nvidia:tuning"
 
     def __init__(self, config: NVIDIAConfig | None = None) -> None:
         if config is not None and not isinstance(config, NVIDIAConfig):

@@ -43,7 +43,6 @@ class Serving:
         reference: whether the reference runs where no kernel takes a call.
         explicit: the choice in force (`KPT_USE`), None if it is automatic.
         tuned: for how many sizes `kpt tune` has measured what comes first.
-        modelled: for how many a shipped table has a model's choice of configuration, and nothing was measured.
         broken: of kernels that would run here and can't be loaded, what they raised; calls go on without them.
     """
 
@@ -55,7 +54,6 @@ class Serving:
     reference: bool = False
     explicit: str | None = None
     tuned: int = 0
-    modelled: int = 0
     broken: tuple[str, ...] = ()
 
     @property
@@ -98,7 +96,6 @@ def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
     broken = {candidate: fault for candidate in found.accepted if (fault := _fault(op, candidate.kernel)) is not None}
     refused = [Refused(backend=r.backend, kernel=r.kernel, reason=r.reason) for r in found.refusals]
     refused += [Refused(backend=c.backend, kernel=c.kernel.forward, reason=fault) for c, fault in broken.items()]
-    methods = [] if found.tuned is None else [entry.method for entry in found.tuned.entries.values()]
     return Serving(
         op=op.name,
         device=device,
@@ -116,8 +113,7 @@ def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
         refused=tuple(refused),
         reference=found.reference,
         explicit=found.explicit,
-        tuned=methods.count("measured"),
-        modelled=methods.count("modelled"),
+        tuned=0 if found.tuned is None else len(found.tuned.entries),
         broken=tuple(f"kernel {candidate.identity}: {fault}" for candidate, fault in broken.items()),
     )
 

@@ -48,8 +48,8 @@ report. A report is not outdated by later changes of the code, so read the date.
 | in part | some of the suite was left out of the run; the report says what | the rest |
 | failed | some check failed in that run | |
 
-The tables say nothing of speed. What shipped tuning tables say of it is *modelled* where no such device was at hand,
-and each entry tells ([tuning.md](tuning.md)). [evidence.md](evidence.md) tells how reports are made.
+The tables say nothing of speed: `kpt bench` and `kpt tune` measure it. [evidence.md](evidence.md) tells how
+reports are made.
 """
 
 

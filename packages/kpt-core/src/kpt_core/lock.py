@@ -17,7 +17,7 @@ from .errors import InputError, KptError, UnknownNameError
 from .files import write_whole
 from .registry import get_op, packages_of
 from .selection import Selection
-from .tuning.files import MODELLED, Key, is_config, is_key, load_json
+from .tuning.files import Key, is_config, is_key, load_json
 from .tuning.tables import device_name
 
 FORMAT = 1
@@ -214,9 +214,8 @@ def _differences(entry: LockEntry) -> Iterator[str]:
         what = "nothing would run now" if runs is None else f"{runs} would run now"
         yield f"{entry.calls}: {entry.kernel} was locked, {what} because {_why(found, entry, runs, package is None)}"
     elif (config := _config(found, entry)) != entry.config:
-        tuned = None if found.tuned is None else found.tuned.configuring(entry.key, entry.kernel)
-        now = f"{_told(config)}{' (modelled)' if tuned is not None and tuned.method == MODELLED else ''}"
-        yield f"{entry.calls}: tuning differs: {_told(entry.config)} was locked for {runs}, {now} is in force"
+        told, now = _told(entry.config), _told(config)
+        yield f"{entry.calls}: tuning differs: {told} was locked for {runs}, {now} is in force"
 
 
 def _devices(device_type: str) -> dict[str, torch.device]:

@@ -45,7 +45,6 @@ class Selection:
         children: selections of the ops that the winner calls in turn.
         tuned: the winner comes first for such calls because of a tuning table, and not by its priority.
         config: the winner's tuned configuration, None for its default.
-        modelled: the table's choice is a model's; nothing was measured on such a device.
         dtype: of the call's first tensor, as in `bfloat16`; it and the key describe the call, not the choice, and are
             left out of comparisons.
         key: the call's size key, see `kpt_core.op`.
@@ -59,7 +58,6 @@ class Selection:
     children: tuple["Selection", ...] = field(default=())
     tuned: bool = False
     config: Mapping[str, Any] | None = field(default=None, hash=False)
-    modelled: bool = False
     dtype: str = field(default="", compare=False)
     key: tuple[int | str, ...] = field(default=(), compare=False)
 
@@ -79,7 +77,6 @@ class Selection:
             "children": [child.as_dict() for child in self.children],
             "tuned": self.tuned,
             "config": None if self.config is None else dict(self.config),
-            "modelled": self.modelled,
             "dtype": self.dtype,
             "key": list(self.key),
         }
@@ -89,7 +86,7 @@ class Selection:
 
     def _lines(self, indent: str) -> list[str]:
         config = "".join(f", {name}={value!r}" for name, value in (self.config or {}).items())
-        tuned = f" (tuned{', modelled' if self.modelled else ''}{config})" if self.tuned else ""
+        tuned = f" (tuned{config})" if self.tuned else ""
         lines = [f"{indent}{self.op} on {self.device} -> {self.kernel}{tuned}"]
         lines += [f"{indent}  not {refusal}" for refusal in self.refusals]
         for child in self.children:

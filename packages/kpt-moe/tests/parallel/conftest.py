@@ -30,8 +30,8 @@ def launch(tmp_path: Path) -> Callable[..., list[Any]]:
         ranks: int,
         function: Callable[..., Any],
         *arguments: Any,
-        limit: float = 60,
-        collective_timeout: float = 30,
+        limit: float = 180,
+        collective_timeout: float = 60,
         may_die: bool = False,
     ) -> list[Any]:
         store = str(tmp_path / uuid.uuid4().hex)

@@ -27,7 +27,7 @@ def message_of_the_one_left(rank, when, how):
     if rank == 1:
         if how == "ends":
             os._exit(3)
-        time.sleep(6)
+        time.sleep(16)
         os._exit(0)
     start = time.monotonic()
     with pytest.raises(KptError) as caught:
@@ -38,10 +38,10 @@ def message_of_the_one_left(rank, when, how):
 @pytest.mark.parametrize(("when", "how"), [("forward", "ends"), ("backward", "ends"), ("forward", "sleeps")])
 def test_a_rank_that_is_gone_raises_on_the_others(launch, when, how):
     (message, seconds), gone = launch(
-        2, message_of_the_one_left, when, how, may_die=True, collective_timeout=30 if how == "ends" else 3, limit=40
+        2, message_of_the_one_left, when, how, may_die=True, collective_timeout=60 if how == "ends" else 8
     )
     assert gone == (3 if how == "ends" else 0)
-    assert seconds < 15
+    assert seconds < 40  # a busy machine is slow to notice, but need not wait for a timeout of 60 s
     for part in ("rank 0 of 2", "global ranks [0, 1]", "another rank ended", "timeout", "last checkpoint"):
         assert part in message
 

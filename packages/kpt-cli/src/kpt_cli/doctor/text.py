@@ -88,10 +88,6 @@ def _show_ops(report: Report) -> None:
     tuned = {found.op: None for op in report.ops for found in op.servings if found.tuned}
     if tuned:
         say(f"For some sizes of {', '.join(tuned)}, what `kpt tune` measured comes first.", style="dim")
-    modelled = {found.op: None for op in report.ops for found in op.servings if found.modelled}
-    if modelled:
-        where = ", ".join(modelled)
-        say(f"For some sizes of {where}, tiles are modelled, not measured: `kpt tune` measures them.", style="dim")
     _show_sentences("Not used, and why (`kpt kernels` shows all)", list(refusals))
 
 

@@ -67,7 +67,6 @@ def selection_of(
         children=tuple(children),
         tuned=tuned is not None,
         config=None if tuned is None else tuned.config,
-        modelled=tuned is not None and tuned.method == "modelled",
         dtype=str(first.dtype).removeprefix("torch."),
         key=size_key(op, call),
     )

@@ -16,8 +16,6 @@ from kpt_core.errors import InputError
 from kpt_core.files import write_whole
 
 FORMAT = 1
-#: How an entry was found.
-MEASURED, MODELLED = "measured", "modelled"
 Key = tuple[int | str, ...]
 
 
@@ -31,7 +29,7 @@ class TuningEntry:
         key: what the op's `size_key` gives, and `gradient` at its end for calls that need one.
         kernel: identity of the winner (backend/op/function), or `reference`.
         config: the winner's configuration, None for its own default.
-        seconds: median time of a call, or what a model predicts.
+        seconds: median time of a call.
         default: what runs without tuning.
         present: the kernels of the op that were there, best first; one that was not, and would run without tuning, may
             be faster than the winner.
@@ -42,7 +40,6 @@ class TuningEntry:
         version: of that package.
         torch: version of torch.
         date: of the measurement, in UTC.
-        method: `measured` on such a device, or `modelled`: chosen by a model of it, where nothing was run.
     """
 
     op: str
@@ -60,7 +57,6 @@ class TuningEntry:
     version: str | None
     torch: str
     date: str
-    method: str = MEASURED
 
     @property
     def calls(self) -> tuple[str, str, Key]:
@@ -96,14 +92,13 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "key": (is_key, "a list of ints and texts"),
     "present": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
     "config": (lambda value: value is None or is_config(value), "an object or null"),
-    "method": (lambda value: value in (MEASURED, MODELLED), f"{MEASURED!r} or {MODELLED!r}"),
 }
 
 
 def _entry(raw: Any) -> TuningEntry:
     """Make an entry of its JSON form; `ValueError` with a clause that says what is wrong."""
     if isinstance(raw, dict):
-        raw = {"method": MEASURED, **raw}  # files of before there were others
+        raw = {name: value for name, value in raw.items() if name != "method"}  # older files say "measured"
     if not isinstance(raw, dict) or raw.keys() != _FIELDS.keys():
         names = sorted(_FIELDS.keys() ^ raw.keys()) if isinstance(raw, dict) else []
         raise ValueError(f"an entry lacks or adds {', '.join(names)}" if names else f"an entry is {raw!r:.60}")

@@ -14,7 +14,7 @@ import torch
 from kpt_core import registry
 from kpt_core.errors import InputError, TuningWarning, warn_caller
 
-from .files import MEASURED, MODELLED, Key, TuningEntry, read_table
+from .files import Key, TuningEntry, read_table
 
 #: "0" switches tuned choices off; a folder holds the user's tuning tables instead of the one in the user's cache.
 KPT_TUNING = "KPT_TUNING"
@@ -76,18 +76,12 @@ def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Se
     found = {}
     for entry in entries:
         if entry.op == op and entry.dtype == wanted:
-            if entry.method == MODELLED and entry.kernel == kernels[0]:
+            newcomer = _newcomer(entry, kernels)
+            if newcomer is None:
                 found[entry.key] = entry
-            elif entry.method == MEASURED:
-                newcomer = _newcomer(entry, kernels)
-                if newcomer is None:
-                    found[entry.key] = entry
-                else:
-                    reason = f"{newcomer} comes first and was not there then"
-                    _ignore(f"what was measured for {op} in {wanted}", reason)
-    # Of sizes that were measured with or without a gradient, a model says nothing.
-    known = {_sizes(key) for key, entry in found.items() if entry.method == MEASURED}
-    found = {key: e for key, e in found.items() if e.method == MEASURED or _sizes(key) not in known}
+            else:
+                reason = f"{newcomer} comes first and was not there then"
+                _ignore(f"what was measured for {op} in {wanted}", reason)
     return Tuned(found) if found else None
 
 
@@ -162,17 +156,9 @@ def _cache() -> Path | None:
 
 
 def _read_tables(device: str, folder: Path) -> list[TuningEntry]:
-    """The usable entries for a device: the user's, and from backends what the user has not measured.
-
-    A modelled entry gives way to a measured one, whosever they are.
-    """
-    found: dict[tuple[str, str, Key], TuningEntry] = {}
-    for path in (*_shipped(device), folder / table_name(device)):
-        for entry in _usable(path, device):
-            before = found.get(entry.calls)
-            if before is None or entry.method == MEASURED or before.method == MODELLED:
-                found[entry.calls] = entry
-    return list(found.values())
+    """Return the usable entries for a device: the user's, and from backends what the user has not measured."""
+    paths = (*_shipped(device), folder / table_name(device))
+    return list({entry.calls: entry for path in paths for entry in _usable(path, device)}.values())
 
 
 def _shipped(device: str) -> Iterator[Path]:
@@ -222,9 +208,7 @@ def _outdated(entry: TuningEntry) -> str | None:
         measured, installed = (
             " ".join(filter(None, each)) or "this process" for each in ((entry.distribution, entry.version), package)
         )
-        return (
-            f"kernel {entry.kernel} of {entry.op} was {entry.method} as of {measured}, and comes from {installed} now"
-        )
+        return f"kernel {entry.kernel} of {entry.op} was measured as of {measured}, and comes from {installed} now"
     return None
 
 
