@@ -29,7 +29,7 @@ COMPILERS = "constraints/aot.txt"
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
-#: What so many commits changed is held to every check by each run of the suite.
+#: What so many commits changed is held to more trials by each run of the suite.
 LAST_COMMITS = 10
 DIST = Path("dist")
 REPORTS = Path("reports")
@@ -205,8 +205,10 @@ def prove(
     *options: str,
     env: Mapping[str, str] | None = None,
     some: str = f"not ({MODELS})",
+    values: bool = True,
+    trials: int = 6,
 ) -> None:
-    """Hold a backend's kernels to the suite: all values, a few trials of every other check, and all of what changed.
+    """Hold a backend's kernels to the suite: all values, a few trials of every other check, more of what changed.
 
     Args:
         session: that runs it.
@@ -216,6 +218,8 @@ def prove(
         *options: of pytest.
         env: variables.
         some: for `-k`: what is tried without `--whole`.
+        values: compare values of every case; else of a few, as by the other checks.
+        trials: of every other check and kernel. Where the last commits changed a kernel's module, 20 of each.
     """
     if not asked.for_part("suite"):
         return
@@ -223,30 +227,42 @@ def prove(
     if asked.whole or asked.rest:
         suite(session, backend, *options, f"--kpt-report={reports}.json", *asked.rest, env=env)
         return
-    suite(session, backend, *options, f"--kpt-report={reports}-values.json", "-k", f"values and {some}", env=env)
-    quickly = ("--kpt-quick", "--kpt-quick-seconds=0", "-k", f"not values and {some}")
-    suite(session, backend, *options, f"--kpt-report={reports}-quick.json", *quickly, env=env)
-    modules = changed_modules()
+    if values:
+        suite(session, backend, *options, f"--kpt-report={reports}-values.json", "-k", f"values and {some}", env=env)
+        some = f"not values and {some}"
+    quick = ("--kpt-quick", "--kpt-quick-seconds=0")
+    few = (f"--kpt-quick-trials={trials}", f"--kpt-report={reports}-quick.json")
+    suite(session, backend, *options, *quick, *few, "-k", some, env=env)
+    # A kernel's tests are named for the module that it lies in.
+    modules = [".".join(file.with_suffix("").parts[3:]) for file in changed_files() if file.name != "__init__.py"]
     if modules:
-        chosen = f"({' or '.join(modules)}) and not values and {some}"
-        suite(session, backend, *options, f"--kpt-report={reports}-changed.json", "-k", chosen, env=env)
+        more = ("--kpt-quick-trials=20", f"--kpt-report={reports}-changed.json")
+        suite(session, backend, *options, *quick, *more, "-k", f"({' or '.join(modules)}) and {some}", env=env)
 
 
-def changed_modules() -> list[str]:
-    """Return the modules that the last commits changed: a kernel's tests are named for the module that it lies in."""
-    git = ("git", "diff", "--name-only", f"HEAD~{LAST_COMMITS}", "--", "packages/*/src/*")
+def changed_files(*packages: str) -> list[Path]:
+    """Return the source files that the last commits changed, of some packages or of all."""
+    folders = [f"packages/{package}/src/*" for package in packages or ("*",)]
+    git = ("git", "diff", "--name-only", f"HEAD~{LAST_COMMITS}", "--", *folders)
     told = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
-    paths = (Path(line).with_suffix("").parts[3:] for line in told.splitlines() if line.endswith(".py"))
-    # A package's own name would choose all of its kernels.
-    return sorted({".".join(parts) for parts in paths if len(parts) > 1 and parts[-1] != "__init__"})
+    return [Path(line) for line in told.splitlines() if line.endswith(".py")]
 
 
-def rows(session: nox.Session, asked: Asked) -> None:
-    """Compile a target's kernels for every chip that it claims, and check what each must be."""
+def rows(session: nox.Session, asked: Asked, gate: str, *packages: str) -> None:
+    """Compile a target's kernels for the chips that it claims, and check what each must be.
+
+    Args:
+        session: that runs it.
+        asked: with `whole` every configuration.
+        gate: the chip for which the default configurations are compiled when nothing changed.
+        *packages: where the last commits changed one of them, the defaults are compiled for every chip.
+    """
     if asked.for_part("rows"):
-        report = ("--backend", session.name, "--report", asked.report / "compiled.json")
+        options: list[str | Path] = ["--backend", session.name, "--report", asked.report / "compiled.json"]
         env = {} if asked.whole else {"KPT_AOT_TILES": "usual"}
-        run(session, "python", "-m", "kpt_conformance.aot", *report, env=env)
+        if not asked.whole and not changed_files(*packages):
+            options += ["--chip", gate]
+        run(session, "python", "-m", "kpt_conformance.aot", *options, env=env)
 
 
 def examples(session: nox.Session, asked: Asked, others: Iterable[str] = ()) -> None:
@@ -297,13 +313,14 @@ def nvidia(session: nox.Session) -> None:
     """Prove of the NVIDIA kernels what this machine can: interpreted, compiled for every chip, and on a GPU.
 
     Interpreted means in float32 and bfloat16, without real models' sizes and drawn cases of options; tiles that are
-    neither a default nor the only one of their kind are compiled with `--whole` alone.
+    neither a default nor the only one of their kind are compiled with `--whole` alone. Chips other than sm90 are left
+    out unless the last commits changed a kernel.
     """
     asked = Asked(session)
     some = f"(float32 or bfloat16) and not ({MODELS})"
     interpreted = {"TRITON_INTERPRET": "1"}
-    prove(session, asked, "nvidia", "interpreted", "--kpt-device=cpu", env=interpreted, some=some)
-    rows(session, asked)
+    prove(session, asked, "nvidia", "interpreted", "--kpt-device=cpu", env=interpreted, some=some, trials=2)
+    rows(session, asked, "sm90", "kpt-triton", "kpt-backend-nvidia")
     examples(session, asked)
     machine(session, asked)
     if asked.for_part("gpu") and shutil.which("nvidia-smi") and "GPU 0" in run_for_output("nvidia-smi", "-L"):
@@ -332,8 +349,8 @@ def conformance(session: nox.Session) -> None:
     """Hold the references and the kernels in plain PyTorch, which run anywhere, to the conformance suite."""
     asked = Asked(session)
     run(session, "python", "-m", "kpt_conformance.coverage", "--json", asked.report / "coverage.json", silent=True)
-    for backend in ("reference", "torch"):
-        prove(session, asked, backend, backend)
+    prove(session, asked, "reference", "reference", values=False)
+    prove(session, asked, "torch", "torch")
 
 
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
@@ -367,9 +384,10 @@ PINNED_BUILD = {"PIP_CONSTRAINT": PINS, "PIP_BUILD_CONSTRAINT": PINS}
 def wheels(session: nox.Session) -> None:
     """Build every sdist and wheel, install the wheels in a clean environment and try them there."""
     shutil.rmtree(DIST, ignore_errors=True)
-    session.install("-c", PINS, "build", "pytest")
+    session.install("-c", PINS, "build", "hatchling", "pytest")
     for package in PACKAGES:
-        session.run("python", "-m", "build", "--outdir", DIST, f"packages/{package}", env=PINNED_BUILD)
+        # Nothing else is here yet, so an environment for each build would only take time.
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", DIST, f"packages/{package}")
     # Wheels are named by path, so that no sibling can come from an index. First what must suffice by itself.
     for package in ("kpt-core", "kpt-moe", "kpt-fp8"):
         (built,) = map(str, DIST.glob(f"{package.replace('-', '_')}-*.whl"))

@@ -54,6 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what --kpt-quick leaves out if it has not begun by then; 0 leaves out nothing (100)",
     )
     group.addoption(
+        "--kpt-quick-trials",
+        metavar="NUMBER",
+        type=int,
+        default=6,
+        help="how many trials of each check and kernel --kpt-quick has at most (6)",
+    )
+    group.addoption(
         "--kpt-bench",
         action="store_true",
         help="measure the kernels of --kpt-backend with pytest-benchmark, on real models' shapes; nothing else is run",
@@ -83,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--kpt-quick"):
         from .quick import Quick
 
-        config.pluginmanager.register(Quick(config.getoption("--kpt-quick-seconds")), "kpt-quick")
+        quick = Quick(config.getoption("--kpt-quick-seconds"), config.getoption("--kpt-quick-trials"))
+        config.pluginmanager.register(quick, "kpt-quick")
 
 
 def _report(config: pytest.Config) -> None:

@@ -11,9 +11,6 @@ import pytest
 from .extent import extent_of
 from .trial import Subject, Trial
 
-#: Trials of a check on a kernel, at most; of `values`, which finds most faults, in each dtype.
-TRIALS = 6
-
 Answers = dict[tuple[Subject, str, str], bool]
 """Whether a subject takes a case in a dtype."""
 
@@ -26,17 +23,19 @@ class Quick:
 
     Args:
         seconds: what is not begun by then is left out; 0 leaves out nothing.
+        trials: of a check on a kernel, at most; of `values`, which finds most faults, in each dtype.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, trials: int) -> None:
         self.start = time.monotonic()
         self.seconds = seconds
+        self.trials = trials
         self.left_out = 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep few trials, the first of each check before the second of any."""
-        kept, rest = shortened(items)
+        kept, rest = shortened(items, self.trials)
         config.hook.pytest_deselected(items=rest)
         items[:] = kept
 
@@ -48,7 +47,7 @@ class Quick:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say that there is more."""
-        terminalreporter.write_line(f"--kpt-quick: at most {TRIALS} trials of each check and kernel")
+        terminalreporter.write_line(f"--kpt-quick: at most {self.trials} trials of each check and kernel")
         if self.left_out:
             told = f"WARNING: {self.left_out} of them were left out after {self.seconds:.0f} s, and show nothing"
             terminalreporter.write_line(f"{told}: --kpt-quick-seconds=0 runs them", yellow=True)
@@ -62,8 +61,8 @@ def trial_of(item: pytest.Item) -> Trial | None:
     return trial if isinstance(trial, Trial) else None
 
 
-def shortened(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests that a quick run has, in its order, and those that it leaves out."""
+def shortened(items: list[pytest.Item], trials: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests that a quick run has, in its order, and those that it leaves out."""
     answers: Answers = {}
     counts: Counter[tuple[object, ...]] = Counter()
     rounds: dict[pytest.Item, int] = {}
@@ -75,8 +74,8 @@ def shortened(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.
             group = _group(item, trial)
             # What the suite has once for a kernel takes long: it comes after all else, as far as there is time.
             late = extent_of(_check(item)).first_case
-            if counts[group] < (1 if late else TRIALS) and _taken(trial, answers):
-                rounds[item] = TRIALS if late else counts[group]
+            if counts[group] < (1 if late else trials) and _taken(trial, answers):
+                rounds[item] = trials if late else counts[group]
                 counts[group] += 1
     kept = [item for item in items if item in rounds]
     # What is tried on the fake device stays last: the device stays in the process.
