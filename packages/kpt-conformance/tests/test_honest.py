@@ -106,7 +106,7 @@ def loopback() -> Iterator[Loopback]:
         yield backend
 
 
-@pytest.mark.parametrize(("name", "check", "extent"), judgements())
+@pytest.mark.parametrize(("name", "check", "extent"), list(judgements()))
 def test_nothing_is_found_in_a_right_kernel(loopback: Loopback, name: str, check: str, extent: str) -> None:
     right = HONEST[name]
     kernel = loopback.offer(right.op, *right.make(), **right.offer)
