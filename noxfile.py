@@ -243,7 +243,7 @@ def prove(
 def changed_files(*packages: str) -> list[Path]:
     """Return the source files that the last commits changed, of some packages or of all."""
     folders = [f"packages/{package}/src/*" for package in packages or ("*",)]
-    git = ("git", "diff", "--name-only", f"HEAD~{LAST_COMMITS}", "--", *folders)
+    git = ("git", "diff", "--name-only", "--diff-filter=d", f"HEAD~{LAST_COMMITS}", "--", *folders)
     told = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
     return [Path(line) for line in told.splitlines() if line.endswith(".py")]
 
@@ -320,7 +320,7 @@ def nvidia(session: nox.Session) -> None:
     some = f"(float32 or bfloat16) and not ({MODELS})"
     interpreted = {"TRITON_INTERPRET": "1"}
     prove(session, asked, "nvidia", "interpreted", "--kpt-device=cpu", env=interpreted, some=some, trials=2)
-    rows(session, asked, "sm90", "kpt-triton", "kpt-backend-nvidia")
+    rows(session, asked, "sm90", "kpt-triton")
     examples(session, asked)
     machine(session, asked)
     if asked.for_part("gpu") and shutil.which("nvidia-smi") and "GPU 0" in run_for_output("nvidia-smi", "-L"):

@@ -20,7 +20,6 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from kpt_core.optimization import gain_of, interleaved_times
 from kpt_moe import BiasBalancer, MoELayer, RouterStatistics, Routing, create_moe_layer
 from kpt_moe.expert_networks import EXPERTS, FeedForwardExpert, QuantisedFeedForwardExpert
 from kpt_moe.layers import LAYERS, SharedExperts
@@ -30,6 +29,7 @@ from kpt_moe.parallel import average_gradients, parallelize_experts
 from kpt_moe.routers import ROUTERS
 from kpt_moe.scheduling import CapacitySchedule, ExpertDropout, UtilisationMonitor, revive_dead_experts
 from kpt_moe.statistics import RouterSummary
+from kpt_optimize import gain_of, interleaved_times
 
 torch.set_num_threads(1)  # sizes as small as these gain nothing from more
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from kpt_backend_nvidia import (
 )
 from kpt_backend_nvidia.chips import compute_capability
 from kpt_backend_nvidia.memory import format_bytes
-from kpt_core.optimization import gain_of, interleaved_times
 from kpt_core.registry import case_tables
 from kpt_moe import MoEConfig, MoELayer
+from kpt_optimize import gain_of, interleaved_times
 
 
 def show_configuration() -> None:

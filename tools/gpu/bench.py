@@ -13,9 +13,9 @@ from torch import Tensor
 
 import kpt_core
 from kpt_backend_nvidia import BACKEND
-from kpt_core.optimization import gain_of
 from kpt_moe.experts import experts
 from kpt_moe.grouped_mm import grouped_mm
+from kpt_optimize import gain_of
 
 from .contestants import KPT, PLAIN, Contestant, in_force, makers
 from .loads import LOADS, TINY_LOADS, Load, Problem, problem_of

@@ -21,10 +21,10 @@ from kpt_core.dispatch.autograd import wanted
 from kpt_core.dispatch.candidates import Candidate
 from kpt_core.dispatch.run import run as run_kernel
 from kpt_core.registry import case_tables
-from kpt_core.tuning import device_name
-from kpt_core.tuning.files import merge_into
-from kpt_core.tuning.tables import table_name
-from kpt_core.tuning.trials import TuningResult, try_case
+from kpt_optimize.tuning import device_name
+from kpt_optimize.tuning.files import merge_into
+from kpt_optimize.tuning.tables import table_name
+from kpt_optimize.tuning.trials import TuningResult, try_case
 
 from . import bench
 from .loads import DECODE, HEADLINES, LOADS, TINY_LOADS, Load, problem_of

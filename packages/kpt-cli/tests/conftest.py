@@ -16,9 +16,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 import kpt_core
+import kpt_optimize
 from kpt_cli.main import app
 from kpt_core import registry
-from kpt_core.optimization import Optimized
+from kpt_optimize import Optimized
 from model_files import save_mixtral
 
 # The models are tiny: more threads would only wait for each other, longest where other processes run.
@@ -158,5 +159,5 @@ def quick_optimize(monkeypatch, optimized) -> Iterator[list[dict]]:
         options["on_progress"](1, 2, "halfway")
         return Optimized(model, plan)
 
-    monkeypatch.setattr(kpt_core, "optimize", optimize)
+    monkeypatch.setattr(kpt_optimize, "optimize", optimize)
     return calls

@@ -6,8 +6,8 @@ import pytest
 
 import kpt_core
 from cli_kernels import Backend
-from kpt_core.lock import read_lock, write_lock
 from kpt_core.registry import add_backend, remove_backend
+from kpt_optimize.lock import read_lock, write_lock
 
 
 @pytest.fixture

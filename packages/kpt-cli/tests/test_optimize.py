@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import kpt_core
+import kpt_optimize
 from kpt_cli.optimize.choices import LEVELS, OBJECTIVES
-from kpt_core.config import Config
-from kpt_core.optimization import Optimized, PlanEntry
+from kpt_optimize import Optimized, PlanEntry
+from kpt_optimize.config import Config
 from model_files import listing
 
 
@@ -101,7 +102,7 @@ def test_summary(kpt, mixtral, monkeypatch, kept):
         bytes_after=2**29,
         error=1e-3,
     )
-    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: Optimized(model, plan))
+    monkeypatch.setattr(kpt_optimize, "optimize", lambda model, **options: Optimized(model, plan))
     result = kpt("optimize", mixtral)
     assert "pkg.mod:kernel" in result.stdout
     assert "2.00x" in result.stdout
@@ -126,7 +127,7 @@ def test_slower_whole_is_said(kpt, mixtral, optimized, monkeypatch):
     plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
     kept = replace(plan.entries[0], kept=True)
     plan = replace(plan, entries=(kept,), seconds_before=1.0, seconds_after=1.5)
-    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: Optimized(model, plan))
+    monkeypatch.setattr(kpt_optimize, "optimize", lambda model, **options: Optimized(model, plan))
     said = kpt("optimize", mixtral).stdout
     assert "the whole model was not in this measurement" in said
     assert max(map(len, said.splitlines())) <= 110
@@ -139,7 +140,7 @@ def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimize
         print("a library prints")
         return Optimized(model, plan)
 
-    monkeypatch.setattr(kpt_core, "optimize", optimize)
+    monkeypatch.setattr(kpt_optimize, "optimize", optimize)
     result = kpt("optimize", mixtral, "--json")
     assert json.loads(result.stdout)["output"] is None
     assert "a library prints" in result.stderr
@@ -148,7 +149,7 @@ def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimize
 def test_infinite_error_is_valid_json(kpt, mixtral, optimized, monkeypatch):
     plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
     plan = replace(plan, entries=(replace(plan.entries[0], error=float("inf")),))
-    monkeypatch.setattr(kpt_core, "optimize", lambda model, **options: Optimized(model, plan))
+    monkeypatch.setattr(kpt_optimize, "optimize", lambda model, **options: Optimized(model, plan))
     result = kpt("optimize", mixtral, "--json")
     assert "Infinity" not in result.stdout
     assert json.loads(result.stdout)["plan"]["entries"][0]["error"] is None

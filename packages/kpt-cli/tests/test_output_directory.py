@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import kpt_core
+import kpt_optimize
 from kpt_cli.optimize import output_directory
 from kpt_cli.optimize.model_directory import read_model_directory
 from model_files import listing
@@ -254,14 +254,14 @@ class TestWhatIsWritten:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral", "plan.json"]
 
     def test_no_copy_of_a_model_that_stays_as_it_is(self, kpt, model, tmp_path, monkeypatch):
-        optimize = kpt_core.optimize
+        optimize = kpt_optimize.optimize
 
         def nothing_kept(*given, **options):
             found = optimize(*given, **options)
             entries = tuple(replace(entry, kept=False) for entry in found.plan.entries)
             return replace(found, plan=replace(found.plan, entries=entries))
 
-        monkeypatch.setattr(kpt_core, "optimize", nothing_kept)
+        monkeypatch.setattr(kpt_optimize, "optimize", nothing_kept)
         result = kpt("optimize", model, "--copy", tmp_path / "out")
         assert result.exit_code == 0
         assert "Nothing pays, so the model was not copied" in result.stdout

@@ -10,8 +10,6 @@ import torch
 
 import kpt_core
 import loopback
-import tuning_kernels
-from clock import CLOCK
 from kpt_core import Backend, Kernel, discovery, registry
 from loopback import Fault
 from plugins import GOOD, entry_points_in, install
@@ -74,14 +72,6 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def tuning_folder(setting: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `tune` writes; the cases are those of `tuning_kernels`."""
-    setting("KPT_TUNING", str(tmp_path / "tables"))
-    tuning_kernels.use_cases(monkeypatch)
-    return tmp_path / "tables"
-
-
-@pytest.fixture
 def x() -> torch.Tensor:
     return torch.ones(4)
 
@@ -90,12 +80,6 @@ def x() -> torch.Tensor:
 def fresh_compiler() -> None:
     """Begin without compiled code."""
     torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`optimize` measures by a clock that moves when a test says so."""
-    monkeypatch.setattr("kpt_core.optimization.measure.time", CLOCK)
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_concurrent_first_calls_discover_and_agree(add: Add, monkeypatch: pytest
         asked.clear()
         with ThreadPoolExecutor(WORKERS) as pool:
             assert list(pool.map(call, range(WORKERS))) == [2, 1] * (WORKERS // 2)
-        assert set(asked) == {"kpt.backends", "kpt.ops"}
+        assert set(asked) == {"kpt.backends", "kpt.ops", "kpt.policies"}
 
 
 def test_a_backend_removed_by_one_thread_is_gone_for_all(add: Add, x: Tensor) -> None:

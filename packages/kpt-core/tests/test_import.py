@@ -20,9 +20,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 #: What the core needs for some calls alone, or not at all.
 LATE = (
     "jax",
-    "kpt_core.lock",
-    "kpt_core.optimization.optimize",
-    "kpt_core.tuning.run",
+    "kpt_optimize",
     "numpy",
     "pandas",
     "torch._dynamo",
@@ -74,3 +72,13 @@ def test_what_is_offered_is_what_users_and_authors_of_backends_need() -> None:
 def test_what_is_not_offered_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="module 'kpt_core' has no attribute 'tunes'"):
         kpt_core.tunes  # noqa: B018
+
+
+def test_what_is_in_kpt_optimize_is_found_there_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    vars(kpt_core).pop("optimize", None)
+    monkeypatch.setitem(sys.modules, "kpt_optimize", None)
+    monkeypatch.delitem(sys.modules, "kpt_optimize.optimize", raising=False)
+    with pytest.raises(ImportError, match=r"kpt_core\.optimize is in kpt-optimize: pip install kpt-optimize"):
+        _ = kpt_core.optimize
+    with pytest.raises(AttributeError, match="has no attribute 'optimise'"):
+        _ = kpt_core.optimise

@@ -1,6 +1,7 @@
 """What plug-ins offer is checked when it is found: kernels, capabilities, and whose code they are."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -142,3 +143,33 @@ def test_packages_are_those_of_the_code(plugin: Install) -> None:
         ("dist-of-plug_code", "1.0"),
     )
     assert registry.origin("plug_too") == "dist-of-plug_too 1.0"
+
+
+POLICY = """
+import sys, types
+from kpt_core.policy import Tuned
+
+def known(kernel):
+    return Tuned({(): types.SimpleNamespace(kernel=kernel, config=None)})
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "kernel", "fault"),
+    [
+        ("POLICY = lambda op, device, dtype, kernels: known(kernels[-1])", "plug_second:kernel", None),
+        ("POLICY = lambda op, device, dtype, kernels: known('reference')", "reference", None),
+        ("POLICY = lambda op, device, dtype, kernels: None", "plug_first:kernel", None),
+        ("POLICY = lambda *args: sys.exit('no')", "plug_first:kernel", "policy plug_policy: it raised SystemExit: no"),
+        ("POLICY = 3", "plug_first:kernel", "kpt.policies 'known' of dist-of-plug_policy 1.0: .* can't be called"),
+    ],
+    ids=["another kernel", "the reference", "nothing", "it exits", "no function"],
+)
+def test_a_policy_puts_a_kernel_first(plugin: Install, source: str, kernel: str, fault: str | None) -> None:
+    plugin("plug_first", GOOD.replace('"{name}:kernel")', '"{name}:kernel", priority=9)'))
+    plugin("plug_second", BACKEND)
+    plugin("plug_policy", POLICY + source, "kpt.policies", known="plug_policy:POLICY")
+    kpt_core.backends()
+    with nullcontext() if fault is None else pytest.warns(kpt_core.PluginWarning, match=fault):
+        assert kpt_core.explain("plugin.double", torch.ones(2)).kernel == kernel

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import kpt_fp8
-from kpt_core.optimization import gain_of
 from kpt_fp8 import NativeFP8Linear
+from kpt_optimize import gain_of
 
 SIZES, ROWS = (2048, 4096), (1, 8, 512)
 #: Of the exact result's norm: what the sum's order explains in float32, and the rounding of a result to bfloat16.

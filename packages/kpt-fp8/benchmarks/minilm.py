@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import kpt_core
-from kpt_core.optimization import parameter_bytes
 from kpt_fp8 import convert_model_to_fp8
 from kpt_fp8.planner import Planning, plan_fp8
+from kpt_optimize import parameter_bytes
 
 #: What the plans may cost an embedding on the sentences they are made on, so that others stay below 0.0447, which is
 #: a cosine of 0.999.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import kpt_core
+import kpt_optimize
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8 import NativeFP8Linear
 from kpt_fp8.front import Option, chosen_by, front_of
@@ -169,7 +170,7 @@ def test_the_plan_is_the_cores_and_goes_there_and_back(model, installed, tmp_pat
     assert {entry.rewrite for entry in plan.entries} <= {"fp8.linear", "fp8.linear_128x128"}
     assert all(entry.kernel == "kpt_fp8.torch_kernels.linear:forward" for entry in plan.entries)
     assert plan.bytes_before - plan.bytes_after == planning.front[planning.chosen - 1].bytes_saved
-    assert kpt_core.optimization.parameter_bytes(applied.model) == plan.bytes_after
+    assert kpt_optimize.parameter_bytes(applied.model) == plan.bytes_after
     applied.revert()
     assert not any(isinstance(each, NativeFP8Linear) for each in applied.model.modules())
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import kpt_core
-from kpt_core import InputError, registry
-from kpt_core.optimization import RejectedError
+import kpt_optimize
+from kpt_core import InputError
 from kpt_fp8 import NativeFP8Linear
 from kpt_fp8.rewrites import REWRITES, WEIGHTS
+from kpt_optimize import RejectedError
 
 ROW, BLOCK, ACTIVATIONS = REWRITES
 
@@ -155,7 +156,7 @@ def test_optimize_for_memory_keeps_what_the_budget_allows(installed, tmp_path):
 @pytest.fixture
 def cpu_clock(monkeypatch):
     """Other work on the machine does not count."""
-    monkeypatch.setattr("kpt_core.optimization.measure.time", SimpleNamespace(perf_counter=time.process_time))
+    monkeypatch.setattr("kpt_optimize.measure.time", SimpleNamespace(perf_counter=time.process_time))
 
 
 @pytest.fixture
@@ -201,4 +202,4 @@ def test_a_weight_with_nan_is_a_sentence_in_the_plan(installed):
 
 
 def test_the_package_offers_them(installed):
-    assert list(registry.rewrites()) == [rewrite.name for rewrite in REWRITES]
+    assert list(kpt_optimize.rewrites()) == [rewrite.name for rewrite in REWRITES]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import kpt_optimize
 from families import FAMILIES, experts_of
-from kpt_core import InputError, record, registry
+from kpt_core import InputError, record
 from kpt_moe.rewrites import REWRITES, Bfloat16Experts, KptExperts, is_transformers_experts
 from kpt_moe.transformers import NAME
 
@@ -118,5 +119,5 @@ def test_other_modules_are_refused(rewrite):
 def test_optimize_finds_them(model):
     names = {rewrite.name: rewrite.lossless for rewrite in REWRITES}
     assert names == {"moe.experts": True, "moe.experts_bfloat16": False}
-    installed = registry.rewrites()
+    installed = kpt_optimize.rewrites()
     assert {name: installed[name].lossless for name in names} == names

@@ -15,8 +15,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class NVIDIAConfig:
     """Settings of `NVIDIABackend.prepare_model` and `apply_settings`; None leaves a thing as it is.
 
-    Which kernels may run is no setting of a backend: `kpt_core.use`, `kpt_core.config.Config` and `KPT_DISABLE` decide
-    it.
+    Which kernels may run is no setting of a backend: `kpt_core.use`, `kpt_optimize.config.Config` and `KPT_DISABLE`
+    decide it.
 
     Attributes:
         device: where a model goes: an index, `"cuda"`, `"cuda:1"`, a `torch.device`; None for the current device.

@@ -8,5 +8,5 @@ from dawdling import Clock
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of this test, which `kpt_core` measures by."""
     found = Clock()
-    monkeypatch.setattr("kpt_core.optimization.measure.time", found)
+    monkeypatch.setattr("kpt_optimize.measure.time", found)
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kpt_backend_nvidia.optimizer import OptimizationWarning, Recipe, capture, prepare
 from kpt_core import InputError
-from kpt_core.optimization import Example
+from kpt_optimize import Example
 
 
 class OnCuda(Tensor):

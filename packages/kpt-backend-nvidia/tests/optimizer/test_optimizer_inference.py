@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import kpt_core
 from kpt_backend_nvidia.optimizer import NVIDIAOptimizer, OptimizationReport, OptimizationWarning, OptimizerConfig
 from kpt_backend_nvidia.optimizer.steps import STEPS
-from kpt_core.optimization import Site
+from kpt_optimize import Site
 
 NAMES = {step.name for step in STEPS if step.inference}
 
@@ -308,7 +308,7 @@ class Serve:
 def test_rewrites_of_modules_come_first_and_their_plan_is_reported(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kpt_core.registry.rewrites", lambda: {"nvidia_optimizer.serve": Serve()})
+    monkeypatch.setattr("kpt_optimize.rewrite._found", {"nvidia_optimizer.serve": Serve()})
     monkeypatch.setattr(SlowLinear, "clock", clock, raising=False)
     model, x = nn.Sequential(SlowLinear(8, 8), nn.ReLU(), SlowLinear(8, 4)), sample(width=8)
     found = NVIDIAOptimizer("conservative", config=only("rewrites")).optimize_for_inference(model, x)

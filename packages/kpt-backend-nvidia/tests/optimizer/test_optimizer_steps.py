@@ -10,7 +10,7 @@ from torch import nn
 from kpt_backend_nvidia.optimizer import OptimizationWarning, OptimizedModel, OptimizerConfig, Recipe
 from kpt_backend_nvidia.optimizer.search import search
 from kpt_backend_nvidia.optimizer.steps import STEPS, Situation
-from kpt_core.optimization import Example
+from kpt_optimize import Example
 
 
 def situation(level: str = "aggressive", device: str = "cuda", **changes: object) -> Situation:

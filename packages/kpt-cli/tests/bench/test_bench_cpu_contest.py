@@ -12,9 +12,9 @@ from kpt_cli.bench.cpu.ceilings import Ceilings, Probe, Work, last_cache, measur
 from kpt_cli.bench.cpu.contest import Contest, Contestant, Trial, in_plain_pytorch
 from kpt_cli.bench.cpu.measuring import measure
 from kpt_cli.bench.moe import GateError
-from kpt_core.optimization import measure as measure_module
 from kpt_core.registry import add_backend, remove_backend
 from kpt_moe.experts import experts
+from kpt_optimize import measure as measure_module
 
 READ = Probe("reading", lambda: None, amount=1000, rate=100.0)
 FP32 = Probe("products in float32", lambda: None, amount=10, rate=50.0)

@@ -11,7 +11,7 @@ import torch
 import kpt_core
 from kpt_core import InputError, UnknownNameError
 from kpt_core.cases import Arguments, Case, CaseTable
-from kpt_core.optimization.measure import synchronize
+from kpt_core.registry import backend_of
 
 from .checks.values import values
 from .suite import subjects
@@ -80,16 +80,17 @@ class Measured:
     def _ready(self, arguments: Arguments) -> Iterator[Callable[[], None]]:
         """A call of the kernel that ends when the device has ended."""
         trial, device = self.trial, self.trial.subject.device
+        backend = backend_of(device)
         made = trial.leaves(arguments) if self.training else arguments
 
         def forward() -> None:
             trial.subject.call(made)
-            synchronize(device)
+            backend.synchronize(device)
 
         def train() -> None:
             outputs = trial.outputs(made)
             torch.autograd.grad([outputs[name] for name in pulls], wanted, list(pulls.values()), allow_unused=True)
-            synchronize(device)
+            backend.synchronize(device)
 
         with trial.subject.chosen(), torch.set_grad_enabled(self.training):
             if self.training:

@@ -1,6 +1,7 @@
 """KPT's core: ops, kernels, backends, and what introduces one to the other."""
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import Any
 
 from .contract import Backend, Call, Capability, Kernel, Refusal
 from .dispatch.settings import record, use
@@ -19,25 +20,25 @@ from .operation import Op, explain, op
 from .registry import backends, get_op, ops, refresh
 from .selection import Selection
 
-if TYPE_CHECKING:
-    from .optimization.optimize import apply_plan, optimize
-    from .optimization.plan import Plan
-    from .tuning.run import tune
-else:
+_OF_OPTIMIZE = {"Plan": "plan", "apply_plan": "optimize", "optimize": "optimize", "tune": "tuning.run"}
 
-    def __getattr__(name: str) -> object:
-        # Most processes never optimise or tune.
-        from importlib import import_module
 
-        module = {"Plan": "plan", "apply_plan": "optimize", "optimize": "optimize"}.get(name)
-        place = f".optimization.{module}" if module else ".tuning.run" if name == "tune" else None
-        if place is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found = getattr(import_module(place, __name__), name)
-        return found
+def __getattr__(name: str) -> Any:
+    # Of another package, for who looks for them here.
+    if name not in _OF_OPTIMIZE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(f"kpt_optimize.{_OF_OPTIMIZE[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "kpt_optimize":
+            raise
+        raise ImportError(f"kpt_core.{name} is in kpt-optimize: pip install kpt-optimize") from None
+    globals()[name] = found = getattr(module, name)
+    return found
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __version__ = "0.1.0"

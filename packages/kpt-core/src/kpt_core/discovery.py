@@ -11,7 +11,7 @@ from .errors import PluginWarning, RegistrationError, warn_caller
 
 BACKENDS_GROUP = "kpt.backends"
 OPS_GROUP = "kpt.ops"
-REWRITES_GROUP = "kpt.rewrites"
+POLICIES_GROUP = "kpt.policies"
 CASES_GROUP = "kpt.cases"
 
 

@@ -248,7 +248,7 @@ def op(
         flops: gives the floating-point operations of a forward, for `torch.utils.flop_counter`.
         autocast: tensor parameters that `torch.autocast` converts to its dtype; the others keep theirs.
         size_key: gives a tuple of ints and strings: the sizes that decide which kernel is fastest. `kpt tune` keeps one
-            result for each, so dimensions that vary are rounded (`kpt_core.tuning.next_power_of_two`).
+            result for each, so dimensions that vary are rounded (`kpt_core.policy.next_power_of_two`).
             Without it, one result serves all calls of a device and dtype.
 
     Raises:

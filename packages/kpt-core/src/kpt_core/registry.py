@@ -1,4 +1,4 @@
-"""What is there: ops, backends, rewrites and cases, of installed packages and of this process."""
+"""List what is there: ops, backends, policies and cases, of installed packages and of this process."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ from .discovery import (
     BACKENDS_GROUP,
     CASES_GROUP,
     OPS_GROUP,
-    REWRITES_GROUP,
+    POLICIES_GROUP,
     Problem,
     Problems,
     check_backend,
@@ -27,12 +27,12 @@ from .discovery import (
     said,
 )
 from .errors import RegistrationError, UnknownNameError
+from .policy import Policy
 
 if TYPE_CHECKING:
     from .operation import Op
-    from .optimization.rewrite import Rewrite
 
-__all__ = ["Problem", "add_backend", "backends", "case_tables", "get_op", "layer_cases", "ops", "problems", "rewrites"]
+__all__ = ["Problem", "add_backend", "backends", "case_tables", "get_op", "layer_cases", "ops", "problems"]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Found:
 
     backends: dict[str, Backend] | None = None
     torch_kernels: list[Kernel] | None = None
-    rewrites: dict[str, "Rewrite"] | None = None
+    policies: list[Policy] | None = None
     cases: dict[str, CaseTable | LayerCase] | None = None
     origins: dict[str, str] = field(default_factory=dict)
 
@@ -54,6 +54,7 @@ _ops: dict[str, "Op[..., Any]"] = {}
 _added: dict[str, Backend] = {}
 _forgetting: list[Callable[[], None]] = []
 _refreshing: list[Callable[[], None]] = []
+_discovering: list[Callable[[], object]] = []
 
 
 def _after_fork() -> None:
@@ -250,25 +251,25 @@ def _distribution(package: str) -> tuple[str | None, str | None]:
     return None, None
 
 
-def rewrites() -> dict[str, "Rewrite"]:
-    """Rewrites of installed feature packages by name."""
-    from .optimization.rewrite import check_rewrite
+def load(group: str, accept: Callable[[EntryPoint, Any], None]) -> bool:
+    """Load a group of entry points for who knows what it must hold; see `discovery.load_group`."""
+    return load_group(group, accept, _problems)
 
+
+def policies() -> list[Policy]:
+    """Return what may put another kernel first than priorities do (entry points of the group `kpt.policies`)."""
     state = _found
-    if state.rewrites is None:
-        found: dict[str, Rewrite] = {}
+    if state.policies is None:
+        found: list[Policy] = []
 
         def accept(entry: EntryPoint, value: Any) -> None:
-            offered: dict[str, Rewrite] = {}
-            for rewrite in map(check_rewrite, value):
-                if rewrite.name in found or rewrite.name in offered:
-                    raise RegistrationError(f"rewrite {rewrite.name!r} exists already")
-                offered[rewrite.name] = rewrite
-            found.update(offered)
+            if not callable(value):
+                raise RegistrationError(f"{entry.value} is {value!r}, which can't be called")
+            found.append(value)
 
-        if load_group(REWRITES_GROUP, accept, _problems):
-            state.rewrites = found
-    return dict(state.rewrites or {})
+        if load(POLICIES_GROUP, accept):
+            state.policies = found
+    return state.policies or []
 
 
 def _cases() -> dict[str, CaseTable | LayerCase]:
@@ -306,8 +307,15 @@ def problems() -> tuple[Problem, ...]:
     """Every plug-in that could not be used so far; discovers everything first."""
     for name in ops():
         kernels(name)
-    rewrites(), _cases()
+    _cases()
+    for discover in _discovering:
+        discover()
     return tuple(_problems)
+
+
+def on_problems(discover: Callable[[], object]) -> None:
+    """Have a function called that discovers plug-ins of a group that the core does not know."""
+    _discovering.append(discover)
 
 
 def on_forget(forget: Callable[[], None]) -> None:

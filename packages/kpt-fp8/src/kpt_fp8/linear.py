@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Call, InputError, UnknownNameError, op
-from kpt_core.tuning import next_power_of_two
+from kpt_core.policy import next_power_of_two
 
 from .dequantize import check_quantized, dequantize
 from .formats import require_floating, require_fp8

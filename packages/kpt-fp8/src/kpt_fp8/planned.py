@@ -15,8 +15,7 @@ from .timing import Timing
 from .trials import call
 
 if TYPE_CHECKING:
-    from kpt_core import Plan
-    from kpt_core.optimization import PlanEntry
+    from kpt_optimize import Plan, PlanEntry
 
 #: A layer's name and a granularity.
 Key = tuple[str, str]
@@ -59,9 +58,9 @@ def plan_of(
         max_error: the budget.
         error: of the model's output with the chosen layers, measured.
     """
-    from kpt_core import Plan, __version__
-    from kpt_core.optimization import device_of, gain_of, interleaved_times, parameter_bytes, setback
-    from kpt_core.optimization.changes import Changes
+    from kpt_core import __version__
+    from kpt_optimize import Plan, device_of, gain_of, interleaved_times, parameter_bytes, setback
+    from kpt_optimize.changes import Changes
 
     from . import __version__ as own_version
 
@@ -124,7 +123,7 @@ def _entries(
     within: Collection[Key],
 ) -> list["PlanEntry"]:
     """For each layer the version that was chosen, else the one that costs least."""
-    from kpt_core.optimization import PlanEntry
+    from kpt_optimize import PlanEntry
 
     entries = []
     for name in dict.fromkeys(name for name, _ in told):

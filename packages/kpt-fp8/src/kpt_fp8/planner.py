@@ -17,7 +17,7 @@ from .timing import Timing, time_layers
 from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
 
 if TYPE_CHECKING:
-    from kpt_core import Plan
+    from kpt_optimize import Plan
 
 _OWNER = "plan_fp8"
 
@@ -66,7 +66,7 @@ class Planning:
     sensitivity: SensitivityReport
 
     def __str__(self) -> str:
-        from kpt_core.optimization import table
+        from kpt_optimize import table
 
         head = ("", "layers", "bytes saved", "ms saved", "predicted error", "error", "the step's layer")
         rows = [
@@ -149,7 +149,10 @@ def plan_fp8(
             `measure_sensitivity`.
         UnknownNameError: no such objective or granularity.
     """
-    from kpt_core.optimization.rewrite import check_max_error, check_objective
+    try:
+        from kpt_optimize import check_max_error, check_objective
+    except ModuleNotFoundError as error:
+        raise ImportError("plan_fp8 needs kpt-optimize: pip install 'kpt-fp8[plan]'") from error
 
     check_objective(objective)
     check_max_error(max_error)

@@ -60,7 +60,7 @@ class Report(ABC):
         """For JSON; an infinite number is None."""
 
     def __str__(self) -> str:
-        from kpt_core.optimization import table
+        from kpt_optimize import table
 
         return "\n".join([self.title(), *table(self.head(), *self.cells())])
 

@@ -15,7 +15,7 @@ from .native_linear import NativeFP8Linear
 from .selection import select
 
 if TYPE_CHECKING:
-    from kpt_core.optimization import Site  # most processes never optimise
+    from kpt_optimize import Site  # most processes never optimise
 
 #: Layers with fewer inputs or outputs stay as they are.
 MIN_FEATURES = 64
@@ -41,7 +41,7 @@ class FP8Linear:
 
     def sites(self, model: nn.Module) -> "Iterator[Site]":
         """Every layer that could be converted."""
-        from kpt_core.optimization import Site
+        from kpt_optimize import Site
 
         places: dict[nn.Module, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -65,7 +65,7 @@ class FP8Linear:
 
     def _from_converted(self, layer: NativeFP8Linear) -> nn.Module:
         """A twin with the same codes that quantises activations too."""
-        from kpt_core.optimization import RejectedError
+        from kpt_optimize import RejectedError
 
         if self.activations == NONE or layer.activations != NONE or layer.granularity != self.granularity:
             raise RejectedError(f"the layer is 8-bit already, with scales for each {layer.granularity}")

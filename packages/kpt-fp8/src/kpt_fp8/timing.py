@@ -87,7 +87,7 @@ class _Timed:
 
 def _measure(versions: Sequence[Candidate], x: Tensor) -> list[Timing]:
     from kpt_core import record
-    from kpt_core.optimization import gain_of, interleaved_times
+    from kpt_optimize import gain_of, interleaved_times
 
     linear = versions[0].linear
     # The product itself, without the hooks that are on the layer now.

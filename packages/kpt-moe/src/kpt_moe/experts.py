@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Call, op
-from kpt_core.tuning import next_power_of_two
+from kpt_core.policy import next_power_of_two
 
 from ._dtypes import wide_dtype
 from ._experts_check import check_experts

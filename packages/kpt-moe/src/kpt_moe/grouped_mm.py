@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Call, InputError, op
-from kpt_core.tuning import next_power_of_two
+from kpt_core.policy import next_power_of_two
 
 from ._dtypes import DTYPES, NAMES_OF_DTYPES
 

@@ -11,7 +11,7 @@ from torch import nn
 from kpt_core import InputError
 
 if TYPE_CHECKING:
-    from kpt_core.optimization import Site  # most processes never optimise
+    from kpt_optimize import Site  # most processes never optimise
 
 #: What transformers' `use_experts_implementation` sets on every module that it decorates.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "config")
@@ -39,7 +39,7 @@ class KptExperts:
 
     def sites(self, model: nn.Module) -> "Iterator[Site]":
         """Every experts module that this would change."""
-        from kpt_core.optimization import Site
+        from kpt_optimize import Site
 
         for path, module in model.named_modules():
             # A `forward` of the instance (accelerate's hooks) is bound to it: a twin would run the original.

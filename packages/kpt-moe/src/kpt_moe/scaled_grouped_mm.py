@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Call, InputError, op
-from kpt_core.tuning import next_power_of_two
+from kpt_core.policy import next_power_of_two
 
 from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8, wide_dtype
 from ._scales import SCALE_DTYPES, dequantise, has_one_of, in_blocks, one_of

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Call, InputError, UnknownNameError, op
-from kpt_core.tuning import next_power_of_two
+from kpt_core.policy import next_power_of_two
 
 from ._checks import require_size
 from ._dtypes import DTYPES, NAMES_OF_DTYPES, wide_dtype

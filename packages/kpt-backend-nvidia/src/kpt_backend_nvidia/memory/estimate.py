@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from kpt_core import InputError, UnknownNameError
-from kpt_core.optimization import Example, check_model
+from kpt_optimize import Example, check_model
 
 from .sizes import dense_parts, format_bytes, storage_bytes
 

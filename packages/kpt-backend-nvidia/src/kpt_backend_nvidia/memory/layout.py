@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kpt_core.optimization import check_model
+from kpt_optimize import check_model
 
 from .sizes import dense_parts, format_bytes, model_tensors, storage_bytes
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from kpt_core import InputError
-from kpt_core.optimization import check_model
+from kpt_optimize import check_model
 
 from .sizes import format_bytes, model_tensors, storage_bytes
 

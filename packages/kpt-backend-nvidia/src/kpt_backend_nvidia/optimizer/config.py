@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kpt_core import InputError, KptWarning
-from kpt_core.optimization import check_max_error, check_objective
+from kpt_optimize import check_max_error, check_objective
 
 #: The dtypes that tensor cores multiply and that `mixed_precision` may use.
 HALVES = (torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from kpt_core import InputError
-from kpt_core.optimization import Example
+from kpt_optimize import Example
 
 from .config import OptimizationWarning
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from kpt_backend_nvidia.shapes import pad_model
-from kpt_core import InputError, apply_plan
-from kpt_core.optimization import Example, device_of
+from kpt_core import InputError
+from kpt_optimize import Example, apply_plan, device_of
 
 from .cuda_graphs import capture
 from .recipe import CAPTURING_MODES, Recipe

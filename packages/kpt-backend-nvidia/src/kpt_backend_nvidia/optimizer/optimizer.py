@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from kpt_backend_nvidia.environment import why_unavailable
 from kpt_core import InputError, UnknownNameError
-from kpt_core.optimization import Example, check_level, check_model, device_of, parameter_bytes
+from kpt_optimize import Example, check_level, check_model, device_of, parameter_bytes
 
 from .config import OptimizationWarning, OptimizerConfig
 from .optimized_model import OptimizedModel, example_on

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kpt_core import Plan
+from kpt_optimize import Plan
 
 #: The modes in which Inductor captures CUDA graphs of its own.
 CAPTURING_MODES = ("reduce-overhead", "max-autotune")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kpt_backend_nvidia.chips import peaks_of
 from kpt_backend_nvidia.shapes import advise
-from kpt_core.optimization import Example, first_run
+from kpt_optimize import Example, first_run
 
 from .steps import FUSED, convolutions_of, needs_cuda
 

@@ -4,8 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kpt_core import Plan
-from kpt_core.optimization import table
+from kpt_optimize import Plan, table
 
 from .recommendations import Recommendation
 

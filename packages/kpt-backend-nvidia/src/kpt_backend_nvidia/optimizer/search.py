@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic
 
-from kpt_core.optimization import LEVELS, attempt, failed, setback
+from kpt_optimize import LEVELS, attempt, failed, setback
 
 from .config import OptimizationWarning
 from .recipe import Recipe

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-import kpt_core
+import kpt_optimize
 from kpt_backend_nvidia.shapes import advise
-from kpt_core import registry
-from kpt_core.optimization import Example, budget_of
+from kpt_optimize import Example, budget_of
 
 from .config import OptimizerConfig
 from .recipe import CAPTURING_MODES, Recipe
@@ -53,7 +52,7 @@ class Situation:
     optimizer: Optimizer | None = None
 
     def budget(self, expected: Any, *, lossless: bool) -> float:
-        """The error allowed for a result, see `kpt_core.optimization.budget_of`."""
+        """The error allowed for a result, see `kpt_optimize.budget_of`."""
         return budget_of(expected, self.level, self.config.max_error, lossless=lossless)
 
 
@@ -89,9 +88,9 @@ def needs_cuda(device: torch.device) -> str | None:
 
 def _rewrites(situation: Situation) -> Proposal:
     model, config = situation.model, situation.config
-    if not any(any(True for _ in rewrite.sites(model)) for rewrite in registry.rewrites().values()):
+    if not any(any(True for _ in rewrite.sites(model)) for rewrite in kpt_optimize.rewrites().values()):
         return "no rewrite of the installed packages applies to this model"
-    plan = kpt_core.optimize(
+    plan = kpt_optimize.optimize(
         model,
         # A lossy rewrite holds converted weights, which an optimiser must not train.
         "conservative" if situation.training else situation.level,
@@ -102,7 +101,7 @@ def _rewrites(situation: Situation) -> Proposal:
     if not plan.entries:
         return "no rewrite that this level allows applies to this model"
     if not plan.kept:
-        return f"kpt_core.optimize kept none of {len(plan.entries)} rewrites it tried: {plan.entries[0].reason}"
+        return f"optimize kept none of {len(plan.entries)} rewrites it tried: {plan.entries[0].reason}"
     return {f"{len(plan.kept)} modules": replace(situation.recipe, plan=plan)}
 
 

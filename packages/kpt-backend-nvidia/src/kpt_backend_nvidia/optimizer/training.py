@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from kpt_core import InputError
-from kpt_core.optimization import Example, device_of
+from kpt_optimize import Example, device_of
 
 from .optimized_model import OptimizedModel, example_on
 from .report import OptimizationReport

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kpt_core.optimization import Trial, UnsteadyError, interleaved_times, parameter_bytes, relative_error, repeatable
+from kpt_optimize import Trial, UnsteadyError, interleaved_times, parameter_bytes, relative_error, repeatable
 
 from .optimized_model import OptimizedModel, prepare
 from .recipe import Recipe

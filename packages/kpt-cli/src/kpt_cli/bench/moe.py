@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kpt_core import KptError
-from kpt_core.optimization import gain_of, interleaved_times
+from kpt_optimize import gain_of, interleaved_times
 
 #: Implementations of transformers that are measured beside KPT.
 PEERS = ("eager", "grouped_mm")

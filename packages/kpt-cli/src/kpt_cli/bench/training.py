@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import KptError
-from kpt_core.optimization import gain_of, interleaved_times
+from kpt_optimize import gain_of, interleaved_times
 
 from .moe import PEERS, GateError, Refused, Shape, random_routing, require_right_output, transformers_experts
 

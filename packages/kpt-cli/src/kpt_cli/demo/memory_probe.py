@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import torch
 
-import kpt_core
 from kpt_cli.peak_memory import forget_peak, peak
 
 from .model import load_model, quiet_transformers
@@ -36,7 +35,9 @@ def measure(model_folder: Path, plan: Path | None, phase: str, given: argparse.N
         added = _of_a_step(model, given.batch, given.context)
         return {"phase": phase, "optimised": plan is not None, "libraries": libraries, "peak": added}
     if plan is not None:
-        model = kpt_core.apply_plan(model, kpt_core.Plan.load(plan), inplace=True).model
+        import kpt_optimize
+
+        model = kpt_optimize.apply_plan(model, kpt_optimize.Plan.load(plan), inplace=True).model
     gc.collect()
     forget_peak()
     tokens = given.prompt_tokens if phase == "prefill" else SHORT_PROMPT

@@ -14,7 +14,7 @@ from .quality import QualityComparison
 from .training import TrainingLog
 
 if TYPE_CHECKING:
-    from kpt_core import Plan
+    from kpt_optimize import Plan
 
 FORMAT = 1
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import kpt_core
-from kpt_core.optimization import Optimized
+from kpt_optimize import Optimized, optimize
 
 from .corpus import Corpus, Source, read_corpus
 from .generation import samples
@@ -186,7 +185,7 @@ def _train(text: Text, options: Options, folder: Path, screen: Screen) -> tuple[
 
 def _optimize(model: Any, prompt: Tensor, options: Options, screen: Screen) -> Optimized:
     with screen.phase("optimize", "Optimising the saved model") as phase, torch.no_grad():
-        optimized = kpt_core.optimize(
+        optimized = optimize(
             model,
             level=options.level,
             objective=options.objective,

@@ -41,7 +41,7 @@ def doctor(
 
 
 def _compare(path: Path, as_json: bool) -> None:
-    from kpt_core.lock import read_lock
+    from kpt_optimize.lock import read_lock
 
     lock = read_lock(path)
     differences = lock.differences()

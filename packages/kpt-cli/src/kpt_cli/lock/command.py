@@ -41,15 +41,15 @@ def lock(
     """Write down which kernels, of which version and tuning, serve the ops of real models on this machine.
 
     `kpt doctor --lock FILE` compares. Nothing is computed. To lock a run of yours instead, record it:
-    `with kpt_core.record() as log: ...` and `kpt_core.lock.write_lock("kpt.lock", log)`.
+    `with kpt_core.record() as log: ...` and `kpt_optimize.lock.write_lock("kpt.lock", log)`.
     """
     check_output_file(output, "--out")
     dtypes = dtypes_named(dtype or [])
     from dataclasses import asdict
 
     from kpt_cli.optimize.choices import check_device
-    from kpt_core.lock import write_lock
     from kpt_core.registry import case_tables, ops
+    from kpt_optimize.lock import write_lock
 
     with progress() as tell:
         selections = _selections(check_device(device), dtypes, tell)
@@ -75,7 +75,7 @@ def _selections(
 ) -> "list[Selection]":
     """What the cases of every op would run."""
     from kpt_core.registry import case_tables, ops
-    from kpt_core.tuning.run import model_cases
+    from kpt_optimize.tuning.run import model_cases
 
     tables = case_tables()
     calls = [

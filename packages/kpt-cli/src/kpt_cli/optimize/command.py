@@ -18,7 +18,7 @@ from .model_directory import ModelDirectory, read_model_directory
 from .output_directory import PLAN, check_output, copy_model, staged
 
 if TYPE_CHECKING:
-    from kpt_core import Plan
+    from kpt_optimize import Plan
 
 
 def optimize(
@@ -115,7 +115,7 @@ def _measure(
     """Load the model and optimise it; return the plan and what it was measured with."""
     import torch
 
-    import kpt_core
+    import kpt_optimize
 
     from .example_inputs import example_inputs
     from .model_loading import load_model
@@ -128,7 +128,7 @@ def _measure(
         inputs = example_inputs(directory, model.config, tokens, place, seed)
         with torch.no_grad():
             # In place: the weights on disk are what is kept, and a second copy may not fit.
-            plan = kpt_core.optimize(
+            plan = kpt_optimize.optimize(
                 model,
                 level=level,
                 objective=objective,
@@ -166,8 +166,8 @@ def _say_what_next(plan: "Plan", model: Path, dtype: str, output: Path | None, c
         how = "" if dtype == "auto" or copy is not None else f', dtype="{dtype}"'
         say(
             "To run it:\n\n"
-            "    import kpt_core\n"
+            "    import kpt_optimize\n"
             "    from transformers import AutoModelForCausalLM\n\n"
             f'    model = AutoModelForCausalLM.from_pretrained("{folder}"{how})\n'
-            f'    kpt_core.apply_plan(model, "{file}", inplace=True)\n'
+            f'    kpt_optimize.apply_plan(model, "{file}", inplace=True)\n'
         )

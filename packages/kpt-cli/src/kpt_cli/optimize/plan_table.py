@@ -7,8 +7,7 @@ from rich.text import Text
 from kpt_cli.console import heading, out, say, table
 
 if TYPE_CHECKING:
-    from kpt_core import Plan
-    from kpt_core.optimization import PlanEntry
+    from kpt_optimize import Plan, PlanEntry
 
 
 def show_plan(plan: "Plan") -> None:

@@ -53,14 +53,14 @@ def tune(
         raise CliError(f"--seconds {seconds:g}: expected more than 0")
     check_output_file(output, "--out")
     dtypes = dtypes_named(dtype or [])
-    import kpt_core
     from kpt_cli.optimize.choices import check_device
+    from kpt_optimize.tuning.run import tune as measure
 
     from .report import document, show
 
     where = check_device(device)
     with progress() as tell:
-        found = kpt_core.tune(
+        found = measure(
             ops or (),
             device=where,
             dtypes=dtypes,

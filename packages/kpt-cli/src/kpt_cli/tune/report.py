@@ -8,9 +8,9 @@ from kpt_cli.console import heading, out, say, table
 from kpt_cli.offers import function_of
 
 if TYPE_CHECKING:
-    from kpt_core.tuning import TuningEntry
-    from kpt_core.tuning.run import Tuning
-    from kpt_core.tuning.trials import TuningResult
+    from kpt_optimize.tuning import TuningEntry
+    from kpt_optimize.tuning.run import Tuning
+    from kpt_optimize.tuning.trials import TuningResult
 
 
 def document(found: "Tuning") -> dict[str, Any]:

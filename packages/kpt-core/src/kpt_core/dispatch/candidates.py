@@ -11,8 +11,8 @@ from kpt_core import registry
 from kpt_core.contract import REFERENCE, TORCH, Backend, Call, Kernel, Refusal, identity, load
 from kpt_core.discovery import said
 from kpt_core.errors import KptError, RegistrationError, UnknownNameError
+from kpt_core.policy import Tuned
 from kpt_core.selection import Refused
-from kpt_core.tuning.tables import Tuned, tuned_choices
 
 from .containment import Failures
 from .settings import Scope, warn_of_unknown
@@ -183,8 +183,21 @@ def find_candidates(op: "Op[..., Any]", device: torch.device, dtype: torch.dtype
             refusals.append(Refused(backend.name, kernel.forward, reason))
     if device.type != "meta" and not registry.serves(device.type):
         refusals.append(Refused(f"{device.type} backend", None, "none is installed"))
-    tuned = tuned_choices(op.name, device, dtype, [each.identity for each in accepted]) if accepted else None
+    tuned = _tuned(op.name, device, dtype, [each.identity for each in accepted]) if accepted else None
     return Candidates(device, dtype, tuple(accepted), tuple(refusals), reference, choice, tuned)
+
+
+def _tuned(op: str, device: torch.device, dtype: torch.dtype, kernels: list[str]) -> Tuned | None:
+    """Return what the first policy knows that knows anything."""
+    for policy in registry.policies():
+        try:
+            found = policy(op, device, dtype, kernels)
+        except (Exception, SystemExit) as error:  # a plug-in's mistake must not stop a call
+            registry.report(f"policy {policy.__module__}", f"it raised {said(error)}")
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 def _names(backend: Backend, kernel: Kernel) -> tuple[str, str, str]:

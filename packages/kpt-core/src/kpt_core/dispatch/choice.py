@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kpt_core.contract import REFERENCE, Call
+from kpt_core.policy import GRADIENT, Choice
 from kpt_core.selection import Refused, Selection
 
 from .candidates import Candidate, Candidates
 
 if TYPE_CHECKING:
     from kpt_core.operation import Op
-    from kpt_core.tuning.files import TuningEntry
 
 
 def first_of(op: "Op[..., Any]", call: Call) -> Tensor:
@@ -24,12 +24,10 @@ def first_of(op: "Op[..., Any]", call: Call) -> Tensor:
 def size_key(op: "Op[..., Any]", call: Call) -> tuple[int | str, ...]:
     """What identifies a call for tuning: its sizes, roughly, and whether a gradient is needed."""
     sizes = () if op.size_key is None else op.size_key(call)
-    return (*sizes, "gradient") if call.needs else tuple(sizes)
+    return (*sizes, GRADIENT) if call.needs else tuple(sizes)
 
 
-def choose(
-    op: "Op[..., Any]", call: Call, found: Candidates
-) -> "tuple[Candidate | None, TuningEntry | None, list[Refused]]":
+def choose(op: "Op[..., Any]", call: Call, found: Candidates) -> tuple[Candidate | None, Choice | None, list[Refused]]:
     """The best candidate, None for the reference; what was measured, if that made the choice; and the refusals."""
     refusals = list(found.refusals)
     accepted: Iterable[Candidate] = found.accepted
@@ -52,7 +50,7 @@ def selection_of(
     op: "Op[..., Any]",
     call: Call,
     candidate: Candidate | None,
-    tuned: "TuningEntry | None",
+    tuned: Choice | None,
     refusals: Iterable[Refused],
     children: Iterable[Selection],
 ) -> Selection:

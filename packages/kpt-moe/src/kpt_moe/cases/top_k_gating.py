@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kpt_core import InputError, UnknownNameError
 from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
-from kpt_core.tuning import next_power_of_two
+from kpt_core.policy import next_power_of_two
 from kpt_moe.top_k_gating import SCORES, score_experts
 
 from .common import MANY

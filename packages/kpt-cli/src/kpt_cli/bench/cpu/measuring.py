@@ -11,12 +11,12 @@ from torch import Tensor
 
 import kpt_core
 from kpt_cli.bench.moe import GateError
-from kpt_core.optimization import gain_of, interleaved_times
+from kpt_optimize import gain_of, interleaved_times
 
 from .ceilings import Ceilings
 from .contest import Call, Contest, Contestant, Result, Row
 
-#: How far a result may be from float64, over the greatest number there: four eps (`kpt_core.optimization.rounding` says
+#: How far a result may be from float64, over the greatest number there: four eps (`kpt_optimize.rounding` says
 #: why), and in float32 more, for sums of thousands of products.
 TOLERANCES = {
     torch.float32: 1e-5,

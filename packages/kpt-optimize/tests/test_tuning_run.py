@@ -11,8 +11,9 @@ import kpt_core
 import tuning_kernels
 from kpt_core import Backend, InputError, UnknownNameError
 from kpt_core.cases import Case, CaseTable
-from kpt_core.tuning import TuningEntry, TuningWarning, device_name, next_power_of_two, tables
-from kpt_core.tuning.run import model_cases
+from kpt_core.policy import next_power_of_two
+from kpt_optimize.tuning import TuningEntry, TuningWarning, device_name, tables
+from kpt_optimize.tuning.run import model_cases
 from tuning_kernels import FEW, WEIGHT, kernel, named, product, tune, two
 
 Add = Callable[[Backend], Backend]

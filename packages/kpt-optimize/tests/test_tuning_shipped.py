@@ -12,8 +12,8 @@ import torch
 
 import kpt_core
 from kpt_core import Backend
-from kpt_core.tuning import TuningEntry, TuningWarning
-from kpt_core.tuning.tables import table_name
+from kpt_optimize.tuning import TuningEntry, TuningWarning
+from kpt_optimize.tuning.tables import table_name
 from loopback import Loopback
 from test_tuning_files import DEVICE, ENTRY
 from tuning_kernels import SEEN, named, offer, product

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import kpt_core
 from kpt_core import Backend, InputError, discovery, registry
-from kpt_core.lock import Lock, LockEntry, read_lock, write_lock
-from kpt_core.tuning.files import merge_into
-from kpt_core.tuning.tables import table_name
+from kpt_optimize.lock import Lock, LockEntry, read_lock, write_lock
+from kpt_optimize.tuning.files import merge_into
+from kpt_optimize.tuning.tables import table_name
 from loopback import Loopback, kernel, scale, shifted
 from plugins import GOOD, entry_points_in, install
 from test_tuning_files import DEVICE, ENTRY

@@ -3,6 +3,6 @@
 from kpt_core.errors import TuningWarning
 
 from .files import TuningEntry
-from .tables import device_name, next_power_of_two
+from .tables import device_name
 
-__all__ = ["TuningEntry", "TuningWarning", "device_name", "next_power_of_two"]
+__all__ = ["TuningEntry", "TuningWarning", "device_name"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kpt_core import InputError
-from kpt_core.optimization import (
+from kpt_optimize import (
     Example,
     RejectedError,
     UnsteadyError,

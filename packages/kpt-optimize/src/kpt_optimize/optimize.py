@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kpt_core import registry
 from kpt_core.errors import InputError, UnknownNameError
 
 from .attempt import Task, attempt_rewrite, sites_of
 from .changes import Changes
 from .measure import device_of, gain_of, parameter_bytes, relative_error, settled_times
 from .plan import Plan, PlanEntry
-from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_objective
+from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_objective, rewrites
 from .trial import Example, repeatable, setback
 
 Progress = Callable[[int, int, str], None]
@@ -134,7 +133,7 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, inplace
     check_model(model)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     changes = Changes(model if inplace else copy.deepcopy(model))
-    installed = registry.rewrites()
+    installed = rewrites()
     try:
         for entry in plan.kept:
             if entry.rewrite not in installed:
@@ -164,7 +163,7 @@ def check_model(model: object) -> None:
 def _allowed(level: str) -> list[Rewrite]:
     return [
         rewrite
-        for _, rewrite in sorted(registry.rewrites().items(), key=lambda item: (not item[1].lossless, item[0]))
+        for _, rewrite in sorted(rewrites().items(), key=lambda item: (not item[1].lossless, item[0]))
         if LEVELS.index(rewrite.level) <= LEVELS.index(level)
     ]
 

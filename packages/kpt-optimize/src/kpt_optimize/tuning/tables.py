@@ -4,7 +4,6 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,13 +12,12 @@ import torch
 
 from kpt_core import registry
 from kpt_core.errors import InputError, TuningWarning, warn_caller
+from kpt_core.policy import Key, Tuned
 
-from .files import Key, TuningEntry, read_table
+from .files import TuningEntry, read_table
 
 #: "0" switches tuned choices off; a folder holds the user's tuning tables instead of the one in the user's cache.
 KPT_TUNING = "KPT_TUNING"
-#: The end of a key of calls that need a gradient.
-GRADIENT = "gradient"
 
 #: Name of a device to the usable entries of its tables, and what was said of those that are ignored.
 _tables: dict[str, list[TuningEntry]] = {}
@@ -35,25 +33,8 @@ registry.on_forget(_forget)
 registry.on_refresh(_ignored.clear)
 
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """What tables say of an op on a device, in a dtype.
-
-    Attributes:
-        entries: by the key of a call.
-    """
-
-    entries: dict[Key, TuningEntry]
-
-    def configuring(self, key: Key, kernel: str) -> TuningEntry | None:
-        """The entry that configures a kernel for calls of a key: if it has none, of those that differ in gradients."""
-        other = _sizes(key) if key[-1:] == (GRADIENT,) else (*key, GRADIENT)
-        entry = self.entries.get(key) or self.entries.get(other)
-        return entry if entry is not None and entry.kernel == kernel else None
-
-
 def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Sequence[str]) -> Tuned | None:
-    """What the tables of a device's name say of an op and a dtype, None if nothing.
+    """Return what the tables of a device's name say of an op and a dtype, None if nothing: a policy for the core.
 
     Args:
         op: name of the op.
@@ -73,7 +54,7 @@ def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Se
     if entries is None:
         entries = tables[name] = _read_tables(name, folder)
     wanted = str(dtype).removeprefix("torch.")
-    found = {}
+    found: dict[Key, TuningEntry] = {}
     for entry in entries:
         if entry.op == op and entry.dtype == wanted:
             newcomer = _newcomer(entry, kernels)
@@ -83,16 +64,6 @@ def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Se
                 reason = f"{newcomer} comes first and was not there then"
                 _ignore(f"what was measured for {op} in {wanted}", reason)
     return Tuned(found) if found else None
-
-
-def _sizes(key: Key) -> Key:
-    """A key without the mark of calls that need a gradient."""
-    return key[:-1] if key[-1:] == (GRADIENT,) else key
-
-
-def next_power_of_two(size: int) -> int:
-    """The least power of two that is at least `size`, 1 for 0: for dimensions in a `size_key` that vary by the call."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def device_name(device: torch.device | str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import kpt_core
 from clock import CLOCK
 from kpt_core import InputError, UnknownNameError, apply_plan, optimize
-from kpt_core.optimization import Site
+from kpt_optimize import Site
 
 
 @kpt_core.op("test.linear")
@@ -79,7 +79,8 @@ class Slower(Cast):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *rewrites: Swap) -> None:
-    monkeypatch.setattr("kpt_core.registry.rewrites", lambda: {rewrite.name: rewrite for rewrite in rewrites})
+    module = import_module("kpt_optimize.optimize")  # the function of that name hides it
+    monkeypatch.setattr(module, "rewrites", lambda: {rewrite.name: rewrite for rewrite in rewrites})
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_rolls_everything_back_if_the_model_gets_slower(
     monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
 ) -> None:
     install(monkeypatch, Swap())
-    whole = import_module("kpt_core.optimization.optimize")
+    whole = import_module("kpt_optimize.optimize")
     monkeypatch.setattr(whole, "_contest", lambda *_: ([0.1] * 9, [0.2] * 9))
     result = optimize(model, example_inputs=(x,))
     assert not result.plan.kept
@@ -159,7 +160,7 @@ def test_rolls_everything_back_if_the_model_gets_slower(
 def test_only_the_lossy_one_of_two_rewrites_of_a_module_goes(
     monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
 ) -> None:
-    monkeypatch.setattr("kpt_core.optimization.trial.gain_of", lambda *_: (2.0, 0.0))
+    monkeypatch.setattr("kpt_optimize.trial.gain_of", lambda *_: (2.0, 0.0))
     install(monkeypatch, Swap(), Swap(name="test.lossy", lossless=False, scale=1.05))
     result = optimize(model, example_inputs=(x,), max_error=0.051)
     kept = {(entry.module, entry.rewrite) for entry in result.plan.kept}

@@ -10,9 +10,9 @@ from torch._dynamo.testing import CompileCounter
 
 import kpt_core
 from kpt_core import Backend
-from kpt_core.tuning import TuningEntry
-from kpt_core.tuning.files import merge_into
-from kpt_core.tuning.tables import table_name
+from kpt_optimize.tuning import TuningEntry
+from kpt_optimize.tuning.files import merge_into
+from kpt_optimize.tuning.tables import table_name
 from loopback import Loopback, kernel, scale
 from test_overhead import SEARCH, python_calls
 from test_tuning_files import DEVICE, ENTRY

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from . import registry
-from .dispatch.settings import effective, scoped
-from .errors import InputError, UnknownNameError
-from .optimization.rewrite import check_level, check_objective
+from kpt_core import registry
+from kpt_core.dispatch.settings import effective, scoped
+from kpt_core.errors import InputError, UnknownNameError
+
+from .rewrite import check_level, check_objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

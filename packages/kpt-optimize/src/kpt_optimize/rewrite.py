@@ -2,15 +2,20 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from importlib.metadata import EntryPoint
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from kpt_core import registry
 from kpt_core.errors import InputError, RegistrationError, UnknownNameError
 
 #: From what changes no number class, over what costs accuracy within a budget, to what costs more of it.
 LEVELS = ("conservative", "balanced", "aggressive")
 OBJECTIVES = ("latency", "memory")
+REWRITES_GROUP = "kpt.rewrites"
+
+_found: dict[str, "Rewrite"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,7 @@ def check_rewrite(rewrite: object) -> Rewrite:
     if not isinstance(rewrite, Rewrite):
         missing = [name for name in ("name", "lossless", "level", "sites", "replacement") if not hasattr(rewrite, name)]
         raise RegistrationError(
-            f"{rewrite!r} is not a Rewrite: it lacks {', '.join(missing)}; see kpt_core.optimization.Rewrite for what "
-            "is needed"
+            f"{rewrite!r} is not a Rewrite: it lacks {', '.join(missing)}; see kpt_optimize.Rewrite for what is needed"
         )
     name: object = rewrite.name
     if not isinstance(name, str) or not name:
@@ -86,3 +90,31 @@ def check_max_error(max_error: float | None) -> float | None:
     if max_error is not None and not max_error >= 0:
         raise InputError(f"max_error must be at least 0; got {max_error!r}")
     return max_error
+
+
+def rewrites() -> dict[str, Rewrite]:
+    """Return the rewrites of installed feature packages by name (entry points of the group `kpt.rewrites`)."""
+    global _found
+    if _found is None:
+        found: dict[str, Rewrite] = {}
+
+        def accept(entry: EntryPoint, value: Any) -> None:
+            offered: dict[str, Rewrite] = {}
+            for rewrite in map(check_rewrite, value):
+                if rewrite.name in found or rewrite.name in offered:
+                    raise RegistrationError(f"rewrite {rewrite.name!r} exists already")
+                offered[rewrite.name] = rewrite
+            found.update(offered)
+
+        if registry.load(REWRITES_GROUP, accept):
+            _found = found
+    return dict(_found or {})
+
+
+def _forget() -> None:
+    global _found
+    _found = None
+
+
+registry.on_refresh(_forget)
+registry.on_problems(rewrites)

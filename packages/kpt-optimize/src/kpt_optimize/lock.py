@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from .contract import REFERENCE
-from .dispatch.candidates import Candidates
-from .errors import InputError, KptError, UnknownNameError
-from .files import write_whole
-from .registry import get_op, packages_of
-from .selection import Selection
-from .tuning.files import Key, is_config, is_key, load_json
+from kpt_core.contract import REFERENCE
+from kpt_core.dispatch.candidates import Candidates
+from kpt_core.errors import InputError, KptError, UnknownNameError
+from kpt_core.files import write_whole
+from kpt_core.policy import Key
+from kpt_core.registry import get_op, packages_of
+from kpt_core.selection import Selection
+
+from .tuning.files import is_config, is_key, load_json
 from .tuning.tables import device_name
 
 FORMAT = 1
@@ -253,7 +255,7 @@ def _why(found: Candidates, entry: LockEntry, runs: str | None, gone: bool) -> s
         return f"{found.explicit} was asked for (use or KPT_USE)"
     tuned = None if found.tuned is None else found.tuned.entries.get(entry.key)
     if tuned is not None and tuned.kernel == runs:
-        return f"tuning differs: a table of {tuned.date} puts it first"
+        return f"tuning differs: a table of {getattr(tuned, 'date', 'unknown date')} puts it first"
     if entry.tuned:
         return "tuning differs: a table put the locked one first, and none does now"
     return "it comes first now; it was not there then, or was ruled out (KPT_DISABLE, KPT_USE, use)"

@@ -12,8 +12,8 @@ from clock import CLOCK
 from kpt_core import Call, Kernel, Op, Refusal, explain, op, registry
 from kpt_core import tune as run_tune
 from kpt_core.cases import Case, CaseTable
-from kpt_core.tuning import next_power_of_two
-from kpt_core.tuning.run import Tuning
+from kpt_core.policy import next_power_of_two
+from kpt_optimize.tuning.run import Tuning
 from loopback import Loopback
 
 MODULE = "tuning_kernels"

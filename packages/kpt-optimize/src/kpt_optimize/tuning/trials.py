@@ -18,11 +18,12 @@ from kpt_core.dispatch.run import run
 from kpt_core.dispatch.settings import effective, scoped
 from kpt_core.errors import InputError, RegistrationError
 from kpt_core.operation import Op
-from kpt_core.optimization.measure import gain_of, interleaved_times, relative_error, rounding
+from kpt_core.policy import Choice, Key
 from kpt_core.registry import packages_of
 from kpt_core.selection import Refused
+from kpt_optimize.measure import gain_of, interleaved_times, relative_error, rounding
 
-from .files import Key, TuningEntry, is_config, is_key, today
+from .files import TuningEntry, is_config, is_key, today
 
 Config = dict[str, Any] | None
 
@@ -152,7 +153,7 @@ def _options(
     call: Call,
     left_out: list[Refused],
     gradients: tuple[str, ...],
-    in_force: TuningEntry | None,
+    in_force: Choice | None,
 ) -> Iterator[_Option]:
     """What may run, the choice without tuning first; nothing if that is the reference."""
     taking = []

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import kpt_core
 import kpt_core.registry
 from kpt_core import InputError, PluginWarning, apply_plan, optimize
-from kpt_core.optimization import Site, relative_error, rounding
-from kpt_core.optimization.changes import Changes
+from kpt_optimize import Site, relative_error, rewrites, rounding
+from kpt_optimize.changes import Changes
 from plugins import entry_points_in
 from plugins import install as install_plugin
 from test_optimize import Cast, Model, Slow, Swap, install
@@ -134,7 +134,7 @@ def test_an_example_that_changes_is_refused(monkeypatch: pytest.MonkeyPatch, x: 
 def test_budget_of_lossless_rewrites_allows_for_the_rounding_of_the_dtype(
     monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor, dtype: torch.dtype, scale: float
 ) -> None:
-    monkeypatch.setattr("kpt_core.optimization.trial.gain_of", lambda *_: (2.0, 0.0))
+    monkeypatch.setattr("kpt_optimize.trial.gain_of", lambda *_: (2.0, 0.0))
     install(monkeypatch, Swap(scale=scale, only="first"))
     result = optimize(model.to(dtype), "conservative", example_inputs=(x.to(dtype),))
     assert result.plan.kept[0].error > 1e-4
@@ -198,7 +198,7 @@ R.ALL = [R()]
         ("R.level = 'silly'", "level of rewrite 'bad' must be one of .*; got 'silly'"),
         ("R.name = ''", "the name of a rewrite must be a string that is not empty; got ''"),
         ("R.lossless = 'yes'", "lossless of rewrite 'bad' must be True or False; got 'yes'"),
-        ("del R.sites", "it lacks sites; see kpt_core.optimization.Rewrite for what is needed"),
+        ("del R.sites", "it lacks sites; see kpt_optimize.Rewrite for what is needed"),
         ("R.ALL = [R]", "is a class; give an instance of it"),
         ("R.ALL = [R(), R()]", "rewrite 'bad' exists already"),
         ("R.ALL = 3", "TypeError"),
@@ -215,7 +215,7 @@ def test_a_malformed_rewrite_is_left_out(
         monkeypatch.delitem(sys.modules, name, raising=False)
     kpt_core.refresh()
     with pytest.warns(PluginWarning, match=f"kpt.rewrites 'bad' of dist-of-bad 1.0: .*{reason}"):
-        assert list(kpt_core.registry.rewrites()) == ["good"]
+        assert list(rewrites()) == ["good"]
 
 
 def test_commit_frees_the_originals(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:

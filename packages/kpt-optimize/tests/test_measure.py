@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kpt_core.optimization import gain_of, interleaved_times, measure
-from kpt_core.optimization.measure import settled_times
+from kpt_optimize import gain_of, interleaved_times, measure
+from kpt_optimize.measure import settled_times
 
 
 def test_all_run_once_a_round_and_each_begins_and_follows_each_of_the_others():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kpt_core
 from kpt_core import Backend, Call, InputError, Kernel, NoKernelError, UnknownNameError
-from kpt_core.config import Config
+from kpt_optimize.config import Config
 from loopback import Loopback
 
 

@@ -16,9 +16,9 @@ import torch
 import kpt_core
 import tuning_kernels
 from kpt_core import Backend, registry
-from kpt_core.tuning import TuningEntry, TuningWarning, device_name
-from kpt_core.tuning.files import merge_into, read_table
-from kpt_core.tuning.tables import table_name
+from kpt_optimize.tuning import TuningEntry, TuningWarning, device_name
+from kpt_optimize.tuning.files import merge_into, read_table
+from kpt_optimize.tuning.tables import table_name
 from tuning_kernels import named, product, two
 
 Add = Callable[[Backend], Backend]
@@ -206,7 +206,7 @@ PROCESS = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from kpt_core.tuning.files import TuningEntry, merge_into
+from kpt_optimize.tuning.files import TuningEntry, merge_into
 
 table, op = Path(sys.argv[1]), sys.argv[2]
 entry = TuningEntry(op=op, dtype="float32", key=(0,), kernel="a:b", config=None, seconds=1.0, default="a:b", present=(),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kpt_core import InputError, Plan
-from kpt_core.optimization import PlanEntry
+from kpt_optimize import PlanEntry
 
 ENTRY = PlanEntry("layers.0.experts", "moe.experts", "moe.experts", "reference", 1.25, 1e-7, True, "1.25x faster")
 PLAN = Plan(

@@ -14,9 +14,9 @@ import torch
 
 from kpt_core.errors import InputError
 from kpt_core.files import write_whole
+from kpt_core.policy import Key
 
 FORMAT = 1
-Key = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`optimize`: rewrites of a model that are tried, compared, measured, and kept only if they pay.
+"""`optimize`: rewrites of a model that are tried, compared, measured, and kept only if they pay; tuning and lock files.
 
 A vendor's own optimiser uses the same trial loop: `attempt`, with a `Trial` that says what its candidates are.
 """
@@ -6,7 +6,7 @@ A vendor's own optimiser uses the same trial loop: `attempt`, with a `Trial` tha
 from .measure import device_of, gain_of, interleaved_times, parameter_bytes, relative_error, rounding
 from .optimize import Optimized, apply_plan, check_model, optimize
 from .plan import Plan, PlanEntry, table
-from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_objective
+from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_objective, rewrites
 from .trial import (
     DEFAULT_MAX_ERROR,
     Example,
@@ -21,6 +21,8 @@ from .trial import (
     repeatable,
     setback,
 )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT_MAX_ERROR",
@@ -51,6 +53,7 @@ __all__ = [
     "parameter_bytes",
     "relative_error",
     "repeatable",
+    "rewrites",
     "rounding",
     "setback",
     "table",

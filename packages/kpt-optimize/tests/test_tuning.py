@@ -13,7 +13,7 @@ import toy_ops
 import tuning_kernels
 from clock import CLOCK
 from kpt_core import Backend, Call, registry
-from kpt_core.tuning import TuningWarning
+from kpt_optimize.tuning import TuningWarning
 from loopback import Loopback
 from tuning_kernels import FEW, MANY, SEEN, WEIGHT, composed, kernel, named, negated, offer, product, tune, two
 
