@@ -18,6 +18,7 @@ from plugins import GOOD, entry_points_in, install
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hide what is installed beside the core; start and end without settings, selections and quarantine."""
+    torch.manual_seed(0)
     for variable in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("KPT_TUNING", "0")  # what this machine's user measured is not for tests

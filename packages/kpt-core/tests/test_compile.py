@@ -87,7 +87,8 @@ def test_inductor_compiles_forward_and_backward(add: Add) -> None:
     for run in (function, torch.compile(function, fullgraph=True)):
         out = run(x, weight)
         results.append((out, *torch.autograd.grad(out, (x, weight))))
-    torch.testing.assert_close(*results)
+    # Inductor's sine and cosine are not PyTorch's to the last bit, and the product between them takes it further.
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert RAN == {"layer_kernel": 2, "layer_backward": 2}
 
 

@@ -25,6 +25,7 @@ POLICY = EntryPoint("tuning", "kpt_optimize.tuning.tables:tuned_choices", "kpt.p
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hide what is installed beside; start and end without settings, selections and quarantine."""
+    torch.manual_seed(0)
     for variable in ("KPT_USE", "KPT_DISABLE", "KPT_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("KPT_TUNING", "0")  # what this machine's user measured is not for tests
