@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 
 Key = tuple[int | str, ...]
-"""What an op's `size_key` gives for a call, and `GRADIENT` at its end where the call needs one."""
+"""The key of a call: of its op's `size_key`, with `GRADIENT` at its end where the call needs one."""
 GRADIENT = "gradient"
 
 
 class Choice(Protocol):
-    """What comes first for the calls of a key: a kernel's identity, and its configuration or None."""
+    """Name the kernel that comes first for the calls of a key, and its configuration."""
 
     @property
     def kernel(self) -> str:
@@ -29,7 +29,7 @@ class Choice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What is known of an op on a device, in a dtype.
+    """Hold what is known of an op on a device, in a dtype.
 
     Attributes:
         entries: by the key of a call.

@@ -307,7 +307,7 @@ def problems() -> tuple[Problem, ...]:
     """Every plug-in that could not be used so far; discovers everything first."""
     for name in ops():
         kernels(name)
-    _cases()
+    policies(), _cases()
     for discover in _discovering:
         discover()
     return tuple(_problems)
