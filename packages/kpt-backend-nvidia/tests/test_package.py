@@ -24,7 +24,7 @@ print(json.dumps({"new": sorted({name.partition(".")[0] for name in set(sys.modu
 
 def test_installing_it_brings_triton_and_nothing_of_other_vendors():
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in requires("kpt-backend-nvidia") or ()}
-    assert names == {"kpt-core", "kpt-triton", "nvidia-ml-py", "triton"}
+    assert names == {"kpt-core", "kpt-optimize", "kpt-triton", "nvidia-ml-py", "triton"}
 
 
 def test_importing_it_imports_no_compiler_and_starts_no_cuda():

@@ -219,9 +219,9 @@ def test_a_quick_run_has_every_check_on_few_trials(acme: pytest.Pytester, run_he
     quick, whole = collected(run_here, "--kpt-quick"), collected(run_here)
     fewer = collected(run_here, "--kpt-quick", "--kpt-quick-trials=2")
     assert fewer.keys() == quick.keys() == whole.keys()
-    assert max(count for check, count in fewer.items() if check != "values") == 2 * 2  # of two kernels
+    assert max(count for check, count in fewer.items() if check != "values") == 2
     assert quick["values"] < whole["values"]
-    assert max(count for check, count in quick.items() if check != "values") <= 6 * 2  # of two kernels
+    assert max(count for check, count in quick.items() if check != "values") == 6
     assert quick == collected(partial(run_alone, acme), "--kpt-quick"), "every process must have the same trials"
 
 

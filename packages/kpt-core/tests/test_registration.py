@@ -237,3 +237,13 @@ def test_kernels_are_values() -> None:
 def test_what_a_kernel_says_must_have_a_meaning(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(RegistrationError, match=f"of sample.scale: .*{said}"):
         Kernel("sample.scale", **{"forward": "loopback:first", **settings})
+
+
+def test_a_cpu_is_not_waited_for_as_if_it_were_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise ValueError(f"{device.type} doesn't match the current accelerator")  # as torch does where there is one
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", refuse)
+    Loopback().synchronize(torch.device("cpu"))
+    with pytest.raises(ValueError, match="meta doesn't match"):
+        Loopback().synchronize(torch.device("meta"))
