@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import kpt_core
 import kpt_moe.transformers  # noqa: F401  registers "kpt"
 from kpt_backend_nvidia import NVIDIABackend, NVIDIAConfig, NVIDIAMemoryManager, NVIDIAOptimizer, OptimizerConfig
-from kpt_backend_nvidia.memory import format_bytes
+from kpt_optimize.memory import format_bytes
 
 torch.manual_seed(0)
 sizes = Qwen3MoeConfig(

@@ -4,17 +4,13 @@ import os
 import subprocess
 import sys
 import textwrap
-import types
 
 import pytest
 import torch
 from torch import nn
 
 import kpt_core
-from kpt_backend_nvidia.backend import NVIDIABackend
-from kpt_backend_nvidia.chips import CHIPS
-from kpt_backend_nvidia.configuration import NVIDIAConfig
-from kpt_backend_nvidia.padded_linear import PaddedLinear
+from kpt_backend_nvidia import CHIPS, NVIDIABackend, NVIDIAConfig, PaddedLinear
 from kpt_core import InputError, Kernel
 from kpt_core.registry import add_backend, remove_backend
 from simulated_cuda import GIB, FakeDevice, simulate
@@ -109,11 +105,7 @@ def test_a_device_that_is_not_here_can_do_nothing_and_one_of_another_type_is_ref
 
 
 def test_kernels_are_listed_without_cuda(monkeypatch, without_cuda):
-    kernel = Kernel("backend_test.double", f"{__name__}:double", requires={"cuda", "bf16"})
-    module = types.ModuleType("kpt_backend_nvidia.moe")
-    module.KERNELS = (kernel,)
-    monkeypatch.setitem(sys.modules, "kpt_backend_nvidia.moe", module)
-    assert NVIDIABackend().kernels() == (kernel,)
+    assert {kernel.op for kernel in NVIDIABackend().kernels()} >= {"moe.experts", "moe.grouped_mm"}
 
 
 @kpt_core.op("backend_test.double")
@@ -244,7 +236,7 @@ def test_a_model_on_several_devices_is_not_moved(monkeypatch):
     simulate(monkeypatch, H100)
     model = Model()
     monkeypatch.setattr(
-        "kpt_backend_nvidia.backend._homes", lambda model: {torch.device("cuda", 0), torch.device("cuda", 1)}
+        "kpt_optimize.accelerator.backend._homes", lambda model: {torch.device("cuda", 0), torch.device("cuda", 1)}
     )
     prepared = NVIDIABackend().prepare_model(model)
     assert model.sent == []

@@ -1,10 +1,12 @@
 """Devices and their memory. CUDA and NVML are simulated here: no test needs a GPU."""
 
+import sys
+
 import pytest
 import torch
 
-from kpt_backend_nvidia.devices import DeviceManager, device_index, device_info, memory_stats
-from kpt_backend_nvidia.nvml import NvmlError, compute_capabilities, driver, live_state
+from kpt_backend_nvidia import BACKEND, DeviceManager, device_info, memory_stats
+from kpt_backend_nvidia.environment import compute_capabilities, driver
 from kpt_core import InputError
 from simulated_cuda import GIB, FakeDevice, fake_uuid, simulate, simulate_nvml
 
@@ -23,21 +25,19 @@ def test_a_device_is_described_by_torch_the_chip_table_and_nvml(monkeypatch):
     simulate(monkeypatch, A100, H100)
     info = device_info("cuda:1")
     assert (info.index, info.name, info.uuid) == (1, "NVIDIA H100 80GB HBM3", fake_uuid(1))
-    assert (info.compute_capability, info.chip, info.generation) == ((9, 0), "sm90", "Hopper")
+    assert (info.chip, info.generation) == ("sm90", "Hopper")
     assert (info.memory, info.multiprocessors, info.shared_memory_per_block) == (80 * GIB, 132, 227 * 1024)
     assert (info.l2_cache, info.registers_per_multiprocessor, info.threads_per_multiprocessor) == (
         50 * 2**20,
         65536,
         2048,
     )
-    assert info.pci_address == "00000000:11:00.0"
     assert info.peaks is not None
     assert info.peaks.bandwidth == 3350
     assert info.live is not None
-    # 100 W + 1 W and 10% per index of the device that the simulation calls 1.
-    assert (info.live.power, info.live.power_limit, info.live.busy, info.live.memory_busy) == (101, 700, 0.1, 0.05)
-    assert (info.live.sm_clock, info.live.sm_clock_max, info.live.memory_clock) == (1200, 1980, 2619)
-    assert (info.live.temperature, info.live.mig, info.live.memory_free) == (41, False, 70 * GIB)
+    # 100 W + 1 W and 10% per index of the device.
+    assert (info.live.power, info.live.busy, info.live.memory_busy) == (101, 0.1, 0.05)
+    assert (info.live.clock, info.live.temperature, info.live.memory_used) == (1200, 41, 10 * GIB)
     assert info.live_missing is None
 
 
@@ -86,62 +86,54 @@ def test_a_property_under_another_name_is_found(monkeypatch):
     assert device_info().memory == 7 * GIB
 
 
-@pytest.mark.parametrize("lacking", [("pci_bus_id",), ("uuid",)], ids=["by UUID", "by PCI address"])
-def test_nvml_is_asked_about_the_same_device_though_it_counts_otherwise(monkeypatch, lacking):
-    simulate(monkeypatch, FakeDevice(lacking=lacking), FakeDevice(lacking=lacking), FakeDevice(lacking=lacking))
-    assert [info.live.busy for info in DeviceManager().devices] == [0.0, 0.1, 0.2]
+def refuse(device=None):
+    raise RuntimeError("Insufficient Permissions")
 
 
-def test_a_device_that_nvml_can_not_find_keeps_the_reason(monkeypatch):
-    simulate(monkeypatch, FakeDevice(lacking=("uuid", "pci_bus_id")))
+LIVE = {
+    "power_draw": "power",
+    "temperature": "temperature",
+    "utilization": "busy",
+    "memory_usage": "memory_busy",
+    "clock_rate": "clock",
+    "device_memory_used": "memory_used",
+}
+
+
+@pytest.mark.parametrize("asked", LIVE)
+def test_what_the_driver_refuses_is_none_and_the_rest_is_there(monkeypatch, asked):
+    simulate(monkeypatch, H100)
+    monkeypatch.setattr(torch.cuda, asked, refuse)
+    live = device_info().live
+    assert [field for field in LIVE.values() if getattr(live, field) is None] == [LIVE[asked]]
+
+
+def test_a_driver_that_tells_nothing_costs_live_facts_alone(monkeypatch):
+    simulate(monkeypatch, H100)
+    for asked in LIVE:
+        monkeypatch.setattr(torch.cuda, asked, refuse)
     info = device_info()
-    assert info.live is None
-    assert "NVML knows no device" in info.live_missing
+    assert (info.live, info.live_missing) == (None, "RuntimeError: Insufficient Permissions")
     assert info.multiprocessors == 132
 
 
-def test_nvml_that_does_not_start_costs_live_facts_alone(monkeypatch):
+def test_the_driver_is_left_alone_where_live_facts_are_not_wanted(monkeypatch):
     simulate(monkeypatch, H100)
-    simulate_nvml(monkeypatch, H100, broken="Insufficient Permissions")
-    info = device_info()
-    assert (info.live, info.live_missing) == (None, "NVML did not start: Insufficient Permissions")
-    assert driver().missing == "NVML did not start: Insufficient Permissions"
-    assert compute_capabilities() is None
-
-
-def test_a_missing_package_says_how_to_install_it(monkeypatch):
-    simulate(monkeypatch, H100)
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    assert "pip install nvidia-ml-py" in device_info().live_missing
-    with pytest.raises(NvmlError, match="pip install nvidia-ml-py"):
-        live_state(fake_uuid(0), None)
-
-
-@pytest.mark.parametrize(
-    ("refused", "field"),
-    [
-        ("nvmlDeviceGetPowerUsage", "power"),
-        ("nvmlDeviceGetUtilizationRates", "busy"),
-        ("nvmlDeviceGetMigMode", "mig"),
-        ("nvmlDeviceGetMemoryInfo", "memory_free"),
-        ("nvmlDeviceGetMaxClockInfo", "sm_clock_max"),
-    ],
-)
-def test_what_nvml_refuses_is_none_and_the_rest_is_there(monkeypatch, refused, field):
-    simulate(monkeypatch, H100)
-    simulate_nvml(monkeypatch, H100, refused=(refused,))
-    live = device_info().live
-    assert live is not None
-    assert getattr(live, field) is None
-    assert live.temperature == 41
-
-
-def test_nvml_is_left_alone_where_live_facts_are_not_wanted(monkeypatch):
-    simulate(monkeypatch, H100)
-    simulate_nvml(monkeypatch, H100, broken="asked")
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device=None: pytest.fail("asked"))
     info = device_info(live=False)
     assert (info.live, info.live_missing) == (None, "it was not asked for")
     assert info.chip == "sm90"
+
+
+@pytest.mark.parametrize("missing", ["NVML did not start: Insufficient Permissions", "pip install nvidia-ml-py"])
+def test_nvml_that_does_not_answer_is_told_with_the_reason(monkeypatch, missing):
+    simulate(monkeypatch, H100)
+    if "pip" in missing:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        simulate_nvml(monkeypatch, H100, broken="Insufficient Permissions")
+    assert missing in driver().missing
+    assert compute_capabilities() is None
 
 
 def test_memory_statistics_account_for_every_byte(monkeypatch):
@@ -172,7 +164,7 @@ def test_memory_of_the_device_that_was_asked_for(monkeypatch):
 
 
 def test_without_cuda_a_question_about_a_device_is_refused_with_the_reason(without_cuda):
-    for ask in (device_info, memory_stats, device_index):
+    for ask in (device_info, memory_stats, BACKEND.device):
         with pytest.raises(InputError, match="not built for CUDA; install"):
             ask()
 
@@ -217,12 +209,12 @@ def test_choosing_makes_no_context_on_devices_that_nvml_knows(monkeypatch):
     assert DeviceManager().roomiest() == torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("how", ["NVML is broken", "the GPU is divided"])
-def test_choosing_asks_cuda_where_nvml_does_not_tell_of_the_device_alone(monkeypatch, how):
-    divided = how == "the GPU is divided"
-    simulate(monkeypatch, FakeDevice(mig=divided), FakeDevice(mig=divided))
+@pytest.mark.parametrize("divided", [False, True])
+def test_choosing_asks_cuda_where_the_driver_does_not_tell_of_the_device_alone(monkeypatch, divided):
+    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb" if divided else "NVIDIA H100 80GB HBM3"
+    simulate(monkeypatch, FakeDevice(name=name), FakeDevice(name=name))
     if not divided:
-        simulate_nvml(monkeypatch, broken="Unknown Error")
+        monkeypatch.setattr(torch.cuda, "device_memory_used", refuse)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((1, 2)[device], 2))
     assert DeviceManager().roomiest() == torch.device("cuda", 1)
 

@@ -5,8 +5,8 @@ import torch
 
 import kpt_core
 from kpt_backend_nvidia import BACKEND, capabilities_of
-from kpt_backend_nvidia.moe import configs, unsupported
 from kpt_core.contract import load
+from kpt_triton.moe import configs, refusals
 from kpt_triton.moe import experts as of_experts
 from kpt_triton.moe import grouped_mm as of_products
 from kpt_triton.moe.tiles import default_tile
@@ -86,42 +86,40 @@ def test_candidates_are_configurations_that_the_kernel_takes():
 
 def test_routing_weights_in_float64_are_refused_in_a_sentence():
     call = call_of()
-    assert unsupported.experts(call) is None
-    assert "float64" in unsupported.experts(call._replace(top_k_weights=call.top_k_weights.double()))
+    assert refusals.experts(call) is None
+    assert "float64" in refusals.experts(call._replace(top_k_weights=call.top_k_weights.double()))
 
 
 def test_more_experts_or_pairs_than_are_sorted_are_refused():
-    refusal = unsupported.experts(call_of(tokens=1, experts=4097))
-    assert str(refusal) == "4097 experts; this kernel sorts by 4096 at most"
+    refusal = refusals.experts(call_of(tokens=1, experts=4097))
+    assert refusal == "more than 4096 experts, which this kernel does not sort"
     call = call_of()
     many = call._replace(top_k_index=torch.empty(2**29 + 1, 2, dtype=torch.int64, device="meta"))
-    assert "more than 2**30 pairs" in unsupported.experts(many)
+    assert "more than 2**30 pairs" in refusals.experts(many)
 
 
 def test_what_gating_does_not_take_is_refused():
     gating = kpt_core.get_op("moe.top_k_gating").bind
-    assert unsupported.top_k_gating(gating(torch.zeros(2, 1024), torch.zeros(1024), top_k=2)) is None
-    refusal = unsupported.top_k_gating(gating(torch.zeros(2, 1025), top_k=2))
-    assert str(refusal) == "1025 experts; this kernel holds the scores of 1024 at most"
-    assert "float64" in unsupported.top_k_gating(gating(torch.zeros(2, 8), torch.zeros(8).double(), top_k=2))
+    assert refusals.top_k_gating(gating(torch.zeros(2, 1024), torch.zeros(1024), top_k=2)) is None
+    refusal = refusals.top_k_gating(gating(torch.zeros(2, 1025), top_k=2))
+    assert refusal == "more than 1024 experts, whose scores this kernel does not hold"
+    assert "float64" in refusals.top_k_gating(gating(torch.zeros(2, 8), torch.zeros(8).double(), top_k=2))
 
 
-@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
-def test_eight_bit_weights_need_a_chip_that_reads_them(capability, refused, monkeypatch):
-    """CUDA is simulated: the device is asked for its compute capability, and nothing else."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    unsupported._too_old.cache_clear()
-
-    class OnCuda:
-        device, dtype = torch.device("cuda", 0), torch.bfloat16
-
+@pytest.mark.parametrize(
+    ("chip", "refused"),
+    [(chip, True) for chip in ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100")]
+    + [(chip, False) for chip in ("sm89", "sm90", "sm120", "gfx950", "gfx1201", "interpreter")],
+)
+def test_eight_bit_weights_need_a_chip_that_reads_them(chip, refused, monkeypatch):
+    monkeypatch.setattr(refusals, "chip_of", lambda device: chip)
+    refusals._no_float8.cache_clear()
     codes = torch.zeros(2, 2, 2, dtype=torch.float8_e4m3fn)
     call = kpt_core.get_op("moe.scaled_grouped_mm").bind(
         torch.zeros(2, 2), codes, torch.ones(2, 2), torch.tensor([1, 2], dtype=torch.int32)
     )
     try:
-        assert (unsupported.scaled_grouped_mm(call._replace(x=OnCuda())) is not None) is refused
-        assert unsupported.scaled_grouped_mm(call._replace(x=OnCuda(), weight=codes.float())) is None
+        assert (refusals.scaled_grouped_mm(call) is not None) is refused
+        assert refusals.scaled_grouped_mm(call._replace(weight=codes.float())) is None
     finally:
-        unsupported._too_old.cache_clear()
+        refusals._no_float8.cache_clear()

@@ -3,17 +3,19 @@
 Importing it initialises no CUDA and imports no Triton.
 """
 
-from .backend import NVIDIABackend, PreparedModel
-from .chips import CHIPS, Peaks, capabilities_of, peaks_of
-from .configuration import NVIDIAConfig
-from .devices import DeviceInfo, DeviceManager, MemoryStatistics, device_info, memory_stats
-from .environment import Environment, environment
-from .memory import MemoryPool, NVIDIAMemoryManager, OutOfMemoryError
-from .nvml import LiveState
-from .optimizer import NVIDIAOptimizer, OptimizationReport, OptimizationWarning, OptimizerConfig
-from .padded_linear import PaddedLinear
-from .settings import AppliedSettings, apply_settings
-from .shapes import (
+from kpt_optimize.accelerator import (
+    AppliedSettings,
+    DeviceInfo,
+    LiveState,
+    MemoryStatistics,
+    Peaks,
+    PreparedModel,
+    apply_settings,
+)
+from kpt_optimize.memory import MemoryPool, OutOfMemoryError
+from kpt_optimize.model import OptimizationReport, OptimizationWarning, OptimizerConfig
+from kpt_optimize.padding import (
+    PaddedLinear,
     Padding,
     ShapeAdvice,
     advise,
@@ -25,9 +27,20 @@ from .shapes import (
     wave_efficiency,
 )
 
-__version__ = "0.1.0"
+from .backend import (
+    BACKEND,
+    DeviceManager,
+    NVIDIABackend,
+    NVIDIAConfig,
+    NVIDIAMemoryManager,
+    NVIDIAOptimizer,
+    device_info,
+    memory_stats,
+)
+from .chips import CHIPS, capabilities_of, peaks_of
+from .environment import Environment, environment
 
-BACKEND = NVIDIABackend()
+__version__ = "0.1.0"
 
 __all__ = [
     "BACKEND",

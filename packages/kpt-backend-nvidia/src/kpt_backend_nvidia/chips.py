@@ -13,10 +13,10 @@ sm86 99 KiB), so that is asked from the device (`device_info`).
 """
 
 import re
-from dataclasses import dataclass
 from functools import cache
 
 from kpt_core import Capability, UnknownNameError
+from kpt_optimize.accelerator import Peaks
 
 #: What kernels are compiled for.
 CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
@@ -59,21 +59,6 @@ _GENERATIONS = {
     11: "Blackwell",
     12: "Blackwell",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
-    """What a product can do at most, from NVIDIA's data sheets.
-
-    Attributes:
-        bf16_tflops: dense bfloat16 products with float32 accumulation, TFLOP/s, without structured sparsity.
-        bandwidth: of the device's memory, GB/s (10**9 bytes).
-        source: the document.
-    """
-
-    bf16_tflops: float
-    bandwidth: float
-    source: str
 
 
 def _peaks(bf16_tflops: float, bandwidth: float, source: str) -> Peaks:

@@ -6,14 +6,29 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .chips import OLDEST, chip_name, unsupported
-from .nvml import Driver, compute_capabilities, driver
 
 _INSTALL_TORCH = "install one that is: https://pytorch.org/get-started/locally"
 _OLDEST_TRITON = (3, 6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """The driver of this machine.
+
+    Attributes:
+        version: for instance `580.65.06`.
+        cuda: the newest CUDA that it supports, major and minor.
+        missing: why these are None.
+    """
+
+    version: str | None = None
+    cuda: tuple[int, int] | None = None
+    missing: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +236,49 @@ def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: `3.9.0+git1` is (3, 9)."""
     parts = version.split(".")[:2]
     return tuple(int(part) for part in parts if part.isdigit())
+
+
+def driver() -> Driver:
+    """Return the driver's versions as NVML tells them, which initialises no CUDA; never raises."""
+    nvml = _nvml()
+    if isinstance(nvml, str):
+        return Driver(missing=nvml)
+    version = _ask(nvml, "nvmlSystemGetDriverVersion")
+    number = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
+    return Driver(
+        version=version.decode() if isinstance(version, bytes) else version,
+        cuda=None if number is None else (number // 1000, number % 1000 // 10),
+    )
+
+
+def compute_capabilities() -> tuple[tuple[int, int], ...] | None:
+    """Return the compute capabilities of every GPU of this machine, hidden ones too; None if NVML does not answer."""
+    nvml = _nvml()
+    if isinstance(nvml, str):
+        return None
+    handles = [
+        _ask(nvml, "nvmlDeviceGetHandleByIndex", index) for index in range(_ask(nvml, "nvmlDeviceGetCount") or 0)
+    ]
+    told = [_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle) for handle in handles if handle is not None]
+    return tuple((int(pair[0]), int(pair[1])) for pair in told if pair is not None)
+
+
+def _nvml() -> Any:
+    """Return the module `pynvml`, initialised for the rest of the process, or why it does not answer."""
+    try:
+        import pynvml
+    except ImportError:
+        return "nvidia-ml-py is not installed; pip install nvidia-ml-py"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"NVML did not start: {error}"
+    return pynvml
+
+
+def _ask(nvml: Any, name: str, *args: Any) -> Any:
+    """Return the answer, or None if NVML refuses it."""
+    try:
+        return getattr(nvml, name)(*args)
+    except nvml.NVMLError:
+        return None

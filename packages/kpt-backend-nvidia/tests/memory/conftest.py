@@ -4,7 +4,7 @@ import pytest
 import torch
 from simulated_allocator import MIB, SimulatedAllocator, simulate_allocator
 
-from kpt_backend_nvidia.memory import NVIDIAMemoryManager
+from kpt_backend_nvidia import NVIDIAMemoryManager
 
 
 @pytest.fixture(autouse=True)

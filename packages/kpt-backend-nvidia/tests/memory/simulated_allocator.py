@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kpt_backend_nvidia.memory import format_bytes, segment_bytes
+from kpt_optimize.memory import format_bytes, segment_bytes
 from simulated_cuda import FakeDevice, simulate
 
 MIB = 2**20

@@ -6,7 +6,7 @@ import pytest
 import torch
 from simulated_allocator import MIB
 
-from kpt_backend_nvidia.memory import NVIDIAMemoryManager, OutOfMemoryError
+from kpt_backend_nvidia import NVIDIAMemoryManager, OutOfMemoryError
 from kpt_core import InputError, UnknownNameError
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
@@ -245,5 +245,5 @@ def test_an_unknown_pool_is_refused(simulated):
 
 
 def test_the_cpu_has_no_pools(on_cpu):
-    with pytest.raises(InputError, match="pools are a feature of the CUDA allocator"):
+    with pytest.raises(InputError, match="pools are a feature of accelerators"):
         on_cpu.pool("activations")

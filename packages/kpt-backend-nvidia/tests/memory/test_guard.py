@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from kpt_backend_nvidia.memory import OutOfMemoryError, is_out_of_memory
 from kpt_core import InputError, KptError
+from kpt_optimize.memory import OutOfMemoryError, is_out_of_memory
 
 
 class Cache:

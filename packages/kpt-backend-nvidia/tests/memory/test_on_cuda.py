@@ -4,7 +4,7 @@ import pytest
 import torch
 from simulated_allocator import MIB
 
-from kpt_backend_nvidia.memory import NVIDIAMemoryManager, OutOfMemoryError
+from kpt_backend_nvidia import NVIDIAMemoryManager, OutOfMemoryError
 from kpt_core import InputError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

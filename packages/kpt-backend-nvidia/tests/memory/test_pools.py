@@ -4,8 +4,8 @@ import pytest
 import torch
 from simulated_allocator import MIB
 
-from kpt_backend_nvidia.memory import MemoryPool, OutOfMemoryError
 from kpt_core import InputError
+from kpt_optimize.memory import MemoryPool, OutOfMemoryError
 
 
 def bytes_of(mebibytes):

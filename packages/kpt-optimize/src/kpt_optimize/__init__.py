@@ -4,9 +4,9 @@ A vendor's own optimiser uses the same trial loop: `attempt`, with a `Trial` tha
 """
 
 from .measure import device_of, gain_of, interleaved_times, parameter_bytes, relative_error, rounding
-from .optimize import Optimized, apply_plan, check_model, optimize
+from .optimize import Optimized, apply_plan, optimize
 from .plan import Plan, PlanEntry, table
-from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_objective, rewrites
+from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_model, check_objective, rewrites
 from .trial import (
     DEFAULT_MAX_ERROR,
     Example,

@@ -18,7 +18,7 @@ from .attempt import Task, attempt_rewrite, sites_of
 from .changes import Changes
 from .measure import device_of, gain_of, parameter_bytes, relative_error, settled_times
 from .plan import Plan, PlanEntry
-from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_objective, rewrites
+from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_model, check_objective, rewrites
 from .trial import Example, repeatable, setback
 
 Progress = Callable[[int, int, str], None]
@@ -152,12 +152,6 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, inplace
     finally:
         changes.restore_training()
     return Optimized(changes.model, plan, changes)
-
-
-def check_model(model: object) -> None:
-    """Raise `InputError` unless `model` is a module."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module; got {model!r}: pass the loaded model")
 
 
 def _allowed(level: str) -> list[Rewrite]:

@@ -71,6 +71,12 @@ def check_rewrite(rewrite: object) -> Rewrite:
     return rewrite
 
 
+def check_model(model: object) -> None:
+    """Raise `InputError` unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module; got {model!r}: pass the loaded model")
+
+
 def check_level(level: str) -> str:
     """Raise `UnknownNameError` unless `level` is one."""
     if level not in LEVELS:

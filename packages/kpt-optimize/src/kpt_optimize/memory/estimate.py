@@ -1,0 +1,200 @@
+"""How much memory a model will take, before it takes any."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from kpt_core.errors import InputError, UnknownNameError
+from kpt_optimize.rewrite import check_model
+from kpt_optimize.trial import Example
+
+from .sizes import dense_parts, format_bytes, storage_bytes
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes that a step of a model takes.
+
+    Attributes:
+        parameters: parameters.
+        buffers: buffers.
+        inputs: the example inputs.
+        gradients: of all parameters that want one; 0 for inference.
+        optimizer_state: 0 for inference.
+        activations: alive when the forward pass has ended, the outputs among them.
+        peak: the most that is alive at one time, all of the above included, the allocator's rounding not.
+    """
+
+    parameters: int
+    buffers: int
+    inputs: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    peak: int
+
+    def __str__(self) -> str:
+        parts = ("parameters", "buffers", "inputs", "gradients", "optimizer_state", "activations", "peak")
+        return "\n".join(f"{part.replace('_', ' '):16} {format_bytes(getattr(self, part)):>12}" for part in parts)
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Adds up the storages that ops make, as long as they live."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._known = {part.untyped_storage()._cdata for tensor in known for part in dense_parts(tensor)}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor):
+                for part in dense_parts(leaf):
+                    self._add(part.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
+
+    def _remove(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def estimate(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    training: bool = True,
+    optimizer: str | OptimizerFactory | None = "adamw",
+) -> MemoryEstimate:
+    """Estimate the memory of a training or inference step without running it.
+
+    The model runs on fake tensors, which have shapes and lifetimes but no memory: nothing is computed, and parameters,
+    gradients, buffers and random state stay as they are. Optimiser state is that of the optimiser's own step on tensors
+    without memory. What kernels take inside for themselves is not seen. Operators that save other things elsewhere, as
+    dropout and attention do, are estimated for the device on which the model is.
+
+    Source: `torch._subclasses.fake_tensor`, and the idea of `torch.distributed._tools.mem_tracker`.
+
+    Args:
+        model: the model, on any device, `meta` too.
+        example_inputs: arguments of its forward: a tensor, a tuple of arguments or a dict of keyword arguments.
+        training: a forward and a backward pass in training mode; otherwise a forward pass without gradients.
+        optimizer: a key of `OPTIMIZERS`, a callable that makes one from parameters, or None; read for training.
+
+    Raises:
+        InputError: no module, a model that decides by values of tensors, which fake tensors don't have, or that fails
+            on them, an optimiser that does, or for training no output with a gradient.
+        UnknownNameError: no such optimiser.
+    """
+    check_model(model)
+    example = Example.of(example_inputs, "example_inputs")
+    state_bytes = _optimizer_bytes(model, optimizer) if training and optimizer is not None else 0
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _training(model, training):
+
+        def fake(tensor: Tensor) -> Tensor:
+            return mode.from_tensor(tensor)
+
+        tensors = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        args, kwargs = tree_map_only(Tensor, fake, (example.args, dict(example.kwargs)))
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        parameters = [tensors[name] for name, _ in model.named_parameters()]
+        buffers = [tensors[name] for name, _ in model.named_buffers()]
+        with _LiveStorages([*tensors.values(), *given]) as tracker:
+            try:
+                with torch.set_grad_enabled(training):
+                    outputs = functional_call(model, tensors, args, kwargs)
+                activations = tracker.live
+                if training:
+                    _backward(outputs, model)
+            except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+                raise InputError(
+                    f"estimate: {type(model).__name__} calls {error.func}, which needs the values of tensors, and an "
+                    "estimate has only their shapes; measure a step: torch.accelerator.max_memory_allocated()"
+                ) from error
+            except RuntimeError as error:
+                raise InputError(
+                    f"estimate: {type(model).__name__} failed on fake tensors, with {shorten(str(error), 200)!r}; "
+                    "if it runs on real ones, one of its operators takes fewer dtypes there, as the grouped product of "
+                    'transformers does; experts_implementation="kpt" takes all'
+                ) from error
+        gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
+        sizes = storage_bytes(parameters), storage_bytes(buffers), storage_bytes(given)
+    return MemoryEstimate(*sizes, gradients, state_bytes, activations, sum(sizes) + state_bytes + tracker.peak)
+
+
+@contextmanager
+def _training(model: nn.Module, mode: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.train(mode)
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _backward(outputs: Any, model: nn.Module) -> None:
+    roots = [leaf for leaf in tree_iter(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not roots and any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"estimate: {type(model).__name__} returned no tensor with a gradient ({type(outputs).__name__}); return "
+            "tensors, tuples, lists or dicts of them, or estimate with training=False"
+        )
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _optimizer_bytes(model: nn.Module, optimizer: str | OptimizerFactory) -> int:
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise UnknownNameError("optimizer", optimizer, OPTIMIZERS, "A callable that makes one is taken too.")
+        optimizer = OPTIMIZERS[optimizer]
+    parameters = [nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        return 0
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    stepped = optimizer(parameters)
+    try:
+        stepped.step()
+    except (RuntimeError, NotImplementedError) as error:
+        raise InputError(
+            f"estimate: {type(stepped).__name__} reads values in its step, which an estimate does not have; "
+            "pass optimizer=None and add its state yourself"
+        ) from error
+    return storage_bytes(leaf for leaf in tree_iter(dict(stepped.state)) if isinstance(leaf, Tensor))

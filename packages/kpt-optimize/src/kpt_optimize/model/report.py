@@ -1,0 +1,107 @@
+"""What an optimisation did, and why."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kpt_optimize.plan import Plan, table
+
+from .recommendations import Recommendation
+
+KEPT, ROLLED_BACK, NOT_TRIED = "kept", "rolled back", "not tried"
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """One step of an optimisation.
+
+    Attributes:
+        step: its name.
+        setting: what was set, such as the mode of `torch.compile`.
+        status: `kept`, `rolled back` or `not tried`.
+        reason: why, as a sentence with the figures that decided.
+        gain: seconds (or bytes, where the objective is memory) without it / with it, above 1 is better; None if it was
+            not measured.
+        error: of the model with it and the steps kept before, against the original; None if it was not compared.
+        preparation_seconds: what making it and its first run took, compilation included; None if it was not tried.
+    """
+
+    step: str
+    setting: str
+    status: str
+    reason: str
+    gain: float | None = None
+    error: float | None = None
+    preparation_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizationReport:
+    """Every step, and the effect of the kept ones together.
+
+    Attributes:
+        model: class name of the model.
+        purpose: `inference` or `training`.
+        level: `conservative`, `balanced` or `aggressive`.
+        objective: `latency` or `memory`.
+        device: where it was measured.
+        outcomes: of the steps, in the order of trial.
+        plan: what `kpt_core.optimize` said of the module rewrites, if it was asked.
+        recommendations: what the model's owner may do beyond.
+        seconds_before: median seconds of the original on the sample (a forward, or a training step); None if nothing
+            was measured.
+        seconds_after: the same with the kept steps.
+        bytes_before: parameters and buffers of the original.
+        bytes_after: the same with the kept steps.
+        error: of the result against the original, on the sample; None if nothing was measured.
+    """
+
+    model: str
+    purpose: str
+    level: str
+    objective: str
+    device: str
+    outcomes: tuple[StepOutcome, ...]
+    plan: Plan | None
+    recommendations: tuple[Recommendation, ...]
+    seconds_before: float | None
+    seconds_after: float | None
+    bytes_before: int
+    bytes_after: int
+    error: float | None
+
+    @property
+    def kept(self) -> tuple[StepOutcome, ...]:
+        """The steps in force."""
+        return tuple(outcome for outcome in self.outcomes if outcome.status == KEPT)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no infinity: an infinite error is None."""
+        data = asdict(self)
+        for part in (data, *data["outcomes"]):
+            part["error"] = None if part["error"] is None or math.isinf(part["error"]) else part["error"]
+        data["plan"] = None if self.plan is None else self.plan.as_dict()
+        return data
+
+    def __str__(self) -> str:
+        head = ("step", "setting", "", "gain", "error", "reason")
+        rows = [
+            (o.step, o.setting, o.status, _shown(o.gain, ".2f", "x"), _shown(o.error, ".1e"), o.reason)
+            for o in self.outcomes
+        ]
+        lines = table(head, *rows)
+        sizes = f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after"
+        if self.seconds_before is None or self.seconds_after is None:
+            effect = f"nothing was measured: pass sample inputs; {sizes}"
+        else:
+            effect = (
+                f"{self.seconds_before * 1e3:.2f} ms before, {self.seconds_after * 1e3:.2f} ms after; {sizes}; "
+                f"error {_shown(self.error, '.1e')}"
+            )
+        lines.append(f"{self.model} for {self.purpose} on {self.device}, level {self.level}: {effect}")
+        lines += [f"- {recommendation}" for recommendation in self.recommendations]
+        return "\n".join(lines)
+
+
+def _shown(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"

@@ -1,0 +1,202 @@
+"""The steps of an optimisation, in the order of trial: each proposes a change of the recipe, or says why it can't."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from kpt_core.contract import Capability
+from kpt_optimize.optimize import optimize
+from kpt_optimize.padding import advise
+from kpt_optimize.rewrite import rewrites
+from kpt_optimize.trial import Example, budget_of
+
+from .config import OptimizerConfig
+from .recipe import CAPTURING_MODES, Recipe
+
+#: Optimisers whose update torch can run as one kernel.
+FUSED = (Adam, AdamW, SGD, Adagrad)
+#: Modes of `torch.compile` by level, the last ones the slowest to compile.
+MODES = {
+    "conservative": ("default",),
+    "balanced": ("max-autotune-no-cudagraphs",),
+    "aggressive": ("reduce-overhead", "max-autotune"),
+}
+#: Proposed recipes by what they set, or the reason why there is none.
+Proposal = Mapping[str, Recipe] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a step may look at.
+
+    Attributes:
+        model: the original.
+        recipe: the steps kept so far.
+        device: where the model runs.
+        sample: the call that is measured.
+        training: whether the purpose is training.
+        level: how far the optimisation may go.
+        config: the user's choices.
+        optimizer: the training's, if given.
+        no_accelerator: why what only an accelerator has can't be tried on the device; None if it can.
+        capabilities: of the device.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    device: torch.device
+    sample: Example
+    training: bool
+    level: str
+    config: OptimizerConfig
+    optimizer: Optimizer | None = None
+    no_accelerator: str | None = "needs an accelerator"
+    capabilities: frozenset[Capability] = frozenset()
+
+    def budget(self, expected: Any, *, lossless: bool) -> float:
+        """The error allowed for a result, see `kpt_optimize.budget_of`."""
+        return budget_of(expected, self.level, self.config.max_error, lossless=lossless)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kind of change.
+
+    Attributes:
+        name: what `OptimizerConfig.skip` and the report call it.
+        level: the lowest level that may try it.
+        lossless: the numerics class stays: same dtypes, another order of sums.
+        propose: the recipes to try, or why there are none.
+        inference: whether it is for inference.
+        training: whether it is for training.
+        objectives: what it can better.
+    """
+
+    name: str
+    level: str
+    lossless: bool
+    propose: Callable[[Situation], Proposal]
+    inference: bool = True
+    training: bool = True
+    objectives: tuple[str, ...] = ("latency",)
+
+
+def _rewrites(situation: Situation) -> Proposal:
+    model, config = situation.model, situation.config
+    if not any(any(True for _ in rewrite.sites(model)) for rewrite in rewrites().values()):
+        return "no rewrite of the installed packages applies to this model"
+    plan = optimize(
+        model,
+        # A lossy rewrite holds converted weights, which an optimiser must not train.
+        "conservative" if situation.training else situation.level,
+        config.objective,
+        example_inputs=situation.sample.kwargs or situation.sample.args,
+        max_error=config.max_error,
+    ).plan
+    if not plan.entries:
+        return "no rewrite that this level allows applies to this model"
+    if not plan.kept:
+        return f"optimize kept none of {len(plan.entries)} rewrites it tried: {plan.entries[0].reason}"
+    return {f"{len(plan.kept)} modules": replace(situation.recipe, plan=plan)}
+
+
+def _channels_last(situation: Situation) -> Proposal:
+    convolutions = convolutions_of(situation.model)
+    for kind, form in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
+        if any(isinstance(module, kind) for module in convolutions):
+            return {str(form).removeprefix("torch."): replace(situation.recipe, memory_format=form)}
+    return "the model has no Conv2d or Conv3d"
+
+
+def _padding(situation: Situation) -> Proposal:
+    model, recipe = situation.model, situation.recipe
+    if isinstance(model, nn.Linear):
+        return "the model is itself an nn.Linear, which can't be replaced"
+    awkward = [advice for advice in advise(model, recipe.weights or recipe.autocast) if advice.kind == "linear"]
+    if not awkward:
+        return "the sizes of every linear layer suit matrix units"
+    return {f"{len(awkward)} linear layers": replace(recipe, padded=True)}
+
+
+def _tf32(situation: Situation) -> Proposal:
+    if situation.no_accelerator is not None:
+        return situation.no_accelerator
+    if "tf32" not in situation.capabilities:
+        return f"{situation.device} does not multiply TF32"
+    if not has_float32(situation.model):
+        return "no parameter is float32"
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the older of torch's two interfaces can't tell once the newer one was written to
+        return "the process sets torch.backends.*.fp32_precision itself"
+    if precision != "highest":
+        return f"the process allows it already: its precision is {precision!r}"
+    return {"high": replace(situation.recipe, tf32=True)}
+
+
+def _mixed_precision(situation: Situation) -> Proposal:
+    dtype = situation.config.dtype
+    if not has_float32(situation.model):
+        return "no parameter is float32"
+    if situation.training:
+        return {f"autocast {_short(dtype)}": replace(situation.recipe, autocast=dtype)}
+    return {f"weights {_short(dtype)}": replace(situation.recipe, weights=dtype)}
+
+
+def _compile(situation: Situation) -> Proposal:
+    if any(isinstance(module, torch._dynamo.OptimizedModule) for module in situation.model.modules()):
+        return "a part of the model is compiled already"
+    modes = [m for m in MODES[situation.level] if m not in CAPTURING_MODES or situation.no_accelerator is None]
+    if situation.config.compile_backend != "inductor":
+        modes = ["default"]
+    return {mode: replace(situation.recipe, compile_mode=mode) for mode in modes or MODES["balanced"]}
+
+
+def _cuda_graph(situation: Situation) -> Proposal:
+    if situation.no_accelerator is not None:
+        return situation.no_accelerator
+    if situation.recipe.compile_mode in CAPTURING_MODES:
+        return f"torch.compile captures graphs of its own in mode {situation.recipe.compile_mode!r}"
+    return {"one form": replace(situation.recipe, cuda_graph=True)}
+
+
+def _fused_optimizer(situation: Situation) -> Proposal:
+    optimizer = situation.optimizer
+    if optimizer is None:
+        return "needs the optimizer: pass it"
+    if type(optimizer) not in FUSED:
+        return f"{type(optimizer).__name__} has no fused form; {', '.join(kind.__name__ for kind in FUSED)} have one"
+    if all(group.get("fused") for group in optimizer.param_groups):
+        return f"{type(optimizer).__name__} is fused already"
+    return {type(optimizer).__name__: replace(situation.recipe, fused=True)}
+
+
+STEPS = (
+    Step("rewrites", "conservative", True, _rewrites, objectives=("latency", "memory")),
+    Step("channels_last", "conservative", True, _channels_last),
+    Step("tf32", "balanced", False, _tf32),
+    Step("mixed_precision", "balanced", False, _mixed_precision, objectives=("latency", "memory")),
+    # After the precision, which decides what sizes are awkward.
+    Step("padding", "conservative", True, _padding, training=False),
+    Step("compile", "conservative", True, _compile),
+    Step("cuda_graph", "aggressive", True, _cuda_graph),
+    Step("fused_optimizer", "conservative", True, _fused_optimizer, inference=False),
+)
+
+
+def convolutions_of(model: nn.Module) -> list[nn.Conv2d | nn.Conv3d]:
+    """The modules whose kernels prefer channels last."""
+    return [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)]
+
+
+def has_float32(model: nn.Module) -> bool:
+    """Whether any parameter is float32."""
+    return any(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

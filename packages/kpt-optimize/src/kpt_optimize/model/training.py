@@ -1,0 +1,151 @@
+"""A training step by a recipe."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from kpt_core.errors import InputError
+from kpt_optimize.measure import device_of
+from kpt_optimize.trial import Example
+
+from .optimized_model import OptimizedModel, example_on
+from .report import OptimizationReport
+
+Loss = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class OptimizedTraining:
+    """A model, its optimiser and the step that was measured.
+
+    Attributes:
+        model: forwards by the recipe; the parameters are those of `model.module`.
+        optimizer: holds these parameters; None if none was given. Make learning-rate schedulers for this one.
+        loss: the loss of a model's output.
+        scaler: scales the loss in float16; does nothing else.
+        report: what was tried, kept, gained and lost.
+    """
+
+    model: OptimizedModel
+    optimizer: Optimizer | None
+    loss: Loss
+    scaler: torch.amp.GradScaler
+    report: OptimizationReport | None = None
+
+    def step(self, inputs: object, loss: Loss | None = None) -> Tensor:
+        """One training step: gradients are cleared, computed, and applied if there is an optimizer.
+
+        Args:
+            inputs: a tensor, a sequence of arguments or a mapping of keyword arguments for the model.
+            loss: of the model's output, a scalar; None takes that of `optimize_for_training`.
+
+        Returns:
+            The loss, detached, of shape [].
+        """
+        return self.run(example_on(device_of(self.model), inputs), loss)[1].detach()
+
+    def settings(self) -> AbstractContextManager[None]:
+        """The recipe's settings of the process, for a training loop of your own: forward and backward belong inside."""
+        return self.model.settings()
+
+    def run(self, call: Example, loss: Loss | None = None, *, update: bool = True) -> tuple[Any, Tensor]:
+        """One training step's output and loss; without `update` gradients are left in the parameters, unscaled."""
+        with self.settings():
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            output = call(self.model)
+            value = (loss or self.loss)(output)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                shown = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise InputError(f"the loss must be a scalar tensor; got {shown}: pass loss=")
+            self.scaler.scale(value).backward()
+            if update and self.optimizer is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            elif self.scaler.is_enabled():
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= self.scaler.get_scale()
+        return output, value
+
+
+def scaler_for(model: OptimizedModel, scale: float = 65536.0) -> torch.amp.GradScaler:
+    """Gradients underflow in float16 alone: for anything else the scaler does nothing."""
+    return torch.amp.GradScaler(device_of(model).type, scale, enabled=model.recipe.autocast is torch.float16)
+
+
+def default_loss(output: Any) -> Tensor:
+    """The output's own `loss` (Hugging Face models given labels), else its mean square.
+
+    The mean square stands in for a loss to measure with; it's no goal to train for.
+    """
+    if getattr(output, "loss", None) is not None:
+        return output.loss  # type: ignore[no-any-return]
+    floating = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not floating:
+        raise InputError("the model's output has no floating tensor to make a loss of: pass loss=")
+    return torch.stack([leaf.float().square().mean() for leaf in floating]).sum()
+
+
+def optimizer_for(optimizer: Optimizer, source: nn.Module, target: nn.Module, *, fused: bool = False) -> Optimizer:
+    """The same optimiser, its options and state included, over the parameters of a copy of its model.
+
+    Args:
+        optimizer: of `source`; left as it is.
+        source: the model that the optimizer was made for.
+        target: its copy; parameters are matched by name.
+        fused: make it the fused one.
+
+    Raises:
+        InputError: a parameter of the optimizer is not in the model, or not in its copy.
+    """
+    names = {id(parameter): name for name, parameter in source.named_parameters()}
+    parameters = dict(target.named_parameters())
+    matched: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise InputError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: make it "
+                    "from model.parameters()"
+                )
+            if name not in parameters:
+                raise InputError(f"parameter {name!r} of the optimizer is not in the changed model")
+            matched[id(parameter)] = parameters[name]
+    if not fused:
+        moved = any(p.device != matched[id(p)].device for group in optimizer.param_groups for p in group["params"])
+        new: Optimizer = copy.deepcopy(optimizer, matched)
+        if moved:  # its state is still where it was
+            new.load_state_dict(new.state_dict())
+        return new
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group.update(fused=True, foreach=None)
+    # `load_state_dict` puts each option of the group back; it moves the step counts to where a fused update wants them.
+    groups = [{"params": [matched[id(p)] for p in group["params"]], "fused": True} for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+    new = kind(groups)
+    new.load_state_dict(state)
+    return new
+
+
+@contextmanager
+def restored(*modules: nn.Module) -> Iterator[None]:
+    """Afterwards parameters and buffers have the values that they had before, and no gradients."""
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    values = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+                tensor.grad = None

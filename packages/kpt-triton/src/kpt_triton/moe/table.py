@@ -1,0 +1,44 @@
+"""The kernels for Mixture-of-Experts as rows that a backend makes `kpt_core.Kernel` of: `Kernel(**row, requires=...)`.
+
+Nothing is imported for it: a kernel's module is imported when it is chosen.
+"""
+
+from typing import Any
+
+_HERE = "kpt_triton.moe"
+_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
+
+
+def _row(
+    op: str, module: str, aot: str, *, refusal: bool = False, configs: bool = False, **more: Any
+) -> dict[str, Any]:
+    row = {
+        "op": op,
+        "forward": f"{_HERE}.{module}:forward",
+        "backward": f"{_HERE}.{module}:backward",
+        "dtypes": _DTYPES,
+        "deterministic": True,
+        "aot": f"{_HERE}.{aot}:AOT",
+    }
+    name = op.partition(".")[2]
+    if refusal:
+        row["unsupported"] = f"{_HERE}.refusals:{name}"
+    if configs:
+        row["configs"] = f"{_HERE}.configs:{name}"
+    return row | more
+
+
+KERNELS = (
+    _row("moe.experts", "experts", "contracts.experts", refusal=True, configs=True),
+    _row("moe.grouped_mm", "grouped_mm", "contracts.grouped_mm", configs=True),
+    _row("moe.grouped_mm_wgrad", "grouped_mm_wgrad", "contracts.grouped_mm_wgrad", configs=True),
+    _row(
+        "moe.scaled_grouped_mm",
+        "scaled_grouped_mm",
+        "contracts.scaled_grouped_mm",
+        refusal=True,
+        dtypes=_DTYPES | _FLOAT8,
+    ),
+    _row("moe.top_k_gating", "gating", "gating", refusal=True),
+)
