@@ -25,8 +25,8 @@ from .lock.command import lock
 from .new.command import app as new
 from .optimize.command import optimize
 from .tune.command import tune
-from .validate.bisect_command import bisect
 from .validate.command import app as validate
+from .validate.command import bisect
 
 WRONG_INPUT = 2
 INTERRUPTED = 130

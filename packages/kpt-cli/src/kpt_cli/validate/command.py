@@ -1,39 +1,48 @@
-"""The commands `kpt validate record` and `kpt validate replay`."""
+"""The commands `kpt validate record`, `kpt validate replay` and `kpt bisect`."""
 
-import shlex
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kpt_cli.completion import DEVICE_TYPES, one_of
-from kpt_cli.console import print_json, progress, say
+from kpt_cli.console import heading, out, print_json, progress, say, table
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import DTYPES, check_choice, check_device, check_environment
 from kpt_cli.output_file import check_output_file
 
-from .arms import IMPLEMENTATIONS, Arm
-from .model_source import DEFAULT_TOKENS, check_source, check_trace_file, load
+from .models import IMPLEMENTATIONS, Arm, check_source, load
+from .trace import check_trace_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .judging import Errors, Verdict
+    from .observing import Tell
+    from .replaying import Replay
 
 DIFFERS = 1
-MODEL_HELP = "A Hugging Face folder, or package.module:function that returns a model and its inputs."
-ARMS = (*IMPLEMENTATIONS, "reference", "torch")
-USE_HELP = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME; several with commas."
+#: Shorter than the text of `kpt optimize`, since all that every module gives is kept.
+DEFAULT_TOKENS = 64
+#: How many modules that are worse are listed one by one.
+_ROWS = 20
+_ARMS = one_of((*IMPLEMENTATIONS, "reference", "torch"))
+_USE = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME; several with commas."
+_MODEL = "A Hugging Face folder, or package.module:function that returns a model and its inputs."
 
 #: Options that several commands have.
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
+Dtype = Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", autocompletion=one_of(DTYPES))]
 Device = Annotated[
     str | None,
     typer.Option(
         help="Where to run; the first accelerator or the CPU if left out.", autocompletion=one_of(DEVICE_TYPES)
     ),
 ]
-Use = Annotated[
-    str | None,
-    typer.Option(help=f"What serves the model's experts and ops: {USE_HELP}", autocompletion=one_of(ARMS)),
-]
+Use = Annotated[str | None, typer.Option(help=f"What serves the model's experts and ops: {_USE}", autocompletion=_ARMS)]
 Tokens = Annotated[int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")]
 Seed = Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -46,25 +55,18 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def validate() -> None:
-    """Record a model's numbers, and judge another machine, backend or version by them."""
-
-
 @app.command()
 def record(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace, a safetensors file.", show_default=False)],
-    dtype: Annotated[
-        str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", autocompletion=one_of(DTYPES))
-    ] = "auto",
+    dtype: Dtype = "auto",
     device: Device = None,
     use: Use = None,
     tokens: Tokens = DEFAULT_TOKENS,
     seed: Seed = 0,
     layers: Annotated[
-        str | None, typer.Option(help="Keep only modules whose path matches, for instance 'model.layers.1*'.")
-    ] = None,
+        str, typer.Option(help="Keep only modules whose path matches, for instance 'model.layers.1*'.")
+    ] = "*",
     backward: Annotated[bool, typer.Option("--backward", help="Keep gradients too.")] = False,
     force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace an existing trace.")] = False,
     as_json: Json = False,
@@ -74,50 +76,25 @@ def record(
     arm = Arm.parse(use)
     check_source(model)
     check_output_file(output, "--output", force=force)
+    with _working() as tell:
+        from .replaying import record as record_trace
 
-    with redirect_stdout(sys.stderr), progress() as tell:  # stdout is for the result
-        from .recording import record as record_trace
-
-        place = check_device(device)
-        check_environment(str(place))
-        tell(0, None, "loading the model")
-        loaded = load(model, dtype, place, tokens=tokens, seed=seed)
-        assert loaded.inputs is not None
-        trace = record_trace(
-            loaded.model,
-            loaded.inputs,
-            arm=arm,
-            layers=layers,
-            gradients=backward,
-            name=loaded.name,
-            said=loaded.said,
-            load_dtype=dtype,
-            tell=tell,
-        )
+        loaded, inputs, said = _load(model, dtype, device, tell, tokens, seed)
+        name = str(Path(model).absolute()) if Path(model).exists() else model
+        about = {"model": name, "load_dtype": dtype, "said": said}
+        trace = record_trace(loaded, inputs, arm=arm, layers=layers, gradients=backward, tell=tell, about=about)
         tell(0, None, f"writing {output}")
         trace.save(output)
-    size = output.stat().st_size
+    size, counts = output.stat().st_size, {"layers": len(trace.layers), "gradients": len(trace.gradients)}
     if as_json:
-        from dataclasses import asdict
-
-        print_json(
-            {
-                "trace": str(output),
-                "bytes": size,
-                "layers": len(trace.layers),
-                "gradients": len(trace.gradients),
-                "about": asdict(trace.about),
-            }
-        )
+        print_json({"trace": str(output), "bytes": size, **counts, "about": trace.about})
         return
     from rich.filesize import decimal
 
-    from .tables import show_about
-
-    show_about(trace.about)
+    _show_about(trace.about)
     say(
-        f"Wrote {output} ({decimal(size)}) from {trace.about.said}. Calls of modules: {len(trace.layers)}; "
-        f"gradients: {len(trace.gradients)}."
+        f"Wrote {output} ({decimal(size)}) from {said}. Calls of modules: {counts['layers']}; "
+        f"gradients: {counts['gradients']}."
     )
     say(f"`kpt validate replay {output}` judges another machine, backend or version by it.")
 
@@ -125,15 +102,9 @@ def record(
 @app.command()
 def replay(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="What `kpt validate record` wrote.")],
-    model: Annotated[str | None, typer.Option(help=f"The recorded one if left out. {MODEL_HELP}")] = None,
+    model: Annotated[str | None, typer.Option(help=f"The recorded one if left out. {_MODEL}")] = None,
     device: Device = None,
     use: Use = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Convert the weights to it; the recorded one if left out.", autocompletion=one_of(DTYPES[1:])
-        ),
-    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every module, not only those that are worse.")
     ] = False,
@@ -143,53 +114,184 @@ def replay(
 
     Exit code 0 if it is nowhere worse, 1 if it is, 2 if the trace or the model is not what it should be.
     """
-    if dtype is not None:
-        check_choice("dtype", dtype, DTYPES[1:])
     arm = Arm.parse(use)
     check_trace_file(trace_file)
     if model is not None:
         check_source(model)
-    with redirect_stdout(sys.stderr), progress() as tell:
-        import torch
-
+    with _working() as tell:
         from .replaying import replay as replay_trace
         from .trace import Trace
 
         tell(0, None, f"reading {trace_file}")
         trace = Trace.load(trace_file)
-        source = model if model is not None else _recorded_model(trace_file, trace.about.model)
+        source = model if model is not None else _recorded_model(trace_file, trace.about.get("model"))
         check_source(source)
-        place = check_device(device)
-        check_environment(str(place))
-        tell(0, None, "loading the model")
-        loaded = load(source, trace.about.load_dtype, place, inputs=False)
-        wanted = None if dtype is None else getattr(torch, dtype)
-        found = replay_trace(loaded.model, trace, arm=arm, dtype=wanted, tell=tell)
+        loaded, *_ = _load(source, trace.about["load_dtype"], device, tell)
+        found = replay_trace(loaded, trace, arm=arm, tell=tell)
     if as_json:
-        from dataclasses import asdict
-
-        print_json({"trace": str(trace_file), "use": arm.name, "recorded": asdict(trace.about), **found.as_dict()})
+        verdicts, culprits = ([verdict.as_dict() for verdict in x] for x in (found.verdicts, found.culprits))
+        document = {"trace": str(trace_file), "use": arm.name, "recorded": trace.about, "ok": found.ok}
+        document |= {"layers": verdicts, "culprits": culprits, "flipped": found.flipped}
+        print_json(document | {"flips_allowed": found.flips_allowed, "gradients_left_out": found.gradients_left_out})
     else:
-        from .tables import show_replay
-
-        show_replay(found, everything=everything)
-        if found.culprits and wanted is None:
-            how = "" if use is None else f" --use {shlex.quote(use)}"
-            names = f"{shlex.quote(source)} --trace {shlex.quote(str(trace_file))}"
-            say(f"`kpt bisect {names}{how}` tells more of it.")
+        _show_about(trace.about)
+        _show_replay(found, everything=everything)
     if not found.ok:
         raise typer.Exit(DIFFERS)
 
 
-def _recorded_model(trace_file: Path, recorded: str) -> str:
+def bisect(
+    model: Model,
+    use: Annotated[str | None, typer.Option(help=f"What is suspected: {_USE}", autocompletion=_ARMS)] = None,
+    against: Annotated[
+        str | None, typer.Option(help="What is trusted, likewise; reference if left out.", autocompletion=_ARMS)
+    ] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Compare with this trace instead of with another arm.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    tokens: Tokens = DEFAULT_TOKENS,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Find the first module that differs beyond its bound when each is fed the same inputs.
+
+    Exit code 0 if none does, 1 if one does.
+    """
+    if trace_file is not None and (against is not None or dtype != "auto"):
+        raise CliError("--trace says what is compared with, and in which dtype; leave --against and --dtype out")
+    check_choice("dtype", dtype, DTYPES)
+    arm, trusted = Arm.parse(use), Arm.parse(against or "reference")
+    check_source(model)
+    if trace_file is not None:
+        check_trace_file(trace_file)
+    with _working() as tell:
+        from .replaying import bisect as bisect_model
+        from .replaying import record as record_trace
+        from .trace import Trace
+
+        if trace_file is not None:
+            trace = Trace.load(trace_file)
+            loaded, *_ = _load(model, trace.about["load_dtype"], device, tell)
+        else:
+            loaded, inputs, _ = _load(model, dtype, device, tell, tokens, seed)
+            trace = record_trace(loaded, inputs, arm=trusted, tell=tell)
+        culprits = bisect_model(loaded, trace, arm=arm, tell=tell)
+    compared_with = trusted.name if trace_file is None else str(trace_file)
+    if as_json:
+        found = {"culprits": [culprit.as_dict() for culprit in culprits], "compared": len(trace.layers)}
+        print_json({"model": model, "use": arm.name, "against": compared_with, **found})
+    elif culprits:
+        say(f"The first module that differs by {arm.name} from {compared_with}, fed the same inputs:", style="bold")
+        _show_culprits(culprits)
+    else:
+        compared = f"{len(trace.layers)} calls by {arm.name} are no worse than by {compared_with}"
+        say(f"No module differs: {compared}.", style="bold green")
+    if culprits:
+        raise typer.Exit(DIFFERS)
+
+
+@contextmanager
+def _working() -> "Iterator[Tell]":
+    """Keep stdout for the result, and show progress."""
+    with redirect_stdout(sys.stderr), progress() as tell:
+        yield tell
+
+
+def _load(
+    model: str, dtype: str, device: str | None, tell: "Tell", tokens: int | None = None, seed: int = 0
+) -> "tuple[nn.Module, Any, str]":
+    place = check_device(device)
+    check_environment(str(place))
+    tell(0, None, "loading the model")
+    return load(model, dtype, place, tokens=tokens, seed=seed)
+
+
+def _recorded_model(trace_file: Path, recorded: str | None) -> str:
     if not recorded:
         raise CliError(f"{trace_file} does not say which model it was recorded from; name it with --model")
     if not Path(recorded).is_dir():
         # Not even a function that is here: a file that somebody sent does not decide which code runs.
+        is_function = ":" in recorded
         what = (
-            "whose code runs only if you name it:"
-            if ":" in recorded
-            else "which is not on this machine: say where it is,"
+            "whose code runs only if you name it:" if is_function else "which is not on this machine: say where it is,"
         )
         raise CliError(f"{trace_file} was recorded from {recorded}, {what} with --model")
     return recorded
+
+
+def _show_about(about: dict[str, Any]) -> None:
+    versions = " and ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
+    say(f"Recorded on {about['date'][:10]}: {about['model_class']} in {about['dtype']} by {about['arm']},")
+    say(f"on {about['device']}, with {versions}.")
+
+
+def _show_replay(found: "Replay", *, everything: bool) -> None:
+    """Print modules that are worse, or all, then the first that goes wrong by itself, flips, and the conclusion."""
+    _show_verdicts(found.verdicts if everything else found.failed, len(found.verdicts) if everything else _ROWS)
+    if found.culprits:
+        say("\nThe first module that is worse by itself, fed the recorder's inputs:", style="bold")
+        _show_culprits(found.culprits)
+    if found.flipped:
+        say(
+            f"\n{found.flipped} of {sum(verdict.routed for verdict in found.verdicts)} routed tokens went to other "
+            f"experts than the recorder's; chance explains {found.flips_allowed}. They were given the recorder's, so "
+            "that what follows could be compared."
+        )
+    if found.gradients_left_out:
+        say(f"Gradients were not judged: {found.gradients_left_out}.", style="yellow")
+    if found.ok:
+        closest = max(found.verdicts, key=lambda verdict: verdict.used)
+        say(
+            f"\nNo worse than the recorder at any of {len(found.verdicts)} places; closest to its bound, with "
+            f"{closest.used:.0%} of it, is {closest.name}.",
+            style="bold green",
+        )
+    elif wrong := (*found.culprits, *found.failed):
+        say(
+            f"\nWorse than the recorder at {len(found.failed)} of {len(found.verdicts)} places of the whole run, and "
+            f"{len(found.culprits)} by themselves; look at {wrong[0].name} first: {wrong[0].reason}.",
+            style="bold red",
+        )
+    else:
+        say("\nMore tokens were routed otherwise than chance explains.", style="bold red")
+
+
+def _show_verdicts(verdicts: "Sequence[Verdict]", rows: int) -> None:
+    if not verdicts:
+        return
+    heading("Errors against float64, of the whole run")
+    # Whole names in 100 columns: of the mean and the largest error, the one that is nearer to its bound.
+    made = table("module", "error", "recorder", "this run", "bound", "verdict")
+    for verdict in verdicts[:rows]:
+        largest = verdict.run.max * verdict.bound.mean > verdict.run.mean * verdict.bound.max
+        errors = (verdict.recorder, verdict.run, verdict.bound)
+        said = f"{verdict.used:.3g}x bound" if 1 < verdict.used < float("inf") else verdict.reason or "ok"
+        numbers = (f"{error.max if largest else error.mean:.1e}" for error in errors)
+        made.add_row(verdict.name, "largest" if largest else "mean", *numbers, said)
+    out().print(made)
+    if len(verdicts) > rows:
+        say(f"... and {len(verdicts) - rows} more; --all shows every module.")
+
+
+def _show_culprits(culprits: "Sequence[Verdict]") -> None:
+    """Print the first module that differs, with all that is known of it, and the names of the others."""
+    first, *others = culprits
+    made = table("", "")
+    made.show_header = False
+    made.add_row("module", first.name)
+    made.add_row("type", first.type)
+    made.add_row("inputs", "\n".join(first.inputs))
+    made.add_row("kernels", "\n".join(first.kernels) or "none of KPT's")
+    made.add_row("trusted", "\n".join(first.recorded_kernels) or "none of KPT's")
+    made.add_row("error", f"{_pair(first.run)} (mean / largest, against float64)")
+    made.add_row("bound", f"{_pair(first.bound)}; trusted: {_pair(first.recorder)}")
+    made.add_row("verdict", first.reason)
+    out().print(made)
+    if others:
+        say(f"\n{len(others)} more calls differ by themselves: {', '.join(other.name for other in others)}.")
+
+
+def _pair(errors: "Errors") -> str:
+    return f"{errors.mean:.1e} / {errors.max:.1e}"

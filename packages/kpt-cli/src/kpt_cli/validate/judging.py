@@ -1,17 +1,76 @@
-"""Judge a run beside the recorder's, module by module: both against float64, with what rounding explains."""
+"""Judge a run beside the recorder's: both against float64, with what rounding explains; docs/numerics.md derives it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .bounds import Errors
-from .routing import Flip, by_expert, differing_rows, find_flips, find_routing
-from .trace import Layer
+from .trace import Call
 
-_NONE = Errors(0.0, 0.0)
+#: A run may err this many times as much as the recorder, on average and at the worst place.
+MEAN_FACTOR, MAX_FACTOR = 1.1, 2.0
+#: The mean absolute error of a rounding, or of a sum of many, in units of the largest that one can be.
+MEAN_OF_ROUNDING = 1 / 3
+
+
+def own_lengths(module: nn.Module, outputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return over how many terms the sums go that a module computes itself, not by its children; one of 0 if none.
+
+    Matrices, stacked ones of experts too, sum over the size that they contract, norms over their width, attention over
+    `head_dim` for its scores and over the keys for its values.
+    """
+    lengths, widths = [], []
+    for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+        if parameter.dim() == 1:
+            widths.append(len(parameter))
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            lengths.append(parameter[0].numel())
+        elif parameter.dim() in (2, 3):
+            transposed = parameter.dim() == 3 and getattr(module, "is_transposed", False)
+            lengths.append(parameter.shape[1 if transposed else -1])
+    if not lengths and widths:
+        lengths.append(max(widths))  # a norm; beside a matrix it is a bias
+    head_dim = getattr(module, "head_dim", None)
+    keys = next((output.shape[-2] for output in outputs if output.dim() >= 3), None)
+    if isinstance(head_dim, int) and keys is not None:
+        lengths += [head_dim, keys]
+    return tuple(lengths) or (0,)
+
+
+def rounding(lengths: Sequence[int], dtype: torch.dtype) -> float:
+    """Return the relative error of sums that long, each rounded once to a dtype and taken in float32 at least."""
+    unit = torch.finfo(dtype).eps / 2
+    sums = min(unit, torch.finfo(torch.float32).eps / 2)
+    return math.sqrt(len(lengths)) * unit + math.sqrt(sum(lengths)) * sums
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Absolute errors of a tensor against float64, over the places where both are finite."""
+
+    mean: float = 0.0
+    max: float = 0.0
+
+    @classmethod
+    def of(cls, value: Tensor, exact: Tensor, where: Tensor) -> "Errors":
+        """Compare the elements that a mask names."""
+        difference = (value.double() - exact.double()).abs()[where]
+        return cls(difference.mean().item(), difference.max().item()) if len(difference) else cls()
+
+    def bound(self, exact: Tensor, where: Tensor, relative: float) -> "Errors":
+        """Return what another run may err, if these are the recorder's errors."""
+        values = exact.double()[where]
+        if not len(values):
+            return Errors()
+        # Three standard errors of the mean of so many errors: of four numbers, one run's may be right by luck.
+        luck = 3 / math.sqrt(len(values))
+        return Errors(
+            (MEAN_FACTOR + luck) * self.mean + MEAN_OF_ROUNDING * relative * values.square().mean().sqrt().item(),
+            (MAX_FACTOR + luck) * self.max + relative * values.abs().max().item(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,150 +80,171 @@ class Verdict:
     Attributes:
         key: path of the module, with `#2` and so on for further calls; of a gradient, what it belongs to.
         type: the module's class, or `gradient`.
-        ok: whether the run is no worse than the recorder.
-        reason: what is wrong, `""` if nothing is.
+        reason: what is wrong, `""` if this run is no worse than the recorder.
+        inputs: dtypes and shapes of the tensors that the module took.
         recorder: the recorder's errors against float64.
         run: this run's.
         bound: what this run may err.
         recorded_kernels: what served KPT's ops for the recorder.
         kernels: what serves them in this run.
-        flips: tokens whose routing differs from the recorder's.
-        recorder_flips: how many tokens the recorder routed otherwise than float64.
         routed: how many tokens were routed.
+        flips: how many of them otherwise than by the recorder.
+        recorder_flips: how many of them by the recorder otherwise than in float64.
     """
 
     key: str
     type: str
-    ok: bool
     reason: str = ""
-    recorder: Errors = _NONE
-    run: Errors = _NONE
-    bound: Errors = _NONE
+    inputs: tuple[str, ...] = ()
+    recorder: Errors = Errors()
+    run: Errors = Errors()
+    bound: Errors = Errors()
     recorded_kernels: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
-    flips: tuple[Flip, ...] = ()
-    recorder_flips: int = 0
     routed: int = 0
+    flips: int = 0
+    recorder_flips: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return how people call it."""
+        return f"gradient of {self.key}" if self.type == "gradient" else self.key or "(model)"
 
     @property
     def used(self) -> float:
-        """How much of the bound is used; over 1 is too much."""
-        return self.run.ratio(self.bound)
+        """Return how much of the bound is used; over 1 is too much."""
+        pairs = ((self.run.mean, self.bound.mean), (self.run.max, self.bound.max))
+        return max(error / bound if bound else (math.inf if error else 0.0) for error, bound in pairs)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"used": self.used}
+        """Return it for JSON."""
+        return asdict(self) | {"ok": not self.reason, "used": self.used}
 
 
-def judge(
-    layer: Layer,
-    outputs: Sequence[Tensor] | None,
-    reference: Sequence[Tensor],
-    relative: float,
-    kernels: tuple[str, ...] = (),
-) -> Verdict:
+def judge(recorded: Call, call: Call | None, exact: Sequence[Tensor], relative: float) -> Verdict:
     """Judge one call.
 
     Args:
-        layer: the recorder's.
-        outputs: this run's; None if it made no such call.
-        reference: float64's, on the inputs that both had.
-        relative: the relative error that rounding explains, see `Rounding`.
-        kernels: what served KPT's ops in this run.
+        recorded: the recorder's.
+        call: this run's; None if it made no such call.
+        exact: what float64 gives, on the inputs that both had.
+        relative: the relative error that rounding explains.
     """
-    plain = Verdict(key=layer.key, type=layer.type, ok=True, recorded_kernels=layer.kernels, kernels=kernels)
-    if outputs is None:
-        return replace(plain, ok=False, reason="the recorder ran it and this run did not")
-    shapes, exact_shapes, recorded_shapes = map(_shapes, (outputs, reference, layer.outputs))
-    if shapes != recorded_shapes or shapes != exact_shapes:
-        reason = f"it gave shapes {shapes}; recorded {recorded_shapes}, in float64 {exact_shapes}"
-        return replace(plain, ok=False, reason=reason)
-    routing = find_routing(layer.outputs)
-    if routing is None:
-        verdicts = [
-            _judge_tensor(plain, value, was, exact, None, relative)
-            for value, was, exact in zip(outputs, layer.outputs, reference, strict=True)
-        ]
-    else:
-        index, was, exact = (tensors[routing.index] for tensors in (outputs, layer.outputs, reference))
-        limit = _explained_gap(routing.logits, layer.outputs, reference, relative)
-        other, recorder_other = differing_rows(index, was), differing_rows(was, exact)
-        plain = replace(
-            plain,
-            flips=find_flips(index, was, exact, None if routing.logits is None else reference[routing.logits], limit),
-            recorder_flips=int(recorder_other.sum()),
-            routed=len(index),
-        )
-        same = ~(other | recorder_other)
-        ordered = zip(*(by_expert(tensors, routing) for tensors in (outputs, layer.outputs, reference)), strict=True)
-        verdicts = [
-            # The weights of other experts are no measure of these.
-            _judge_tensor(plain, a, b, c, same if i in (routing.index, *routing.weights) else None, relative)
-            for i, (a, b, c) in enumerate(ordered)
-        ]
-    return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.used, verdict.bound.max))
+    inputs = tuple(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in recorded.inputs)
+    plain = Verdict(key=recorded.key, type=recorded.type, inputs=inputs, recorded_kernels=recorded.kernels)
+    if call is None:
+        return replace(plain, reason="the recorder ran it and this run did not")
+    plain = replace(plain, kernels=call.kernels)
+    sides = [call.outputs, recorded.outputs, exact]
+    shapes = [[list(tensor.shape) for tensor in side] for side in sides]
+    if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
+        return replace(plain, reason=f"it gave shapes {shapes[0]}; recorded {shapes[1]}, in float64 {shapes[2]}")
+    routing, same, reason = find_routing(recorded.outputs), None, ""
+    if routing is not None:
+        now, was, right = (side[routing.experts] for side in sides)
+        flipped, recorder_flipped = differing_rows(now, was), differing_rows(was, right)
+        if routing.logits is not None:
+            reason = say_flips(now, was, right, exact[routing.logits], recorded.outputs[routing.logits], relative)
+        counts = int(flipped.sum()), int(recorder_flipped.sum())
+        plain = replace(plain, flips=counts[0], recorder_flips=counts[1], routed=len(now))
+        # The weights of other experts are no measure of these, and equal scores may come in any order.
+        same = ~(flipped | recorder_flipped)[:, None]
+        sides = [_by_expert(side, routing) for side in sides]
+    verdicts = [
+        _judge_tensor(plain, tensors, same if routing is not None and i in routing.chosen else None, relative)
+        for i, tensors in enumerate(zip(*sides, strict=True))
+    ]
+    worst = max(verdicts, key=lambda verdict: (bool(verdict.reason), verdict.used, verdict.bound.max))
+    return replace(worst, reason=worst.reason or reason)
 
 
-def _judge_tensor(
-    verdict: Verdict,
-    value: Tensor,
-    recorded: Tensor,
-    reference: Tensor,
-    rows: Tensor | None,
-    relative: float,
-) -> Verdict:
-    where = torch.ones(value.shape, dtype=torch.bool)
-    if rows is not None:
-        where &= rows[:, None]
+def _judge_tensor(verdict: Verdict, sides: tuple[Tensor, ...], rows: Tensor | None, relative: float) -> Verdict:
+    value, recorded, exact = sides
+    where = torch.ones(value.shape, dtype=torch.bool) if rows is None else rows.expand(value.shape)
     if not value.is_floating_point():
         wrong = int(((value != recorded) & where).sum())
-        return (
-            verdict if not wrong else replace(verdict, ok=False, reason=f"{wrong} integers differ from the recorder's")
-        )
-    classes = [_class(tensor) for tensor in (value, recorded, reference)]
+        return replace(verdict, reason=f"{wrong} integers differ from the recorder's") if wrong else verdict
+    kinds = [_kind(tensor) for tensor in sides]
     # An infinity of the recorder's alone, an overflow for instance, may be here or not.
-    misplaced = (classes[0] != classes[1]) & (classes[0] != classes[2]) & where
-    finite = where & (classes[0] == 0) & (classes[1] == 0) & (classes[2] == 0)
-    recorder, run = Errors.of(recorded, reference, finite), Errors.of(value, reference, finite)
-    bound = recorder.bound(reference, finite, relative)
+    misplaced = ((kinds[0] != kinds[1]) & (kinds[0] != kinds[2]) & where).nonzero().tolist()
+    finite = where & (kinds[0] == 0) & (kinds[1] == 0) & (kinds[2] == 0)
+    recorder, run = Errors.of(recorded, exact, finite), Errors.of(value, exact, finite)
+    bound = recorder.bound(exact, finite, relative)
     reason = ""
-    if misplaced.any():
-        reason = _say_misplaced(value, recorded, reference, misplaced)
+    if misplaced:
+        gave, was, right = (tensor[tuple(misplaced[0])].item() for tensor in sides)
+        reason = (
+            f"{len(misplaced)} NaN or infinities are not where they belong: at {misplaced[0]} it gave {gave:g}, the "
+            f"recorder {was:g}, float64 {right:g}"
+        )
     elif run.mean > bound.mean:
         reason = f"mean error {run.mean:.2e}, at most {bound.mean:.2e} is allowed"
     elif run.max > bound.max:
         reason = f"largest error {run.max:.2e}, at most {bound.max:.2e} is allowed"
-    return replace(verdict, ok=not reason, reason=reason, recorder=recorder, run=run, bound=bound)
+    return replace(verdict, reason=reason, recorder=recorder, run=run, bound=bound)
 
 
-def _class(tensor: Tensor) -> Tensor:
-    """0 for finite numbers, 1 and -1 for infinities, 2 for NaN."""
+def _kind(tensor: Tensor) -> Tensor:
+    """Return 0 for finite numbers, 1 and -1 for infinities, 2 for NaN."""
     kinds = tensor.isposinf().to(torch.int8) - tensor.isneginf().to(torch.int8)
     return kinds.masked_fill(tensor.isnan(), 2)
 
 
-def _say_misplaced(value: Tensor, recorded: Tensor, reference: Tensor, misplaced: Tensor) -> str:
-    place = misplaced.nonzero()[0].tolist()
-    at = tuple(place)
-    return (
-        f"{int(misplaced.sum())} NaN or infinities are not where they belong: at {place} it gave {value[at].item():g}, "
-        f"the recorder {recorded[at].item():g}, float64 {reference[at].item():g}"
-    )
+class Routing(NamedTuple):
+    """Where a routing stands among the tensors that a module takes or gives."""
+
+    experts: int  #: position of the chosen experts, an integer `[tokens, top_k]`
+    chosen: tuple[int, ...]  #: that, and those of floating tensors of the same shape, their weights
+    logits: int | None  #: that of the scores that the choice was made by, `[tokens, num_experts]`, if they are there
 
 
-def _explained_gap(
-    logits: int | None, recorded: Sequence[Tensor], reference: Sequence[Tensor], relative: float
-) -> float:
-    """How far two scores may lie apart in float64 and still change places: as far as a score may err."""
-    if logits is None:
-        return 0.0
-    exact = reference[logits]
-    where = exact.isfinite() & recorded[logits].isfinite()
-    bound = Errors.of(recorded[logits], exact, where).bound(exact, where, relative)
+def find_routing(leaves: Sequence[Tensor]) -> Routing | None:
+    """Return where a choice of experts and its weights are among tensors, if anywhere."""
+    floating = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() and leaf.dim() == 2]
+    for position, leaf in enumerate(leaves):
+        if leaf.dim() == 2 and leaf.dtype in (torch.int64, torch.int32):
+            weights = [i for i in floating if leaves[i].shape == leaf.shape]
+            wider = [i for i in floating if len(leaves[i]) == len(leaf) and leaves[i].shape[1] > leaf.shape[1]]
+            if weights:
+                return Routing(position, (position, *weights), wider[0] if len(wider) == 1 else None)
+    return None
+
+
+def differing_rows(experts: Tensor, other: Tensor) -> Tensor:
+    """Return which tokens go to other experts, whatever their order: bool `[tokens]`."""
+    return (experts.sort(-1).values != other.sort(-1).values).any(-1)
+
+
+def _by_expert(leaves: Sequence[Tensor], routing: Routing) -> tuple[Tensor, ...]:
+    order = leaves[routing.experts].long().argsort(-1)
+    return tuple(leaf.gather(-1, order) if i in routing.chosen else leaf for i, leaf in enumerate(leaves))
+
+
+def say_flips(now: Tensor, was: Tensor, right: Tensor, scores: Tensor, recorded: Tensor, relative: float) -> str:
+    """Return what is wrong with tokens that go to other experts than they did for the recorder, `""` if nothing is.
+
+    Args:
+        now: `[tokens, top_k]`, this run's choice.
+        was: the recorder's.
+        right: float64's own.
+        scores: float64's `[tokens, num_experts]`.
+        recorded: the recorder's scores.
+        relative: the relative error of a score that rounding explains.
+    """
+    if differing_rows(scores.topk(now.shape[1], dim=-1).indices, right).any():
+        return ""  # biases and groups decide beside the scores, whose order tells nothing
+    finite = scores.isfinite() & recorded.isfinite()
+    limit = Errors.of(recorded, scores, finite).bound(scores, finite, relative).max
     # Scores are compared after a softmax or sigmoid in float32, where near ones become equal.
-    scale = 1 + exact[where].abs().max().item() if where.any() else 1.0
-    return bound.max + 8 * torch.finfo(torch.float32).eps * scale
-
-
-def _shapes(tensors: Sequence[Tensor]) -> list[list[int]]:
-    return [list(tensor.shape) for tensor in tensors]
+    limit += 8 * torch.finfo(torch.float32).eps * (1 + scores[finite].abs().amax().item() if finite.any() else 1)
+    chosen = (x.long().clamp(0, scores.shape[1] - 1) for x in (now, was))  # -1 is no expert
+    gained, lost = (torch.zeros_like(scores).scatter(1, x, 1).bool() for x in chosen)
+    gained, lost = gained & ~lost, lost & ~gained
+    gaps = scores.where(lost, -math.inf).amax(1) - scores.where(gained, math.inf).amin(1)
+    wrong = (gaps > limit).nonzero().flatten().tolist()
+    if not wrong:
+        return ""
+    return (
+        f"{len(wrong)} tokens flipped, not by rounding: at token {wrong[0]} float64's scores of the exchanged experts "
+        f"lie {gaps[wrong[0]].item():.1e} apart, and rounding explains {limit:.1e}"
+    )

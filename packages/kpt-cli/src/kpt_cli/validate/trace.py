@@ -1,107 +1,51 @@
-"""The file of a golden trace: one safetensors file, written whole or not at all, checked when it is read."""
+"""A golden trace: one safetensors file, written whole or not at all, checked when read; and the model it belongs to."""
 
 import hashlib
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from kpt_cli.errors import CliError
+from kpt_cli.optimize.model_directory import check_safetensors
 
-from .bounds import Rounding
-from .model_source import check_trace_file
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-FORMAT = 1
-_FORMAT_KEY, _ABOUT_KEY, _DIGEST_KEY = "kpt.trace", "kpt.about", "kpt.about_sha256"
-#: Dtypes that a recorder may have had.
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
-#: The tensors that are kept of a call.
-_SIDES = ("inputs", "outputs", "reference", "alone", "handed")
-#: What stands in an argument's place in the metadata, with the name of the tensor.
-_TENSOR = "tensor"
+FORMAT = 2
+_FORMAT_KEY, _CONTENT_KEY, _DIGEST_KEY = "kpt.trace", "kpt.content", "kpt.content_sha256"
+#: What a configuration says of the place where it was loaded rather than of the numbers.
+_INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of one module.
+    """One call of one module in a run, and in a trace float64 beside it. Tensors are on the CPU.
 
     Attributes:
         key: the module's path, with `#2` and so on for further calls of it; of a gradient, what it belongs to.
         type: name of its class, or `gradient`.
-        inputs: the tensors among its arguments, in order, on the CPU.
+        inputs: the tensors among its arguments, in order.
         outputs: the tensors that it gave, before any steering.
         kernels: what served KPT's ops in it, as `op: kernel`.
         lengths: over how many terms its own sums go, see `own_lengths`.
+        rounding: the relative error that rounding explains at its end in a whole run.
+        reference: what it gave in float64, where everything before it ran in float64 too.
+        alone: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too.
+        handed: what the code around it hands to it in float64, where all results of modules are the recorder's.
     """
 
     key: str
     type: str
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...]
+    inputs: "tuple[Tensor, ...]" = ()
+    outputs: "tuple[Tensor, ...]"
     kernels: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer(Call):
-    """A call as the recorder saw it, and float64 beside it.
-
-    Attributes:
-        reference: what it gave in float64, where everything before it ran in float64 too.
-        alone: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too.
-        handed: what the code around it hands to it in float64, where all results of modules are the recorder's.
-        upto: what was summed and rounded up to its end, itself included.
-    """
-
-    reference: tuple[Tensor, ...]
-    alone: tuple[Tensor, ...] = ()
-    handed: tuple[Tensor, ...] = ()
-    upto: Rounding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """What a trace was recorded from, and how.
-
-    Attributes:
-        model: how the user named it, `""` if it was recorded from Python.
-        model_class: its class.
-        config: its configuration as JSON, empty if it has none.
-        weights: digest of each saved tensor by name.
-        dtype: of most of its weights.
-        load_dtype: what it is loaded in, `auto` if nothing is to be converted.
-        device: the device's name.
-        arm: what served experts and ops, see `Arm`.
-        versions: of Python, torch, transformers and KPT's packages.
-        date: when, ISO 8601 in UTC.
-        said: a sentence on the inputs.
-    """
-
-    model: str
-    model_class: str
-    config: dict[str, Any]
-    weights: dict[str, str]
-    dtype: str
-    load_dtype: str
-    device: str
-    arm: str
-    versions: dict[str, str]
-    date: str
-    said: str = ""
-
-    def __post_init__(self) -> None:
-        texts = (self.model, self.model_class, self.device, self.arm, self.date, self.said)
-        tables = (self.config, self.weights, self.versions)
-        if not (all(isinstance(x, str) for x in texts) and all(isinstance(x, dict) for x in tables)):
-            raise TypeError("a text or a table is something else")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype {self.dtype!r}; expected one of {', '.join(_DTYPES)}")
-        if self.load_dtype not in ("auto", *_DTYPES):
-            raise ValueError(f"dtype {self.load_dtype!r} to load; expected auto or one of {', '.join(_DTYPES)}")
+    rounding: float = 0.0
+    reference: "tuple[Tensor, ...]" = ()
+    alone: "tuple[Tensor, ...]" = ()
+    handed: "tuple[Tensor, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +53,19 @@ class Trace:
     """A model's numbers on some inputs.
 
     Attributes:
-        about: what was recorded.
+        about: what was recorded, and how: the model's name, class, `config`, digests of its `weights` and `dtype`, the
+            `load_dtype` that loads it again, the `arm`, the inputs in words (`said`), `device`, `versions` and `date`.
         args: positional arguments of the model, tensors and plain values.
         kwargs: keyword arguments.
         layers: calls in the order in which they ended.
-        gradients: of the parameters and the embeddings, if they were asked for.
+        gradients: of the parameters, if they were asked for.
     """
 
-    about: About
+    about: dict[str, Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    layers: tuple[Layer, ...]
-    gradients: tuple[Layer, ...] = ()
+    layers: tuple[Call, ...]
+    gradients: tuple[Call, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
@@ -131,21 +76,14 @@ class Trace:
         from safetensors.torch import save_file
 
         table: dict[str, Tensor] = {}
-        about = {
-            "about": asdict(self.about),
-            "inputs": _encode([list(self.args), self.kwargs], table),
-            "layers": [_describe(layer, table) for layer in self.layers],
-            "gradients": [_describe(layer, table) for layer in self.gradients],
-        }
-        text = json.dumps(about)
-        metadata = {_FORMAT_KEY: str(FORMAT), _ABOUT_KEY: text, _DIGEST_KEY: hashlib.sha256(text.encode()).hexdigest()}
+        text = json.dumps(_encode(self, table))
+        digest = hashlib.sha256(text.encode()).hexdigest()
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            save_file(table, temporary, metadata)
+            save_file(table, temporary, {_FORMAT_KEY: str(FORMAT), _CONTENT_KEY: text, _DIGEST_KEY: digest})
             temporary.replace(path)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
@@ -160,100 +98,56 @@ class Trace:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                about = _about(path, metadata)
-                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
         except SafetensorError as error:
             raise CliError(f"{path} can't be read as safetensors: {error}; fetch it again") from None
-        try:
-            args, kwargs = _decode(about["inputs"], tensors)
-            trace = cls(
-                about=About(**about["about"]),
-                args=tuple(args),
-                kwargs=kwargs,
-                layers=tuple(_layer(entry, tensors) for entry in about["layers"]),
-                gradients=tuple(_layer(entry, tensors) for entry in about["gradients"]),
-            )
-            if not trace.layers or not all(layer.outputs for layer in (*trace.layers, *trace.gradients)):
-                raise ValueError("nothing was recorded")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise CliError(
-                f"{path} says that it is a trace, and its description is not one ({type(error).__name__}: {error}); "
-                "record it again"
-            ) from None
-        changed = sum(digest(tensor) != name for name, tensor in tensors.items())
-        if changed:
-            raise CliError(
-                f"{changed} of {len(tensors)} tensors in {path} are not those that were recorded (SHA-256 differs); "
-                "fetch it again"
-            )
-        return trace
+        found, text = metadata.get(_FORMAT_KEY), metadata.get(_CONTENT_KEY, "")
+        if found is None:
+            raise CliError(f"{path} is a safetensors file and no trace; expected one that `kpt validate record` wrote")
+        if found != str(FORMAT):
+            raise CliError(f"{path} is a trace of format {found}; this version reads format {FORMAT}: record it again")
+        changed = sum(tensor_digest(tensor) != name for name, tensor in tensors.items())
+        if changed or hashlib.sha256(text.encode()).hexdigest() != metadata.get(_DIGEST_KEY):
+            what = f"{changed} of {len(tensors)} tensors" if changed else "the description"
+            raise CliError(f"{what} in {path} is not what was recorded (SHA-256 differs); fetch it again")
+        content = _decode(json.loads(text), tensors)
+        layers, gradients = (tuple(_call(entry) for entry in content[name]) for name in ("layers", "gradients"))
+        return cls(**content | {"args": tuple(content["args"]), "layers": layers, "gradients": gradients})
 
 
-def digest(tensor: Tensor) -> str:
-    """SHA-256 over dtype, shape and bytes."""
+def check_trace_file(path: Path) -> None:
+    """Raise `CliError` if a trace is not there, or not whole, before anything heavy is imported."""
+    if not path.is_file():
+        raise CliError(f"{path} is no file; expected a trace, which `kpt validate record MODEL -o {path}` writes")
+    check_safetensors(path)
+
+
+def tensor_digest(tensor: "Tensor") -> str:
+    """Return the SHA-256 over dtype, shape and bytes."""
+    import torch
+
     sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)};".encode())
-    plain = tensor.detach().cpu().contiguous()
-    if plain.numel():  # a view as bytes needs some
-        data: Any = plain.flatten().view(torch.uint8).numpy()
-        sha.update(data)
+    data: Any = tensor.detach().cpu().contiguous().flatten()
+    if len(data):  # a view as bytes needs some
+        sha.update(data.view(torch.uint8).numpy())
     return sha.hexdigest()
 
 
-def _name(tensor: Tensor, table: dict[str, Tensor]) -> str:
-    """A tensor is named by its digest: equal ones, as one module gives and the next takes them, are written once."""
-    name = digest(tensor)
-    table.setdefault(name, tensor)
-    return name
+def _call(entry: dict[str, Any]) -> Call:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Call(**values)
 
 
-def _describe(layer: Layer, table: dict[str, Tensor]) -> dict[str, Any]:
-    return {
-        "key": layer.key,
-        "type": layer.type,
-        "kernels": layer.kernels,
-        "lengths": layer.lengths,
-        "upto": [layer.upto.terms, layer.upto.roundings],
-        **{side: [_name(tensor, table) for tensor in getattr(layer, side)] for side in _SIDES},
-    }
+def _encode(value: Any, table: "dict[str, Tensor]") -> Any:
+    """Put tensors into the table, named by their digests: equal ones, as one module gives and the next takes, once."""
+    from torch import Tensor
 
-
-def _layer(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
-    terms, roundings = map(int, entry["upto"])
-    lengths = tuple(map(int, entry["lengths"]))
-    if not all(0 <= number < 2**63 for number in (terms, roundings, *lengths)):
-        raise ValueError("a length of a sum is no length")
-    sides: dict[str, Any] = {side: tuple(tensors[name] for name in entry[side]) for side in _SIDES}
-    return Layer(
-        key=str(entry["key"]),
-        type=str(entry["type"]),
-        kernels=tuple(map(str, entry["kernels"])),
-        lengths=lengths,
-        upto=Rounding(terms, roundings),
-        **sides,
-    )
-
-
-def _about(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    found = metadata.get(_FORMAT_KEY)
-    if found is None or _ABOUT_KEY not in metadata:
-        raise CliError(f"{path} is a safetensors file and no trace; expected one that `kpt validate record` wrote")
-    if found != str(FORMAT):
-        raise CliError(f"{path} is a trace of format {found}, and this version reads format {FORMAT}; update kpt-cli")
-    if hashlib.sha256(metadata[_ABOUT_KEY].encode()).hexdigest() != metadata.get(_DIGEST_KEY):
-        raise CliError(f"the description in {path} is not what was recorded (its SHA-256 differs); fetch it again")
-    try:
-        about = json.loads(metadata[_ABOUT_KEY])
-    except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict):
-        raise CliError(f"{path} says that it is a trace, and its description is not JSON; record it again")
-    return about
-
-
-def _encode(value: Any, table: dict[str, Tensor]) -> Any:
+    if isinstance(value, Call | Trace):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Tensor):
-        # A copy, since tensors that share memory can't be written.
-        return {_TENSOR: _name(value.detach().cpu().clone(memory_format=torch.contiguous_format), table)}
+        name = tensor_digest(value)
+        table.setdefault(name, value)
+        return {"tensor": name}
     if isinstance(value, list | tuple):
         return [_encode(item, table) for item in value]
     if isinstance(value, dict):
@@ -266,11 +160,52 @@ def _encode(value: Any, table: dict[str, Tensor]) -> Any:
     )
 
 
-def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: "dict[str, Tensor]") -> Any:
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if isinstance(value, dict):
-        if _TENSOR in value:
-            return tensors[value[_TENSOR]]
+        if "tensor" in value:
+            return tensors[value["tensor"]]
         return {key: _decode(item, tensors) for key, item in value["items"]}
     return value
+
+
+def identity(model: "nn.Module") -> dict[str, Any]:
+    """Return what a model is told by: its class, its configuration as JSON, and digests of its saved tensors."""
+    from torch import Tensor
+
+    config: Any = getattr(model, "config", None)
+    told = json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
+    state = sorted(model.state_dict().items())
+    return {
+        "model_class": type(model).__name__,
+        "config": {key: value for key, value in told.items() if key not in _INCIDENTAL},
+        "weights": {name: tensor_digest(tensor)[:16] for name, tensor in state if isinstance(tensor, Tensor)},
+    }
+
+
+def check_same_model(model: "nn.Module", about: dict[str, Any]) -> None:
+    """Raise `CliError` if a model is not the recorded one, by its class, configuration or weights."""
+    here = identity(model)
+    if here["model_class"] != about["model_class"]:
+        raise CliError(
+            f"the trace was recorded from a {about['model_class']} and this is a {here['model_class']}; give the "
+            "recorded model with --model"
+        )
+    config, recorded = here["config"], about["config"]
+    # Another version of transformers may know more settings, or fewer.
+    changed = sorted(key for key in config.keys() & recorded.keys() if config[key] != recorded[key])
+    if changed:
+        said = _some([f"{key} (now {config[key]!r}, recorded {recorded[key]!r})" for key in changed])
+        raise CliError(f"the model's config differs from the recorded one: {said}; give the recorded model")
+    weights, recorded = here["weights"], about["weights"]
+    changed = sorted(name for name in weights.keys() | recorded.keys() if weights.get(name) != recorded.get(name))
+    if changed:
+        raise CliError(
+            f"{len(changed)} of {len(recorded)} tensors of the model are not those that were recorded "
+            f"({_some(changed)}); give the recorded weights, in the recorded dtype {about['dtype']}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
