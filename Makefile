@@ -5,7 +5,7 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia aot bench check clean
+.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia amd aot bench check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ cpu: $(NOX) ## prove of the CPU's kernels what this machine can
 
 nvidia: $(NOX) ## prove of the NVIDIA kernels what this machine can
 	$(NOX) -s nvidia $(PASS)
+
+amd: $(NOX) ## compile the kernels for AMD GPUs and check what they must be
+	$(NOX) -s amd $(PASS)
 
 aot: $(NOX) ## test the kit that compiles for chips that aren't here
 	$(NOX) -s aot $(PASS)

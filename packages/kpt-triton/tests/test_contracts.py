@@ -11,7 +11,7 @@ from kpt_triton.moe.grouped_mm import grouped_mm_kernel
 from kpt_triton.moe.grouped_mm_wgrad import wgrad_kernel
 from kpt_triton.moe.tiles import PRODUCTS, candidate_tiles, default_tile
 
-CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950")
+CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 MODULES = {module.__name__: module.AOT for module in (experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm)}
 PROGRAMS = [program for programs in MODULES.values() for program in programs]
 #: Products that a kernel is launched for.

@@ -7,7 +7,7 @@ from typing import Any
 #: What kernels without products of matrices must be on each chip.
 NO_SPILLS = {
     **dict.fromkeys(("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"), "no spills, registers <= 255, smem <= 99 KiB"),
-    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "no spills, lds <= 64 KiB"),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"), "no spills, lds <= 64 KiB"),
 }
 
 

@@ -55,8 +55,7 @@ class AcceleratorBackend(Backend):
     config_class: ClassVar[type[DeviceConfig]] = DeviceConfig
 
     def __init__(self, config: DeviceConfig | None = None) -> None:
-        given: object = config  # may be anything, whatever the type says
-        if given is not None and not isinstance(given, self.config_class):
+        if config is not None and not isinstance(config, self.config_class):
             kind = self.config_class.__name__
             raise InputError(f"config must be an {kind}; got {config!r}, see {kind}.from_mapping")
         self.config = config or self.config_class()
@@ -93,7 +92,8 @@ class AcceleratorBackend(Backend):
         if self.why_no_device() is not None:
             return frozenset()
         of = torch.get_device_module(kind)
-        index = of.current_device() if device.index is None else device.index
+        named: int | None = device.index
+        index = of.current_device() if named is None else named
         if index >= of.device_count():
             return frozenset()
         found: frozenset[Capability] = self.describe(of.get_device_properties(index))["capabilities"]

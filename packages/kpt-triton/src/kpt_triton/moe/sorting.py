@@ -185,7 +185,8 @@ _SCAN_LAUNCH = {"CHUNKS": _SCAN_CHUNKS, "EXPERTS": _SCAN_EXPERTS, **_OPTIONS, "n
 
 
 def _place_launch(num_experts: int) -> dict[str, Any]:
-    return {"CHUNK": _CHUNK, "BINS": triton.next_power_of_2(num_experts + 1), **_OPTIONS}
+    bins = triton.next_power_of_2(num_experts + 1)
+    return {"CHUNK": _CHUNK, "BINS": bins, **_OPTIONS, "num_warps": 8 if bins > 2048 else 4}
 
 
 def _placements(chip: str) -> Mapping[str, Mapping[str, Any]]:

@@ -155,13 +155,14 @@ def default_tile(product: str, chip: str, itemsize: int, rows: int, experts: int
     height = _height(rows / max(experts, 1)) if product != "wgrad" else 128
     halved = product in ("pair", "slope")
     if itemsize == 4 or not aligned:
-        n = 32 if halved else 64
+        n = 32 if halved or family == "gfx11" else 64
         return _small(height, n if aligned or itemsize < 4 else n // 2, 3 if aligned and family.startswith("sm") else 2)
     if height > 32:
         return Tile.parse(_TALL[family][product][0 if height == 128 else 1])
     n, k, stages = _LOW[family]
-    # Scales of K are multiplied into x, which has to fit beside what follows.
-    return Tile(height, n // 2 if halved else n, min(k, 64) if product in ("crowded", "slope") else k, 4, stages, 1)
+    if product in ("crowded", "slope"):  # scales of K are multiplied into x, which has to fit beside what follows
+        k = min(k, 32 if family == "gfx11" else 64)
+    return Tile(height, n // 2 if halved else n, k, 4, stages, 1)
 
 
 def _small(height: int, n: int, stages: int) -> Tile:

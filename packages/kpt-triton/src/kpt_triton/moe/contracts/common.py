@@ -11,7 +11,7 @@ from kpt_triton.tile import Tile
 BF16, FP16, FP32, E4M3, E5M2 = "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"
 
 NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
-AMD = ("gfx90a", "gfx942", "gfx950")
+AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 _MEMORY = {
     "sm80": "smem <= 163 KiB",
@@ -23,16 +23,24 @@ _MEMORY = {
     "gfx90a": "lds <= 64 KiB",
     "gfx942": "lds <= 64 KiB",
     "gfx950": "lds <= 160 KiB",
+    "gfx1100": "lds <= 64 KiB",
+    "gfx1201": "lds <= 64 KiB",
 }
 #: The larger instructions, which tiles of 64 rows and more can have.
 _TALL = {"sm90": "wgmma", "sm100": "tcgen05"}
 _KIND = {BF16: "bf16", FP16: "f16"}
 
 _NO_E4M3 = "unsupported: fp8 e4m3fn needs sm89"
+_REFUSED_E4M3 = "not offered: kpt_triton.moe.refusals has no 8-bit numbers there"
 _NO_TMA = "not offered: it has no loads by descriptors"
 _NO_OWN_WARPS = {
     "sm90": "not offered: Triton 3.6 and 3.9 leave this loop's warps as they are (8 of them) or fail (4)",
     **dict.fromkeys(("sm80", "sm86", "sm89", *AMD), _NO_TMA),
+}
+
+_WITHOUT_E4M3 = {
+    **dict.fromkeys(("sm80", "sm86"), _NO_E4M3),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx1100"), _REFUSED_E4M3),
 }
 
 #: The tiles of a program on a chip.
@@ -89,16 +97,14 @@ def products(dtype: str, *, tall: bool = True, loads: str = "cp.async", weight: 
     found = {}
     for chip, memory in _MEMORY.items():
         if chip in AMD:
-            clauses = f"v_mfma of {_KIND[dtype]}"
+            clauses = f"{'v_mfma' if chip.startswith('gfx9') else 'v_wmma'} of {_KIND[dtype]}"
         else:
             instruction = _TALL.get(chip, "mma.sync") if tall else "mma.sync"
             # tcgen05 does not tell 16-bit types apart.
             kind = "" if instruction == "tcgen05" else f" of {_KIND[dtype]}"
             clauses = f"{instruction}{kind}, {loads}"
         found[chip] = f"{clauses}, no spills, {memory}"
-    if weight == E4M3:
-        found |= dict.fromkeys(("sm80", "sm86"), _NO_E4M3)
-    return found
+    return found | (_WITHOUT_E4M3 if weight == E4M3 else {})
 
 
 def products_by_descriptors(dtype: str) -> dict[str, str]:
@@ -115,7 +121,7 @@ def lean(loads: str = "", *, weight: str = "") -> dict[str, str]:
     """The contract of each chip for code without matrix instructions; `loads` as NVIDIA's chips do them."""
     first = f"{loads}, " if loads else ""
     found = {chip: f"{first if chip in NVIDIA else ''}no spills, {memory}" for chip, memory in _MEMORY.items()}
-    return found | (dict.fromkeys(("sm80", "sm86"), _NO_E4M3) if weight == E4M3 else {})
+    return found | (_WITHOUT_E4M3 if weight == E4M3 else {})
 
 
 def tf32() -> dict[str, str]:

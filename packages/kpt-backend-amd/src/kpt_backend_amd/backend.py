@@ -1,0 +1,95 @@
+"""`AMDBackend`, and the facades over kpt_optimize for its devices: memory manager, optimiser, device manager."""
+
+from typing import Any
+
+from kpt_core import Kernel
+from kpt_optimize.accelerator import AcceleratorBackend, Device, DeviceConfig, DeviceInfo, MemoryStatistics
+from kpt_optimize.accelerator import DeviceManager as AnyDeviceManager
+from kpt_optimize.memory import DeviceMemoryManager
+from kpt_optimize.model import ModelOptimizer
+from kpt_triton.moe.table import KERNELS
+
+from .chips import CHIPS, capabilities_of, chip_name, generation, peaks_of, unsupported
+from .environment import why_no_device, why_unavailable
+
+
+class AMDConfig(DeviceConfig):
+    """Settings of `AMDBackend.prepare_model`; the fields are those of `kpt_optimize.accelerator.DeviceConfig`.
+
+    PyTorch calls the devices of ROCm `cuda` too, so that is what `device` names.
+    """
+
+    __slots__ = ()
+
+
+class AMDBackend(AcceleratorBackend):
+    """KPT's backend for AMD GPUs: CDNA2 (MI200), CDNA3 (MI300), CDNA4 (MI350), RDNA3 and RDNA4.
+
+    Making one costs nothing: the device is looked at when something is asked.
+
+    Args:
+        config: of `prepare_model`.
+    """
+
+    name = "amd"
+    device_types = ("cuda",)
+    chips = CHIPS
+    config_class = AMDConfig
+
+    def unavailable(self) -> str | None:
+        """Return None if kernels can run here, else why not and what to do, in a sentence."""
+        return why_unavailable()
+
+    def why_no_device(self) -> str | None:
+        """Return why torch sees no AMD device, and the remedy; None if it sees one, which may be unsupported."""
+        return why_no_device()
+
+    def describe(self, properties: Any) -> dict[str, Any]:
+        """Return what AMD's documents say of a device's chip and product."""
+        chip = chip_name(properties.gcnArchName)
+        return {
+            "chip": chip,
+            "generation": generation(chip),
+            "capabilities": capabilities_of(chip),
+            "unsupported": unsupported(chip),
+            "peaks": peaks_of(properties.name),
+        }
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""
+        return tuple(Kernel(**row, requires={"hip", "bf16"}, priority=20) for row in KERNELS)
+
+
+BACKEND = AMDBackend()
+
+
+class DeviceManager(AnyDeviceManager):
+    """The AMD devices that torch sees: `unavailable`, `devices`, `roomiest()`, `on(device)`."""
+
+    def __init__(self) -> None:
+        super().__init__(BACKEND)
+
+
+class AMDMemoryManager(DeviceMemoryManager):
+    """Memory of one AMD device: see `kpt_optimize.memory.DeviceMemoryManager`."""
+
+    backend = BACKEND
+
+
+class AMDOptimizer(ModelOptimizer):
+    """Optimise a model for an AMD GPU: see `kpt_optimize.model.ModelOptimizer`.
+
+    Level `conservative`, `balanced` or `aggressive`, for inference and training. TF32 is not tried: no chip claims it.
+    """
+
+    backend = BACKEND
+
+
+def device_info(device: Device = None, *, live: bool = True) -> DeviceInfo:
+    """Return everything that torch and the driver tell of a device: see `AMDBackend.device_info`."""
+    return BACKEND.device_info(device, live=live)
+
+
+def memory_stats(device: Device = None) -> MemoryStatistics:
+    """Return the memory of a device and of this process on it: see `AMDBackend.memory_stats`."""
+    return BACKEND.memory_stats(device)
