@@ -53,10 +53,7 @@ def test_a_block_is_blamed_for_its_own_code_only():
 def test_two_faults_in_order_of_execution(faulty):
     model = marked(marked(mixtral(), layer=2), layer=0)
     found = bisect(model, record(model, inputs(), arm=REFERENCE), arm=faulty("coarse"))
-    assert [culprit.key for culprit in found] == [
-        "model.layers.0.mlp.experts",
-        "model.layers.2.mlp.experts",
-    ]
+    assert [culprit.key for culprit in found] == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
 
 
 def test_a_block_that_hands_on_what_is_wrong_to_several_is_named_once():

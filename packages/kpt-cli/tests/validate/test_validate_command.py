@@ -77,9 +77,6 @@ def test_record_then_replay(kpt, trace):
     assert result.exit_code == 0, result.output
     assert "No worse than the recorder at any of 28 places" in result.stdout
     assert "model.layers.0.mlp.experts" not in result.stdout.replace("closest", "")
-    everything = kpt("validate", "replay", trace, "--use", "eager", "--all")
-    assert "model.layers.0.mlp.experts" in everything.stdout
-    assert max(map(len, everything.stdout.splitlines())) <= 110
 
 
 def test_json_of_a_recording(kpt, mixtral, tmp_path):
@@ -103,7 +100,7 @@ def test_moved_and_changed_models(kpt, mixtral, tmp_path):
     here.rename(there)
     gone = kpt("validate", "replay", path)
     assert gone.exit_code == 2
-    assert "which is not on this machine: say where it is, with --model" in gone.stderr
+    assert "which is not on this machine; say where it is with --model" in gone.stderr
     assert kpt("validate", "replay", path, "--model", there).exit_code == 0
     weights = load_file(there / "model.safetensors")
     weights["model.norm.weight"][3] *= 1.001
@@ -165,7 +162,10 @@ def test_a_model_that_a_function_makes(kpt, functions, tmp_path):
     assert kpt("validate", "replay", path, "--model", "made_models:model").exit_code == 0
     unnamed = kpt("validate", "replay", path)
     assert unnamed.exit_code == 2
-    assert "was recorded from made_models:both, whose code runs only if you name it: with --model" in unnamed.stderr
+    assert (
+        "was recorded from made_models:both, whose code runs only if you name it; say where it is with --model"
+        in unnamed.stderr
+    )
     assert kpt("bisect", "made_models:both", "--use", "kpt").exit_code == 0
 
 

@@ -105,9 +105,6 @@ def replay(
     model: Annotated[str | None, typer.Option(help=f"The recorded one if left out. {_MODEL}")] = None,
     device: Device = None,
     use: Use = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Show every module, not only those that are worse.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a trace's inputs through its model, and say where it is worse against float64 than the recorder was.
@@ -124,7 +121,7 @@ def replay(
 
         tell(0, None, f"reading {trace_file}")
         trace = Trace.load(trace_file)
-        source = model if model is not None else _recorded_model(trace_file, trace.about.get("model"))
+        source = model if model is not None else _recorded_model(trace_file, trace.about.get("model", ""))
         check_source(source)
         loaded, *_ = _load(source, trace.about["load_dtype"], device, tell)
         found = replay_trace(loaded, trace, arm=arm, tell=tell)
@@ -135,7 +132,7 @@ def replay(
         print_json(document | {"flips_allowed": found.flips_allowed, "gradients_left_out": found.gradients_left_out})
     else:
         _show_about(trace.about)
-        _show_replay(found, everything=everything)
+        _show_replay(found)
     if not found.ok:
         raise typer.Exit(DIFFERS)
 
@@ -208,16 +205,12 @@ def _load(
     return load(model, dtype, place, tokens=tokens, seed=seed)
 
 
-def _recorded_model(trace_file: Path, recorded: str | None) -> str:
-    if not recorded:
-        raise CliError(f"{trace_file} does not say which model it was recorded from; name it with --model")
-    if not Path(recorded).is_dir():
+def _recorded_model(trace_file: Path, recorded: str) -> str:
+    if not (recorded and Path(recorded).is_dir()):
         # Not even a function that is here: a file that somebody sent does not decide which code runs.
-        is_function = ":" in recorded
-        what = (
-            "whose code runs only if you name it:" if is_function else "which is not on this machine: say where it is,"
-        )
-        raise CliError(f"{trace_file} was recorded from {recorded}, {what} with --model")
+        what = "whose code runs only if you name it" if ":" in recorded else "which is not on this machine"
+        source = recorded or "a model without a name"
+        raise CliError(f"{trace_file} was recorded from {source}, {what}; say where it is with --model")
     return recorded
 
 
@@ -227,9 +220,10 @@ def _show_about(about: dict[str, Any]) -> None:
     say(f"on {about['device']}, with {versions}.")
 
 
-def _show_replay(found: "Replay", *, everything: bool) -> None:
-    """Print modules that are worse, or all, then the first that goes wrong by itself, flips, and the conclusion."""
-    _show_verdicts(found.verdicts if everything else found.failed, len(found.verdicts) if everything else _ROWS)
+def _show_replay(found: "Replay") -> None:
+    """Print modules that are worse, then the first that goes wrong by itself, flips, and the conclusion."""
+    if found.failed:
+        _show_verdicts(found.failed)
     if found.culprits:
         say("\nThe first module that is worse by itself, fed the recorder's inputs:", style="bold")
         _show_culprits(found.culprits)
@@ -258,21 +252,19 @@ def _show_replay(found: "Replay", *, everything: bool) -> None:
         say("\nMore tokens were routed otherwise than chance explains.", style="bold red")
 
 
-def _show_verdicts(verdicts: "Sequence[Verdict]", rows: int) -> None:
-    if not verdicts:
-        return
+def _show_verdicts(verdicts: "Sequence[Verdict]") -> None:
     heading("Errors against float64, of the whole run")
     # Whole names in 100 columns: of the mean and the largest error, the one that is nearer to its bound.
     made = table("module", "error", "recorder", "this run", "bound", "verdict")
-    for verdict in verdicts[:rows]:
+    for verdict in verdicts[:_ROWS]:
         largest = verdict.run.max * verdict.bound.mean > verdict.run.mean * verdict.bound.max
         errors = (verdict.recorder, verdict.run, verdict.bound)
         said = f"{verdict.used:.3g}x bound" if 1 < verdict.used < float("inf") else verdict.reason or "ok"
         numbers = (f"{error.max if largest else error.mean:.1e}" for error in errors)
         made.add_row(verdict.name, "largest" if largest else "mean", *numbers, said)
     out().print(made)
-    if len(verdicts) > rows:
-        say(f"... and {len(verdicts) - rows} more; --all shows every module.")
+    if len(verdicts) > _ROWS:
+        say(f"... and {len(verdicts) - _ROWS} more; --json has every module.")
 
 
 def _show_culprits(culprits: "Sequence[Verdict]") -> None:
@@ -280,14 +272,17 @@ def _show_culprits(culprits: "Sequence[Verdict]") -> None:
     first, *others = culprits
     made = table("", "")
     made.show_header = False
-    made.add_row("module", first.name)
-    made.add_row("type", first.type)
-    made.add_row("inputs", "\n".join(first.inputs))
-    made.add_row("kernels", "\n".join(first.kernels) or "none of KPT's")
-    made.add_row("trusted", "\n".join(first.recorded_kernels) or "none of KPT's")
-    made.add_row("error", f"{_pair(first.run)} (mean / largest, against float64)")
-    made.add_row("bound", f"{_pair(first.bound)}; trusted: {_pair(first.recorder)}")
-    made.add_row("verdict", first.reason)
+    for row in (
+        ("module", first.name),
+        ("type", first.type),
+        ("inputs", "\n".join(first.inputs)),
+        ("kernels", "\n".join(first.kernels) or "none of KPT's"),
+        ("trusted", "\n".join(first.recorded_kernels) or "none of KPT's"),
+        ("error", f"{_pair(first.run)} (mean / largest, against float64)"),
+        ("bound", f"{_pair(first.bound)}; trusted: {_pair(first.recorder)}"),
+        ("verdict", first.reason),
+    ):
+        made.add_row(*row)
     out().print(made)
     if others:
         say(f"\n{len(others)} more calls differ by themselves: {', '.join(other.name for other in others)}.")

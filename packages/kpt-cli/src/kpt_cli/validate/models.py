@@ -96,18 +96,10 @@ def check_source(text: str) -> None:
 def load(
     text: str, dtype: str, device: "torch.device", *, tokens: int | None = None, seed: int = 0
 ) -> "tuple[nn.Module, Any, str]":
-    """Load a model and make its inputs.
+    """Return a model, its inputs, and a sentence on these; no inputs if it is not told for how many tokens.
 
-    Args:
-        text: a folder, or `package.module:function` of a function without arguments that returns a model, or a pair of
-            it and its inputs: a tensor, a sequence of arguments, or a mapping of keyword arguments.
-        dtype: of the weights; `auto` leaves them as they are.
-        device: where the model goes.
-        tokens: length of the sequence that a model of a folder is run on; None if no inputs are needed.
-        seed: decides which text, or which random token ids.
-
-    Returns:
-        The model, its inputs, and a sentence on these.
+    A function takes no arguments, and returns a model, or a pair of it and its inputs: a tensor, a sequence of
+    arguments, or a mapping of keyword arguments.
 
     Raises:
         CliError: it can't be loaded, or gives no inputs though they are needed.

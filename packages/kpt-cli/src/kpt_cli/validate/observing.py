@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import kpt_core
@@ -44,14 +44,8 @@ def observe(
 ) -> dict[str, Call]:
     """Run a model, and return the calls of modules that gave a floating tensor, by their keys, as they ended.
 
-    Args:
-        model: runs on copies of what it is given, since it may write into them.
-        given: its arguments.
-        arm: what serves experts and ops.
-        what: what goes on, for people.
-        tell: told how far it is.
-        steer: changes the tensors that flow between modules.
-        backward: backpropagate a sum of the elements of its first differentiable output, with fixed signs.
+    It runs on copies of what it is given, since it may write into them. `steer` changes the tensors that flow between
+    modules; `backward` backpropagates a sum of the elements of the first differentiable output, with fixed signs.
 
     Raises:
         CliError: the model does not run, or nothing in its output needs a gradient.
@@ -207,8 +201,8 @@ def _recorded(
     recorded: Mapping[str, Call], key: str, side: Side, leaves: Sequence[Tensor]
 ) -> tuple[Tensor, ...] | None:
     """Return what the recorder has in the place of some tensors, if it has the same number of the same shapes."""
-    theirs: tuple[Tensor, ...] | None = getattr(recorded.get(key), side, None)
-    return theirs if theirs is not None and [x.shape for x in theirs] == [x.shape for x in leaves] else None
+    theirs: tuple[Tensor, ...] = getattr(recorded.get(key), side, ())
+    return theirs if [x.shape for x in theirs] == [x.shape for x in leaves] else None
 
 
 def _as(value: Tensor, like: Tensor) -> Tensor:
@@ -242,9 +236,8 @@ class _Widen(TorchFunctionMode):
     ) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
-        args, kwargs = tree_map(
-            lambda leaf: torch.float64 if isinstance(leaf, torch.dtype) and leaf in _NARROW else leaf,
-            (tuple(args), kwargs or {}),
+        args, kwargs = tree_map_only(
+            torch.dtype, lambda dtype: torch.float64 if dtype in _NARROW else dtype, (tuple(args), kwargs or {})
         )
         return func(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kpt_cli.devices import present
 from kpt_cli.errors import CliError
 
 from .judging import Verdict, find_routing, judge, rounding
@@ -104,11 +105,11 @@ def record(
             if key in references
         }
     ours = sorted(found.name for found in distributions() if found.name.startswith("kpt-"))
-    args, kwargs = placed(given, "cpu")
+    device, (args, kwargs) = device_of(model), placed(given, "cpu")
     facts = same | {
         "dtype": str(dtype).removeprefix("torch."),
         "load_dtype": str(dtype).removeprefix("torch."),
-        "device": _device_name(device_of(model)),
+        "device": next((f"{d.device} ({d.name})" for d in present().devices if d.type == device.type), str(device)),
         "arm": arm.name,
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers", *ours)},
@@ -234,11 +235,10 @@ def _gradients(model: nn.Module, given: Arguments, arm: Arm, steer: Steer, tell:
     model.zero_grad(set_to_none=True)
     try:
         observe(model, given, arm, "gradients", tell, steer=steer, backward=True)
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
         return {
-            name: Call(key=name, type="gradient", outputs=(fold(gradient),))
-            for name, gradient in found.items()
-            if gradient is not None
+            name: Call(key=name, type="gradient", outputs=(fold(parameter.grad),))
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
         }
     finally:
         model.zero_grad(set_to_none=True)
@@ -264,9 +264,3 @@ def _dtype(model: nn.Module) -> torch.dtype:
     for parameter in filter(Tensor.is_floating_point, model.parameters()):
         counts[parameter.dtype] += parameter.numel()
     return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
-
-
-def _device_name(device: torch.device) -> str:
-    from kpt_cli.devices import present
-
-    return next((f"{d.device} ({d.name})" for d in present().devices if d.type == device.type), str(device))
