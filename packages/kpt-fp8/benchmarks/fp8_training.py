@@ -23,12 +23,23 @@ from torch import Tensor
 
 from kpt_cli.bench.machine import machine
 from kpt_cli.console import out, say, table
-from kpt_cli.demo.corpus import read_corpus
-from kpt_cli.demo.model import BALANCE_WEIGHT, INITIAL_DEVIATION, LONGEST, new_model, quiet_transformers
-from kpt_cli.demo.quality import mean_loss, next_token_loss, windows
-from kpt_cli.demo.sizes import FULL, Size
-from kpt_cli.demo.tokenizer import encode, train_tokenizer
-from kpt_cli.demo.training import CLIP, FINAL_SHARE, WARM_UP_STEPS, WEIGHT_DECAY
+from kpt_cli.demo import FULL
+from kpt_cli.demo import Settings as Size
+from kpt_cli.demo.corpus import encode, read_corpus, train_tokenizer
+from kpt_cli.demo.model import (
+    BALANCE_WEIGHT,
+    CLIP,
+    FINAL_SHARE,
+    INITIAL_DEVIATION,
+    LONGEST,
+    WARM_UP_STEPS,
+    WEIGHT_DECAY,
+    mean_loss,
+    new_model,
+    next_token_loss,
+    quiet_transformers,
+    windows,
+)
 from kpt_cli.output_file import check_output_file
 from kpt_core.files import write_whole
 from kpt_fp8.training import FP8TrainingEngine
@@ -175,7 +186,7 @@ def main(
             "benchmark": "FP8 training beside bfloat16",
             "machine": machine(),
             "threads": torch.get_num_threads(),
-            "size": size.as_dict(),
+            "size": asdict(size),
             "experts": experts,
             "seed": seed,
             "largest_gap": LARGEST_GAP,

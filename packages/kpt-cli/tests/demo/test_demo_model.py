@@ -1,20 +1,19 @@
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kpt_cli.demo import FULL, QUICK
 from kpt_cli.demo.command import _spin_less
-from kpt_cli.demo.model import describe, load_model, new_model, save_model
-from kpt_cli.demo.sizes import FULL, QUICK
-from kpt_cli.demo.tokenizer import train_tokenizer
+from kpt_cli.demo.corpus import read_corpus, train_tokenizer
+from kpt_cli.demo.model import TrainingLog, describe, load_model, new_model, save_model, train
 from kpt_cli.errors import CliError
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from kpt_cli.demo.corpus import read_corpus
-
     return train_tokenizer(read_corpus(limit=150_000).training, 300, 64)
 
 
@@ -69,3 +68,34 @@ def test_threads_spin_less_unless_it_is_too_late_or_decided(monkeypatch):
         patch.delenv("OMP_WAIT_POLICY")
         _spin_less()
         assert os.environ.pop("GOMP_SPINCOUNT") == "1000"
+
+
+def trained(seed: int, on_step=lambda log, done: None, **options) -> TrainingLog:
+    tokens = torch.arange(20_000) * 7 % 61  # a pattern that is quickly learnt
+    settings = replace(QUICK, **{"seed": seed, "steps": 8} | options)
+    return train(new_model(settings, seed), tokens, tokens, settings, on_step)
+
+
+def test_the_seed_decides_the_losses_bit_by_bit():
+    log = trained(3)
+    assert log.losses == trained(3).losses
+    assert log.losses != trained(4).losses
+    steps = [step for step, _ in log.held_out]
+    assert steps[0] == 0
+    assert steps[-1] == 8
+    assert steps == sorted(set(steps))
+
+
+def test_loss_falls_and_experts_stay_balanced():
+    log = trained(0, steps=40)
+    assert log.losses[0] == pytest.approx(torch.tensor(QUICK.vocabulary).log().item(), rel=0.05)
+    assert log.losses[-1] < 0.75 * log.losses[0]
+    # The number of experts per token is a perfect balance, the number of experts the worst.
+    assert log.balance[-1] < 1.3 * QUICK.experts_per_token
+
+
+def test_training_by_time_ends():
+    done = []
+    trained(0, seconds=0.2, on_step=lambda log, share: done.append(share))
+    assert done[-1] == 1
+    assert done == sorted(done)

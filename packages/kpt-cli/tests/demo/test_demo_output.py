@@ -7,8 +7,7 @@ from collections import namedtuple
 
 import pytest
 
-from kpt_cli.demo import run
-from kpt_cli.demo.output import KIND, REPORT
+from kpt_cli.demo import KIND, REPORT, run
 
 
 def refused(kpt, *arguments) -> str:
@@ -23,34 +22,29 @@ def refused(kpt, *arguments) -> str:
 def no_training(monkeypatch):
     """Whatever gets past the checks fails at once, after it wrote something."""
 
-    def fail(options, folder, screen):
+    def fail(settings, folder, screen):
         (folder / "half-written").write_text("x")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run, "run_demo", fail)
 
 
-def test_a_file_is_refused(kpt, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("mine")
-    assert f"--output {file} is a file" in refused(kpt, "-o", file)
-    assert file.read_text() == "mine"
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_place_below_a_file_is_refused(kpt, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("mine")
-    assert "is no folder" in refused(kpt, "-o", file / "demo")
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_somebody_elses_folder_is_refused(kpt, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("mine")
-    assert "is not empty and holds no earlier demo" in refused(kpt, "-o", folder)
-    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ("file", "is a file"),
+        ("file/demo", "is no folder"),
+        ("folder", "is not empty and holds no earlier demo"),
+        ("no/such", "make it first"),
+    ],
+)
+def test_a_wrong_place_is_refused(kpt, tmp_path, place, sentence):
+    (tmp_path / "folder").mkdir()
+    mine = [tmp_path / "file", tmp_path / "folder" / "thesis.txt"]
+    for file in mine:
+        file.write_text("mine")
+    assert sentence in refused(kpt, "-o", tmp_path / place)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == mine
 
 
 @pytest.mark.parametrize("report", ["{}", "[]", "no json", '{"kind": "another report"}'])
@@ -59,11 +53,6 @@ def test_another_report_is_not_an_earlier_demo(kpt, tmp_path, report):
     (tmp_path / "out" / REPORT).write_text(report)
     assert "is not empty" in refused(kpt, "-o", tmp_path / "out")
     assert (tmp_path / "out" / REPORT).read_text() == report
-
-
-def test_a_missing_parent_is_refused(kpt, tmp_path):
-    assert "make it first" in refused(kpt, "-o", tmp_path / "no" / "such")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder in which nobody can write")
@@ -104,7 +93,7 @@ def test_an_earlier_demo_survives_a_failure(kpt, tmp_path):
 
 
 def test_an_interruption_leaves_nothing_behind(kpt, tmp_path, monkeypatch):
-    def interrupt(options, folder, screen):
+    def interrupt(settings, folder, screen):
         (folder / "half-written").write_text("x")
         raise KeyboardInterrupt
 

@@ -1,9 +1,12 @@
-"""The command `kpt demo`."""
+"""The command `kpt demo`, and where it may write: checked before any work."""
 
+import json
 import os
+import shutil
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +17,9 @@ from kpt_cli.console import print_json, say
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import LEVELS, OBJECTIVES, check_choice, check_max_error
 from kpt_cli.optimize.output_directory import staged
+from kpt_cli.output_file import check_writable
 
-from .output import check_output, is_demo
-from .sizes import FULL, QUICK
+from . import FULL, KIND, QUICK, REPORT
 
 
 def demo(
@@ -56,38 +59,60 @@ def demo(
     check_max_error(max_error)
     if steps is not None and seconds is not None:
         raise CliError(f"--steps {steps} and --seconds {seconds:g} contradict each other; give one of them")
-    size = QUICK if quick else FULL
-    real_output = check_output(output, size.disk_bytes)
+    settings = replace(QUICK if quick else FULL, seconds=seconds, seed=seed, level=level, objective=objective)
+    settings = replace(settings, max_error=max_error, steps=steps or settings.steps)
+    real_output = check_output(output, settings.disk_bytes)
     start = time.perf_counter()
     _spin_less()
     # After the checks, because it takes seconds.
-    from .report import write_report
-    from .run import Options, run_demo
-    from .terminal import Screen, show_result
+    from . import run
+    from .report import PAGE, write_report
 
-    options = Options(
-        size=size,
-        steps=None if seconds is not None else steps or size.steps,
-        seconds=seconds,
-        seed=seed,
-        level=level,
-        objective=objective,
-        max_error=max_error,
-    )
-    with (
-        redirect_stdout(sys.stderr),
-        staged(real_output, replace=is_demo(real_output)) as staging,
-    ):  # stdout is for the result
-        screen = Screen()
-        result = run_demo(options, staging, screen)
-        with screen.phase("report", "Writing the report") as phase:
-            write_report(result, staging)
-            phase.outcome = str(output / "report.html")
+    screen = run.Screen()
+    # stdout is for the result
+    with redirect_stdout(sys.stderr), staged(real_output, replace=is_demo(real_output)) as staging:
+        result = run.run_demo(settings, staging, screen)
+        with screen.phase("report", "Writing the report"):
+            document = write_report(result, staging)
+            screen.outcome = str(output / PAGE)
     if as_json:
-        print_json(result.as_dict())
+        print_json(document)
         return
-    show_result(result)
-    say(f"\nDone in {time.perf_counter() - start:.0f} s. The report: {output / 'report.html'}", style="bold")
+    run.show_result(result)
+    say(f"\nDone in {time.perf_counter() - start:.0f} s. The report: {output / PAGE}", style="bold")
+
+
+def check_output(output: Path, disk_bytes: int) -> Path:
+    """Return the real path of a folder that does not exist, is empty, or holds an earlier demo.
+
+    Raises:
+        CliError: it is a file, somebody else's folder, in a wrong place, or the disk has less room than `disk_bytes`.
+    """
+    real = output.resolve()
+    if real.exists() and not real.is_dir():
+        raise CliError(f"--output {output} is a file; expected a folder that is new, empty or of an earlier demo")
+    if real.is_dir() and any(real.iterdir()) and not is_demo(real):
+        raise CliError(f"--output {output} is not empty and holds no earlier demo; choose another folder")
+    parent = real.parent
+    if not parent.is_dir():
+        raise CliError(f"--output {output}: {parent} is no folder; make it first")
+    check_writable(parent, f"--output {output}")
+    free = shutil.disk_usage(parent).free
+    if free < disk_bytes:
+        raise CliError(
+            f"--output {output} needs {disk_bytes / 2**20:.0f} MiB and the disk has {free / 2**20:.0f} MiB free; make "
+            "room or choose another disk"
+        )
+    return real
+
+
+def is_demo(folder: Path) -> bool:
+    """Tell if a folder was written by an earlier demo."""
+    try:
+        document = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and document.get("kind") == KIND
 
 
 def _spin_less() -> None:

@@ -2,114 +2,117 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from dataclasses import dataclass, fields
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .comparison import CONFIDENCE, NOISE
-from .kernels import pattern
-from .memory import TRAINING
-from .output import REPORT
-from .plots import CSS, NARROW, PAPER, WIDE, comparison_figure, inline, load_figure, loss_figure
-from .result import MEMORY_MEASURE
-from .terminal import why
+from . import KIND, REPORT
+from .measure import CONFIDENCE, NOISE, TRAINING, Figures
 
 if TYPE_CHECKING:
-    from .result import Result
+    from matplotlib.figure import Figure
 
 PAGE = "report.html"
-LOSS = "loss.png"
+FORMAT = 2
+#: Inches of a figure on a page of full width, and on a telephone's.
+WIDE, NARROW = 7.6, 3.5
 
 
-def write_report(result: "Result", folder: Path) -> None:
-    """Write page, JSON and picture into a folder."""
-    loss_figure(result.training, result.model["vocabulary"], PAPER).savefig(folder / LOSS, dpi=160, facecolor="white")
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """Colours by what they are for."""
+
+    ink: str
+    muted: str
+    grid: str
+    before: str
+    after: str
+    held_out: str
+
+
+#: For files that stand alone.
+PAPER = Palette("#1c2430", "#667080", "#dde2e8", "#9aa4b2", "#2f6fdf", "#d4622a")
+#: Stand-ins that `inline` replaces by the page's variables, so that figures follow it into dark mode.
+CSS = Palette("#010101", "#020202", "#030303", "#040404", "#050505", "#060606")
+
+
+def write_report(result: Figures, folder: Path) -> Figures:
+    """Write page, JSON and picture into a folder, and return what is in the JSON."""
+    loss_figure(result, PAPER).savefig(folder / "loss.png", dpi=160, facecolor="white")
     (folder / PAGE).write_text(page(result), encoding="utf-8")
-    document = json.dumps(result.as_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-    (folder / REPORT).write_text(document + "\n", encoding="utf-8")
+    document = {"kind": KIND, "format": FORMAT} | result | {"plan": result["plan"].as_dict()}
+    (folder / REPORT).write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+    return document
 
 
-def page(result: "Result") -> str:
-    """The HTML page."""
+def page(result: Figures) -> str:
+    """Return the HTML page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=PackageLoader("kpt_cli.demo"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    environment = Environment(loader=PackageLoader("kpt_cli.demo"), autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    drawn = (
+        inline(loss_figure(result, CSS, width), f"loss-{kind}") for kind, width in (("wide", WIDE), ("narrow", NARROW))
     )
-    figures: dict[str, list[str]] = {"loss": [], "comparison": [], "load": []}
-    for kind, width in (("wide", WIDE), ("narrow", NARROW)):
-        loss = loss_figure(result.training, result.model["vocabulary"], CSS, width)
-        figures["loss"].append(inline(loss, f"loss-{kind}"))
-        figures["load"].append(inline(load_figure(result.quality.expert_load, CSS, width), f"load-{kind}"))
-    for number, comparison in enumerate(result.comparisons):
-        drawn = comparison_figure(comparison, result.libraries, CSS)
-        figures["comparison"].append(inline(drawn, f"comparison-small{number}"))
-    return environment.get_template("report.html.j2").render(
-        result=result,
-        tiles=_tiles(result),
-        figures={name: Markup("".join(drawn)) for name, drawn in figures.items()},
-        kernels=[(pattern(use.modules), use, why(use.kernel, use.reasons)) for use in result.kernels],
-        balance=_balance(result.quality.expert_load),
-        identical=sum(sample.identical for sample in result.samples),
-        memory_measure=MEMORY_MEASURE,
-        guess=math.log(result.model["vocabulary"]),
-        confidence=CONFIDENCE,
-        NOISE=NOISE,
-    )
+    names = {"size": result["settings"], "confidence": CONFIDENCE, "NOISE": NOISE, "TRAINING": TRAINING}
+    return environment.get_template("report.html.j2").render(result=result, loss=Markup("".join(drawn)), **names)
 
 
-def _tiles(result: "Result") -> list[dict[str, Any]]:
-    """The figures that the page begins with."""
-    held_out = result.training.held_out
-    quality = result.quality
-    tiles = [
-        {
-            "label": "held-out loss",
-            "value": f"{held_out[0][1]:.2f} → {held_out[-1][1]:.2f}",
-            "note": f"in {result.training.seconds:.0f} s of training",
-            "good": False,
-        }
-    ]
-    for comparison in (*result.comparisons[:2], *(c for c in result.comparisons if c.name == TRAINING)):
-        tiles.append(
-            {
-                "label": comparison.name,
-                "value": comparison.verdict,
-                "note": f"{comparison.interval}; {comparison.before.median:,.0f} → {comparison.after.median:,.0f} "
-                f"{comparison.unit}",
-                "good": comparison.beyond_noise and comparison.gain > 1,
-            }
-        )
-    tiles.append(
-        {
-            "label": "weights",
-            "value": f"{result.plan.bytes_before / 2**20:.1f} → {result.plan.bytes_after / 2**20:.1f} MiB",
-            "note": "in memory, before and after",
-            "good": result.plan.bytes_after < result.plan.bytes_before,
-        }
-    )
-    tiles.append(
-        {
-            "label": "perplexity",
-            "value": f"{quality.after.perplexity / quality.before.perplexity - 1:+.2%}",
-            "note": f"{quality.before.perplexity:.2f} → {quality.after.perplexity:.2f} on held-out files",
-            "good": False,
-        }
-    )
-    return tiles
+def loss_figure(result: Figures, palette: Palette, width: float = WIDE) -> "Figure":
+    """Draw the loss over training: each batch, their running mean, and held-out text."""
+    from matplotlib.figure import Figure
+
+    # Not pyplot: no global state, and no window system is looked for.
+    figure = Figure(figsize=(width, 3.3))
+    axes = figure.add_subplot(facecolor="none", axisbelow=True)
+    axes.grid(axis="y", color=palette.grid, linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(palette.grid)
+    axes.tick_params(colors=palette.muted, length=0, labelsize=9)
+    losses, vocabulary = result["training"]["losses"], result["settings"]["vocabulary"]
+    last = len(losses)
+    window = max(3, last // 25)
+    parts = (losses[max(0, end - window) : end] for end in range(1, last + 1))
+    smooth = [sum(part) / len(part) for part in parts]
+    axes.plot(range(1, last + 1), losses, color=palette.after, alpha=0.25, linewidth=0.8)
+    axes.plot(range(1, last + 1), smooth, color=palette.after, linewidth=1.8)
+    held_steps, held = zip(*result["training"]["held_out"], strict=True)
+    axes.plot(held_steps, held, color=palette.held_out, linewidth=1.2, marker="o", markersize=4, clip_on=False)
+    guess = math.log(vocabulary)
+    axes.axhline(guess, color=palette.muted, linewidth=0.8, linestyle=(0, (2, 3)))
+    note = f"guessing among {vocabulary:,} tokens: {guess:.2f}" if width == WIDE else f"guessing: {guess:.2f}"
+    style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "annotation_clip": False}
+    axes.annotate(note, (last, guess), (0, 4), ha="right", color=palette.muted, **style)
+    # Labels at the ends of the lines instead of a legend, kept apart where the lines meet.
+    ends = sorted(((held[-1], "held-out", palette.held_out), (smooth[-1], "training", palette.after)), reverse=True)
+    for (value, name, colour), shift in zip(ends, (5, -5), strict=True):
+        axes.annotate(f"{name} {value:.2f}", (last, value), (8, shift), va="center", color=colour, **style)
+    axes.set_xlabel("training step", color=palette.muted)
+    axes.set_ylabel("cross-entropy, nats per token", color=palette.muted)
+    axes.set_xlim(0, last)
+    axes.set_ylim(top=guess + 0.08 * (guess - min(losses)) + 0.05)
+    figure.subplots_adjust(left=0.6 / width, right=1 - 1.1 / width, top=0.97, bottom=0.15)
+    return figure
 
 
-def _balance(shares: Sequence[Sequence[float]]) -> str:
-    """The busiest and the idlest expert as a sentence."""
-    flat = [(share, layer, expert) for layer, row in enumerate(shares) for expert, share in enumerate(row)]
-    (high, *busiest), (low, *idlest) = max(flat), min(flat)
-    even = 1 / len(shares[0])
-    return (
-        f"An even share would be {even:.1%}. The busiest is expert {busiest[1]} of layer {busiest[0]} with {high:.1%}, "
-        f"the idlest expert {idlest[1]} of layer {idlest[0]} with {low:.1%}."
-    )
+def inline(figure: "Figure", name: str) -> str:
+    """Return a figure as an SVG element for an HTML page: its colours are the page's, its ids begin with `name`.
+
+    A name such as `loss-wide` is that of the caption, and a class of the page's.
+    """
+    import matplotlib
+
+    buffer = StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    # An HTML parser knows these namespaces by itself.
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", svg)
+    for colour in fields(Palette):
+        svg = svg.replace(getattr(CSS, colour.name), f"var(--{colour.name.replace('_', '-')})")
+    subject, _, kind = name.partition("-")
+    return svg.replace("<svg ", f'<svg role="img" class="figure {kind}" aria-labelledby="{subject}-caption" ', 1)

@@ -1,226 +1,205 @@
-"""The demo from beginning to end: read, train, save, optimise, compare."""
+"""The demo from beginning to end, read, train, save, optimise, compare, and what it shows on the terminal."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from torch import Tensor
 
-from kpt_optimize import Optimized, optimize
+from kpt_cli.bench.machine import machine
+from kpt_cli.console import err, heading, out, say, table
+from kpt_optimize import optimize
 
-from .corpus import Corpus, Source, read_corpus
-from .generation import samples
-from .kernels import kernels_used
-from .memory import compare_memory
-from .model import describe, load_model, new_model, quiet_transformers, save_model
-from .quality import compare_quality, windows
-from .result import Result, this_machine
-from .sizes import Size
-from .speed import compare_speed
-from .terminal import Screen, sparkline
-from .tokenizer import encode, train_tokenizer
-from .training import TrainingLog, train
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-MODEL = "model"
-PLAN = "plan.json"
+from . import Settings
+from .corpus import bytes_of, encode, read_corpus, train_tokenizer
+from .measure import (
+    MEMORY_MEASURE,
+    NOISE,
+    Figures,
+    compare_memory,
+    compare_quality,
+    compare_speed,
+    kernels_used,
+    samples,
+)
+from .model import TrainingLog, describe, load_model, new_model, quiet_transformers, save_model, train, windows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the user decides.
+class Screen:
+    """Shows one phase after the other on stderr, each with its `outcome`, and keeps their durations."""
 
-    Attributes:
-        size: of the demo.
-        steps: of training; None to go by `seconds`.
-        seconds: of training.
-        seed: of weights and training windows.
-        level: of the optimisation.
-        objective: of the optimisation.
-        max_error: of the optimisation; None for the level's own.
-    """
+    def __init__(self) -> None:
+        self.durations: dict[str, float] = {}
+        self.outcome = ""
+        self.console = err()
 
-    size: Size
-    steps: int | None
-    seconds: float | None
-    seed: int
-    level: str
-    objective: str
-    max_error: float | None
+    @contextmanager
+    def phase(self, name: str, title: str) -> Iterator[None]:
+        """Show a bar while the block runs, and a line with its outcome afterwards."""
+        columns = (SpinnerColumn(), TextColumn(title), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(True))
+        detail = TextColumn("{task.fields[detail]}", style="dim")
+        start = time.perf_counter()
+        silent = not self.console.is_terminal
+        with Progress(*columns, detail, console=self.console, transient=True, disable=silent) as self._bar:
+            self._task = self._bar.add_task("", total=None, detail="")
+            yield
+        seconds = self.durations[name] = time.perf_counter() - start
+        line = Text.assemble(("  ✓ ", "green"), f"{title:<32}", (f"{seconds:6.1f} s  ", "dim"), self.outcome)
+        self.console.print(line, soft_wrap=True)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """The corpus as tokens.
-
-    Attributes:
-        tokenizer: that made them.
-        training: stream to learn from.
-        held_out: stream to evaluate with.
-        bytes_per_token: of the held-out stream.
-    """
-
-    tokenizer: "PreTrainedTokenizerFast"
-    training: Tensor
-    held_out: Tensor
-    bytes_per_token: float
+    def tell(self, done: float, total: float | None, detail: str = "") -> None:
+        """Move the phase's bar."""
+        self._bar.update(self._task, completed=done, total=total, detail=detail)
 
 
-def run_demo(options: Options, folder: Path, screen: Screen) -> Result:
-    """Run every phase and write model and plan into a folder.
-
-    Args:
-        options: what the user decided.
-        folder: an empty one.
-        screen: shows how it goes.
-    """
+def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:
+    """Run every phase and write model and plan into an empty folder; return the report, its plan as an object."""
     quiet_transformers()
-    size = options.size
-    corpus = _read(size, screen)
-    text = _tokenize(corpus, size, screen)
-    model_folder, plan_file = folder / MODEL, folder / PLAN
-    about, log = _train(text, options, model_folder, screen)
-    before: Any = load_model(model_folder)
-    prompt = text.held_out[: size.prompt_tokens].unsqueeze(0)
-    optimized = _optimize(before, prompt, options, screen)
-    optimized.plan.save(plan_file)
-    after: Any = optimized.model
-    with screen.phase("speed", "Timing both models in turn") as phase:
-        speed, over_plain = compare_speed(before, after, prompt, size.new_tokens, size.rounds, phase.tell)
-        phase.outcome = ", ".join(f"{comparison.name} {comparison.verdict}" for comparison in speed)
-    with screen.phase("memory", "Measuring peak memory") as phase:
-        memory = compare_memory(model_folder, plan_file, size, phase.tell)
-        phase.outcome = ", ".join(comparison.verdict for comparison in memory.comparisons)
-    with screen.phase("quality", "Comparing on held-out files") as phase:
-        rows = windows(text.held_out, size.context, size.quality_windows)
-        compared = compare_quality(before, after, rows, text.bytes_per_token, phase.tell)
-        used = kernels_used(after, prompt)
-        phase.outcome = f"perplexity {compared.before.perplexity:.2f} before, {compared.after.perplexity:.2f} after"
-    with screen.phase("samples", "Writing some code") as phase:
-        written = samples(before, after, text.tokenizer, size.sample_tokens)
-        phase.outcome = f"{sum(sample.identical for sample in written)} of {len(written)} texts identical"
-    return Result(
-        settings=_settings(options),
-        machine=this_machine(),
-        corpus=_describe_corpus(corpus, text),
-        model=about,
-        training=log,
-        quality=compared,
-        comparisons=(*speed, *memory.comparisons),
-        over_plain=tuple(over_plain),
-        libraries=memory.libraries,
-        plan=optimized.plan,
-        kernels=tuple(used),
-        samples=tuple(written),
-        durations=screen.durations,
-    )
-
-
-def _read(size: Size, screen: Screen) -> Corpus:
-    with screen.phase("corpus", "Reading Python's standard library") as phase:
-        corpus = read_corpus(limit=size.corpus_bytes)
-        phase.outcome = (
-            f"{len(corpus.training)} files, {_bytes_of(corpus.training) / 1e6:.1f} MB; "
-            f"{len(corpus.held_out)} more held out"
-        )
-    return corpus
-
-
-def _tokenize(corpus: Corpus, size: Size, screen: Screen) -> Text:
-    with screen.phase("tokenizer", "Training a tokenizer") as phase:
-        tokenizer = train_tokenizer(corpus.training, size.vocabulary, size.context)
+    result: Figures = {"settings": asdict(settings), "machine": machine(), "durations": screen.durations}
+    with screen.phase("corpus", "Reading Python's standard library"):
+        corpus = read_corpus(limit=settings.corpus_bytes)
+        read = {"training_bytes": bytes_of(corpus.training), "held_out_bytes": bytes_of(corpus.held_out)}
+        result["corpus"] = read | {
+            "training_files": len(corpus.training),
+            "held_out_files": [source.path for source in corpus.held_out],
+        }
+        megabytes = read["training_bytes"] / 1e6
+        screen.outcome = f"{len(corpus.training)} files, {megabytes:.1f} MB; {len(corpus.held_out)} more held out"
+    with screen.phase("tokenizer", "Training a tokenizer"):
+        tokenizer = train_tokenizer(corpus.training, settings.vocabulary, settings.context)
         training, held_out = encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out)
-        text = Text(
-            tokenizer=tokenizer,
-            training=training,
-            held_out=held_out,
-            bytes_per_token=_bytes_of(corpus.held_out) / len(held_out),
+        each = read["held_out_bytes"] / len(held_out)
+        result["corpus"] |= {
+            "training_tokens": len(training),
+            "held_out_tokens": len(held_out),
+            "bytes_per_token": each,
+        }
+        screen.outcome = f"{settings.vocabulary:,} entries, {len(training):,} tokens of {each:.1f} bytes on average"
+    model, log = _train(settings, training, held_out, screen)
+    result |= {"model": describe(model, settings), "training": asdict(log)}
+    with screen.phase("saving", "Saving the model"):
+        save_model(model, tokenizer, folder / "model")
+        screen.outcome = "a Hugging Face folder with safetensors"
+    # From here on it is what its user would load.
+    before = load_model(folder / "model")
+    prompt = held_out[: settings.prompt_tokens].unsqueeze(0)
+    with screen.phase("optimize", "Optimising the saved model"), torch.no_grad():
+        optimized = optimize(
+            before,
+            level=settings.level,
+            objective=settings.objective,
+            example_inputs={"input_ids": prompt, "use_cache": False},
+            max_error=settings.max_error,
+            on_progress=screen.tell,
         )
-        phase.outcome = (
-            f"{size.vocabulary:,} entries, {len(training):,} tokens of {text.bytes_per_token:.1f} bytes on average"
-        )
-    return text
+        plan, after = optimized.plan, optimized.model
+        plan.save(folder / "plan.json")
+        result["plan"] = plan
+        screen.outcome = f"{len(plan.kept)} of {len(plan.entries)} rewrites kept"
+    with screen.phase("speed", "Timing both models in turn"):
+        speed, result["over_plain"] = compare_speed(before, after, prompt, settings, screen.tell)
+        screen.outcome = ", ".join(f"{comparison['name']} {comparison['verdict']}" for comparison in speed)
+    with screen.phase("memory", "Measuring peak memory"):
+        memory, libraries = compare_memory(folder / "model", folder / "plan.json", settings, screen.tell)
+        result["comparisons"] = [*speed, *memory]
+        result["memory"] = {"measured_as": MEMORY_MEASURE, "libraries_bytes": libraries}
+        screen.outcome = ", ".join(comparison["verdict"] for comparison in memory)
+    with screen.phase("quality", "Comparing on held-out files"):
+        rows = windows(held_out, settings.context, settings.quality_windows)
+        result["quality"] = quality = compare_quality(before, after, rows, each, screen.tell)
+        # The budget holds for the inputs that the plan was made with.
+        quality["beyond_budget"] = quality["difference"]["relative"] > plan.max_error
+        result["kernels"] = kernels_used(after, prompt)
+        old, new = quality["before"]["perplexity"], quality["after"]["perplexity"]
+        screen.outcome = f"perplexity {old:.2f} before, {new:.2f} after"
+    with screen.phase("samples", "Writing some code"):
+        result["samples"] = written = samples(before, after, tokenizer, settings.sample_tokens)
+        screen.outcome = f"{sum(sample['identical'] for sample in written)} of {len(written)} texts identical"
+    return result
 
 
-def _train(text: Text, options: Options, folder: Path, screen: Screen) -> tuple[dict[str, Any], TrainingLog]:
-    """Train a model and save it; it is given back by its description only, to be loaded as a user would."""
-    model = new_model(options.size, options.seed)
-    about = describe(model, options.size)
-    with screen.phase("training", f"Training {about['parameters'] / 1e6:.1f} M parameters") as phase:
-        evaluations = 0
+def _train(settings: Settings, training: Tensor, held_out: Tensor, screen: Screen) -> tuple[Any, TrainingLog]:
+    evaluations = 1
 
-        def on_step(log: TrainingLog, done: float) -> None:
-            nonlocal evaluations
-            recent = sum(log.losses[-20:]) / len(log.losses[-20:])
-            detail = f"{sparkline(log.losses)} loss {recent:.2f}, {log.tokens / log.seconds:,.0f} tokens/s"
-            phase.tell(done, 1.0, detail)
-            if len(log.held_out) > evaluations:
-                evaluations = len(log.held_out)
-                step, loss = log.held_out[-1]
-                phase.note(f"step {step:4d}: loss {recent:.3f}, held-out {loss:.3f}")
+    def on_step(log: TrainingLog, done: float) -> None:
+        nonlocal evaluations
+        recent = statistics.mean(log.losses[-20:])
+        screen.tell(done, 1.0, f"loss {recent:.2f}, {log.tokens / log.seconds:,.0f} tokens/s")
+        if len(log.held_out) > evaluations:
+            evaluations = len(log.held_out)
+            step, loss = log.held_out[-1]
+            screen.console.print(f"    step {step:4d}: loss {recent:.3f}, held-out {loss:.3f}", style="dim")
 
-        log = train(
-            model,
-            text.training,
-            text.held_out,
-            options.size,
-            seed=options.seed,
-            steps=options.steps,
-            seconds=options.seconds,
-            on_step=on_step,
-        )
-        phase.outcome = (
+    model = new_model(settings, settings.seed)
+    with screen.phase("training", f"Training {model.num_parameters() / 1e6:.1f} M parameters"):
+        log = train(model, training, held_out, settings, on_step)
+        screen.outcome = (
             f"{len(log.losses)} steps, held-out loss {log.held_out[0][1]:.2f} -> {log.held_out[-1][1]:.2f}, "
             f"{log.tokens / log.seconds:,.0f} tokens/s"
         )
-    with screen.phase("saving", "Saving the model") as phase:
-        save_model(model, text.tokenizer, folder)
-        phase.outcome = "a Hugging Face folder with safetensors"
-    return about, log
+    return model, log
 
 
-def _optimize(model: Any, prompt: Tensor, options: Options, screen: Screen) -> Optimized:
-    with screen.phase("optimize", "Optimising the saved model") as phase, torch.no_grad():
-        optimized = optimize(
-            model,
-            level=options.level,
-            objective=options.objective,
-            example_inputs={"input_ids": prompt, "use_cache": False},
-            max_error=options.max_error,
-            on_progress=phase.tell,
+def show_result(result: Figures) -> None:
+    """Print the tables."""
+    plan, quality, difference = result["plan"], result["quality"], result["quality"]["difference"]
+    before, after = quality["before"]["perplexity"], quality["after"]["perplexity"]
+    small, large = plan.bytes_after / 2**20, plan.bytes_before / 2**20
+    heading("Before and after")
+    _show_comparisons(
+        ("before", "after"),
+        result["comparisons"],
+        ("weights, MiB", f"{large:.1f}", f"{small:.1f}", f"{large / small:.2f}x"),
+        ("perplexity, held-out", f"{before:.3f}", f"{after:.3f}", f"{after / before - 1:+.3%}"),
+    )
+    say(
+        f"Largest logit difference {difference['largest']:.2e} ({difference['relative']:.1e} of the largest logit); "
+        f"the same likeliest token at {difference['same_choice']:.2%} of the positions. "
+        "Brackets: first to third quartile."
+    )
+    if quality["beyond_budget"]:
+        say(
+            f"That is beyond the error budget of {plan.max_error:.0e}, which holds for the inputs that the plan was "
+            "made with: where two experts are almost equally likely, the least change sends a token to the other one."
         )
-        phase.outcome = f"{len(optimized.plan.kept)} of {len(optimized.plan.entries)} rewrites kept"
-    return optimized
+    heading(f"Plan: {len(plan.kept)} of {len(plan.entries)} rewrites kept ({plan.level}, {plan.objective})")
+    made = table("module", "rewrite", "gain", "error", "verdict", right=("gain", "error"))
+    for entry in plan.entries:
+        verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
+        made.add_row(entry.module, entry.rewrite, f"{entry.gain:.2f}x", f"{entry.error:.1e}", verdict)
+    out().print(made)
+    heading("Which kernel ran where")
+    if result["kernels"]:
+        made = table("module", "op", "kernel", "why")
+        for use in result["kernels"]:
+            made.add_row(", ".join(use["modules"]), "  " * use["level"] + use["op"], use["kernel"], use["why"])
+        out().print(made)
+    else:
+        say("No op of KPT ran: nothing was kept, so transformers' own code serves the experts.")
+    heading("The optimised model without a vendor's kernels, and with them")
+    _show_comparisons(("plain PyTorch", "kernels"), result["over_plain"])
+    same = sum(sample["identical"] for sample in result["samples"])
+    heading(f"What the model writes: {same} of {len(result['samples'])} texts are identical before and after")
+    for sample in result["samples"]:
+        out().print(Text.assemble("\n", (sample["prompt"], "bold"), sample["before"]), soft_wrap=True)
+        say("# after: identical" if sample["identical"] else "# after:", style="dim")
+        if not sample["identical"]:
+            out().print(Text.assemble((sample["prompt"], "bold"), sample["after"]), soft_wrap=True)
 
 
-def _settings(options: Options) -> dict[str, Any]:
-    return {
-        "steps": options.steps,
-        "seconds": options.seconds,
-        "seed": options.seed,
-        "level": options.level,
-        "objective": options.objective,
-        "max_error": options.max_error,
-        "size": options.size.as_dict(),
-    }
-
-
-def _describe_corpus(corpus: Corpus, text: Text) -> dict[str, Any]:
-    return {
-        "source": "source code of Python's standard library",
-        "training_files": len(corpus.training),
-        "training_bytes": _bytes_of(corpus.training),
-        "training_tokens": len(text.training),
-        "held_out_files": [source.path for source in corpus.held_out],
-        "held_out_bytes": _bytes_of(corpus.held_out),
-        "held_out_tokens": len(text.held_out),
-        "bytes_per_token": text.bytes_per_token,
-    }
-
-
-def _bytes_of(sources: Sequence[Source]) -> int:
-    return sum(len(source.text.encode()) for source in sources)
+def _show_comparisons(names: tuple[str, str], comparisons: Sequence[Figures], *more: tuple[str, ...]) -> None:
+    made = table("", *names, "verdict", right=names)
+    for each in comparisons:
+        cells = (f"{s['median']:,.0f} [{s['low']:,.0f} to {s['high']:,.0f}]" for s in (each["before"], each["after"]))
+        style = "dim" if each["verdict"] == NOISE else "bold green" if each["good"] else "yellow"
+        made.add_row(f"{each['name']}, {each['unit']}", *cells, Text(f"{each['verdict']}, {each['interval']}", style))
+    for row in more:
+        made.add_row(*row)
+    out().print(made)

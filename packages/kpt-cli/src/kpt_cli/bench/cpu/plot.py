@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from kpt_cli.demo.plots import PAPER, Palette
+from kpt_cli.demo.report import PAPER, Palette
 
 from .contest import Row
 

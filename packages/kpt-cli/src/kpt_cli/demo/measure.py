@@ -1,0 +1,315 @@
+"""What is measured of the model before and after: speed, memory, quality, kernels, texts.
+
+The word for a difference is never `faster` for what may be noise.
+"""
+
+import gc
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+import kpt_core
+import kpt_optimize
+from kpt_cli.peak_memory import forget_peak, peak
+from kpt_cli.plain_pytorch import plain_pytorch
+
+from . import Settings
+from .model import WINDOWS, load_model, next_token_loss, quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+NOISE = "within noise"
+#: That an interval of a median holds the true one. High, because several are looked at in one report.
+CONFIDENCE = 0.99
+#: How often the rounds of timing are run at most.
+MOST = 3
+PHASES = ("prefill", "decode", "training")
+#: What a training step adds, with transformers' own experts and with KPT's.
+TRAINING = "memory of a training step"
+MEMORY_MEASURE = "peak resident memory of a fresh process while the phase runs, the model being loaded already"
+#: Tokens of the prompt where the memory of decoding is measured.
+SHORT_PROMPT = 16
+#: Beginnings that the corpus is full of. None ends in a space: a word's token has its space in front.
+PROMPTS = ("import os\nimport sys\n\ndef", "class", "    if not isinstance(", "    for")
+#: How much less likely a token is that was used already: without it so small a model soon goes round in circles.
+REPETITION_PENALTY = 1.1
+
+#: A part of the report's JSON.
+Figures = dict[str, Any]
+#: Called with how much is done and how much there is.
+OnProgress = Callable[[float, float], None]
+
+
+def _quartiles(values: Sequence[float]) -> dict[str, float]:
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    low, median, high = torch.tensor(values, dtype=torch.float64).quantile(quartiles).tolist()
+    return {"median": median, "low": low, "high": high, "runs": len(values)}
+
+
+def _comparison(
+    name: str, unit: str, before: Sequence[float], after: Sequence[float], gain: float, low: float, high: float
+) -> Figures:
+    """Return a figure before and after, with `gain`, how many times better it is, and what that may be by chance."""
+    better, worse = ("smaller", "larger") if unit == "MiB" else ("faster", "slower")
+    verdict = f"{gain:.2f}x {better}" if gain > 1 else f"{1 / gain:.2f}x {worse}"
+    return {
+        "name": name,
+        "unit": unit,
+        "before": _quartiles(before),
+        "after": _quartiles(after),
+        "gain": gain,
+        "gain_low": low,
+        "gain_high": high,
+        "verdict": NOISE if low <= 1 <= high else verdict,
+        "interval": f"{gain:.2f}x [{low:.2f} to {high:.2f}]",
+        "good": low > 1,
+    }
+
+
+def of_times(name: str, tokens: int, before: Sequence[float], after: Sequence[float]) -> Figures:
+    """Compare tokens per second, from the seconds of interleaved rounds."""
+    # Ratios of neighbouring runs: a machine that slows down meanwhile does not count as a difference.
+    ratios = [old / new for old, new in zip(before, after, strict=True)]
+    old, new = ([tokens / seconds for seconds in part] for part in (before, after))
+    return _comparison(name, "tokens/s", old, new, statistics.median(ratios), *median_interval(ratios))
+
+
+def of_bytes(name: str, before: Sequence[int], after: Sequence[int]) -> Figures:
+    """Compare bytes of several processes; ranges that touch are noise, and so is a single process each."""
+    old, new = ([max(size, 1) / 2**20 for size in sizes] for sizes in (before, after))
+    low, high = min(old) / max(new), max(old) / min(new)
+    if len(old) == 1:
+        low, high = min(low, 1.0), max(high, 1.0)
+    return _comparison(name, "MiB", old, new, statistics.median(old) / statistics.median(new), low, high)
+
+
+def settled(comparison: Figures) -> bool:
+    """Tell if a gain is known to a tenth."""
+    return bool(comparison["gain_high"] - comparison["gain_low"] <= 0.1 * comparison["gain"])
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return where the true median lies, whatever the distribution; with 1 in it if there are too few values.
+
+    As many values as coin tosses show heads lie below the median, so the count of heads tells which two of the sorted
+    values enclose it with `CONFIDENCE`.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, inner = 2 / 2**count, 0
+    while outside <= 1 - CONFIDENCE:
+        inner += 1
+        outside += 2 * math.comb(count, inner) / 2**count
+    if inner == 0:
+        return min(1.0, ordered[0]), max(1.0, ordered[-1])
+    return ordered[inner - 1], ordered[count - inner]
+
+
+class _Clock:
+    """A streamer of `generate` that notes when each token arrives; the prompt arrives first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        """Note the time; the token is on the host, so its computation is over."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing: nothing is left to be done."""
+
+
+def generate_timed(model: Any, prompt: Tensor, new_tokens: int) -> tuple[float, float]:
+    """Generate exactly `new_tokens` greedily; return the seconds to the first token, and from there to the last."""
+    clock = _Clock()
+    # Token 0 ends a file; min_new_tokens keeps it from ending a measurement.
+    model.generate(
+        prompt, streamer=clock, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+    )
+    return clock.times[1] - clock.times[0], clock.times[-1] - clock.times[1]
+
+
+def compare_speed(
+    before: Any, after: Any, prompt: Tensor, settings: Settings, on_round: OnProgress
+) -> tuple[list[Figures], list[Figures]]:
+    """Time two models in turn, so that a change of the machine's load meets both, and the second in plain PyTorch too.
+
+    One round more than the size's is run first and not counted. While the gains are not known to a tenth, as many more
+    are run, up to `MOST` times.
+
+    Returns:
+        The second model beside the first, and beside itself without the kernels of a vendor's backend.
+    """
+
+    def beside(other: str) -> list[Figures]:
+        old, new = (list(zip(*seconds[name], strict=True)) for name in (other, "after"))
+        tokens = {"prefill": prompt.numel(), "decode": settings.new_tokens - 1}
+        return [of_times(phase, tokens[phase], *times) for phase, *times in zip(tokens, old, new, strict=True)]
+
+    order = ["before", "plain", "after"]
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
+    last = MOST * settings.rounds
+    for turn in range(-1, last):
+        on_round(turn + 1, last + 1)
+        if turn > 0 and turn % settings.rounds == 0 and all(map(settled, beside("before"))):
+            break
+        # Who goes first alternates, since the second finds a warmer machine.
+        for name in order if turn % 2 else reversed(order):
+            with plain_pytorch() if name == "plain" else nullcontext():
+                taken = generate_timed(before if name == "before" else after, prompt, settings.new_tokens)
+            if turn >= 0:
+                seconds[name].append(taken)
+    return beside("before"), beside("plain")
+
+
+def compare_memory(model: Path, plan: Path, settings: Settings, on_process: OnProgress) -> tuple[list[Figures], int]:
+    """Measure the peak memory of a saved model with and without a plan, each phase in processes of its own.
+
+    Returns:
+        The peak of each phase, and the bytes that Python, torch and transformers take before a model is loaded, part of
+        every peak.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # The server imports the libraries once, without using them; every measurement is a fork of it.
+    context.set_forkserver_preload(
+        [__name__, "transformers.models.qwen3_moe.modeling_qwen3_moe", "kpt_moe.transformers"]
+    )
+    peaks: dict[tuple[str, bool], list[int]] = {(phase, after): [] for phase in PHASES for after in (False, True)}
+    libraries = 0
+    jobs = list(peaks) * settings.memory_runs
+    for done, (phase, after) in enumerate(jobs):
+        on_process(done, len(jobs))
+        with ProcessPoolExecutor(1, context) as pool:
+            before_loading, most = pool.submit(
+                _peak_memory, model, plan if after else None, phase, settings, torch.get_num_threads()
+            ).result()
+        peaks[phase, after].append(most)
+        libraries = max(libraries, before_loading)
+    names = {phase: TRAINING if phase == "training" else f"peak memory, {phase}" for phase in PHASES}
+    return [of_bytes(names[phase], peaks[phase, False], peaks[phase, True]) for phase in PHASES], libraries
+
+
+def _peak_memory(folder: Path, plan: Path | None, phase: str, settings: Settings, threads: int) -> tuple[int, int]:
+    """Load a model, apply a plan to it if there is one, and run a phase; return the bytes before all and the peak."""
+    torch.set_num_threads(threads)
+    quiet_transformers()
+    process = psutil.Process()
+    libraries = process.memory_info().rss
+    model = load_model(folder)
+    generator = torch.Generator().manual_seed(0)
+    if phase == "training":
+        if plan is not None:
+            model.set_experts_implementation("kpt")
+        rows = torch.randint(1, settings.vocabulary, (settings.batch, settings.context), generator=generator)
+        model.train()
+        # What libraries keep after their first use is not the step's.
+        for ids in (rows[:1, :8], rows):
+            model.zero_grad()
+            gc.collect()
+            forget_peak()
+            before = process.memory_info().rss
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return libraries, peak() - before
+    if plan is not None:
+        model = kpt_optimize.apply_plan(model, plan, inplace=True).model
+    gc.collect()
+    forget_peak()
+    tokens, new_tokens = (settings.prompt_tokens, 2) if phase == "prefill" else (SHORT_PROMPT, settings.new_tokens)
+    generate_timed(model, torch.randint(1, settings.vocabulary, (1, tokens), generator=generator), new_tokens)
+    return libraries, peak()
+
+
+@torch.no_grad()
+def compare_quality(before: Any, after: Any, rows: Tensor, bytes_per_token: float, on_batch: OnProgress) -> Figures:
+    """Read held-out text, windows `[windows, context]` of token ids, with two models.
+
+    Returns:
+        Figures before and after, how far logits differ, and the share of router decisions for each layer and expert.
+    """
+    counts = torch.zeros(before.config.num_hidden_layers, before.config.num_experts, dtype=torch.int64)
+    old_loss = new_loss = largest = scale = 0.0
+    same = done = 0
+    for batch in rows.split(WINDOWS):
+        output = before(input_ids=batch, output_router_logits=True, use_cache=False)
+        old, new = output.logits.float(), after(input_ids=batch, use_cache=False).logits.float()
+        old_loss += next_token_loss(old, batch).item() * len(batch) / len(rows)
+        new_loss += next_token_loss(new, batch).item() * len(batch) / len(rows)
+        largest = max(largest, (new - old).abs().max().item())
+        scale = max(scale, old.abs().max().item())
+        same += int((old.argmax(-1) == new.argmax(-1)).sum())
+        for layer, logits in enumerate(output.router_logits):
+            chosen = logits.topk(before.config.num_experts_per_tok, dim=-1).indices.flatten()
+            counts[layer] += torch.bincount(chosen, minlength=counts.shape[1])
+        done += len(batch)
+        on_batch(done, len(rows))
+    before_and_after = (
+        {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2) / bytes_per_token}
+        for loss in (old_loss, new_loss)
+    )
+    return {
+        **dict(zip(("before", "after"), before_and_after, strict=True)),
+        "tokens": rows.numel() - len(rows),
+        "difference": {"largest": largest, "relative": largest / scale, "same_choice": same / rows.numel()},
+        "expert_load": (counts / counts.sum(1, keepdim=True)).tolist(),
+    }
+
+
+@torch.no_grad()
+def kernels_used(model: nn.Module, tokens: Tensor) -> list[Figures]:
+    """Let a model read `[batch, tokens]` once; return a row for all modules that called an op alike, by first call.
+
+    The `level` of an op is 0 if a module called it, 1 if that call's kernel did, and so on.
+    """
+    calls: list[tuple[str, kpt_core.Selection]] = []
+    handles = []
+    with kpt_core.record() as log:
+        for path, module in model.named_modules():
+
+            def note(_: nn.Module, __: Any, ___: Any, path: str = path) -> None:
+                # Modules end from the inside out, so what is new in the log was called by the first that ends.
+                calls.extend((path, selection) for selection in log[len(calls) :])
+
+            # An activation without parameters is part of the module that it serves.
+            if path and next(module.parameters(), None) is not None:
+                handles.append(module.register_forward_hook(note))
+        model(input_ids=tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    rows: dict[tuple[str, int, str, str], Figures] = {}
+    for path, selection in calls:
+        for level, inner in _flat(selection):
+            first = "no installed backend offers a kernel here" if inner.kernel == "reference" else "the first choice"
+            why = "; ".join(map(str, inner.refusals)) or first
+            row = {"modules": [], "op": inner.op, "level": level, "kernel": inner.kernel, "why": why}
+            modules = rows.setdefault((inner.op, level, inner.kernel, why), row)["modules"]
+            modules += [path] if path not in modules else []
+    return list(rows.values())
+
+
+def _flat(selection: kpt_core.Selection, level: int = 0) -> Iterator[tuple[int, kpt_core.Selection]]:
+    yield level, selection
+    for child in selection.children:
+        yield from _flat(child, level + 1)
+
+
+def samples(before: Any, after: Any, tokenizer: "PreTrainedTokenizerFast", new_tokens: int) -> list[Figures]:
+    """Let both models continue every prompt, always with the likeliest token, so that no chance is involved."""
+    chosen = {"max_new_tokens": new_tokens, "do_sample": False, "repetition_penalty": REPETITION_PENALTY}
+
+    def written(model: Any, prompt: str) -> str:
+        ids: Any = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        added = model.generate(ids, **chosen, pad_token_id=tokenizer.eos_token_id)[0, ids.shape[1] :]
+        return str(tokenizer.decode(added, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    pairs = ((prompt, written(before, prompt), written(after, prompt)) for prompt in PROMPTS)
+    return [{"prompt": prompt, "before": old, "after": new, "identical": old == new} for prompt, old, new in pairs]
