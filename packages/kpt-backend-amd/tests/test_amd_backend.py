@@ -99,12 +99,13 @@ def test_only_known_products_have_peaks():
     assert peaks_of("AMD Radeon Graphics") is None
 
 
-def test_a_device_is_detected_with_its_generation_memory_and_kernels(rocm):
+def test_a_device_is_detected_with_its_generation_memory_and_kernels(rocm, monkeypatch):
     rocm(MI250X, MI300X)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 750)  # AMD SMI tells watts
     info = device_info(1)
     assert (info.name, info.chip, info.generation) == ("AMD Instinct MI300X", "gfx942", "CDNA3")
     assert (info.multiprocessors, info.memory, info.supports_fp8, info.is_hopper) == (304, 192 * GIB, True, False)
-    assert (info.peaks.bf16_tflops, info.live.power, info.live.memory_used) == (1307.4, 101, 0)
+    assert (info.peaks.bf16_tflops, info.live.power, info.live.memory_used) == (1307.4, 750, 0)
     assert not device_info(0).supports_fp8
     assert BACKEND.unavailable() is None
     assert "fp8_e4m3fnuz" in BACKEND.capabilities(torch.device("cuda", 1))

@@ -179,8 +179,10 @@ def live_state(device: torch.device) -> LiveState | str:
             return None
         return value if unit == 1 else value * unit
 
+    # NVML's figure, which torch hands on, is in milliwatts; AMD SMI's and Level Zero's are in watts.
+    milliwatts = device.type == "cuda" and torch.version.hip is None
     found = LiveState(
-        power=ask("power_draw", 1e-3),
+        power=ask("power_draw", 1e-3 if milliwatts else 1),
         temperature=ask("temperature"),
         busy=ask("utilization", 1e-2),
         memory_busy=ask("memory_usage", 1e-2),
