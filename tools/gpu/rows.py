@@ -1,100 +1,75 @@
-"""The rows of a part's report: written as each is known, so that what ends a worker takes none of them along."""
+"""The rows of a part's report: each is on disk as soon as it is known, so that what ends a process takes none along."""
 
+import faulthandler
 import json
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .plan import DEVICE_LOST, say, write_whole
-
 Row = dict[str, Any]
-Job = tuple[str, Callable[[], Row]]
+Find = tuple[str, Callable[[], Row]]
+#: So long may one row take, in seconds.
+PATIENCE = 240.0
 
 
 class LeftOutError(Exception):
     """A row can't be had here; the message is the reason."""
 
 
-class Rows:
-    """The rows in a folder.
+def run_rows(file: Path, jobs: Iterable[Find], alive: Callable[[], bool], patience: float = PATIENCE) -> None:
+    """Run what was not begun yet; what one raises hides no other.
+
+    The process ends where the device is lost, or a row hangs: another one then goes on with the next row.
 
     Args:
-        folder: made if it is not there; rows that are in it already count as done.
+        file: of JSON lines: a row's name when it begins, and the row when it is known.
+        jobs: name of a row, and what finds it.
+        alive: whether the device still answers; asked after a failure.
+        patience: seconds that a row may take.
     """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "rows.jsonl"
-        self._begun = folder / "begun.json"
-        self._lock = threading.Lock()
-        self.rows: list[Row] = read_lines(self.path)
-
-    def known(self, name: str) -> bool:
-        """Whether a row is there."""
-        return any(row["name"] == name for row in self.rows)
-
-    def begin(self, name: str) -> None:
-        """Say what is under way: if the process dies, this is what it died of."""
-        with self._lock:
-            write_whole(self._begun, json.dumps({"name": name, "at": time.time()}))
-
-    @property
-    def under_way(self) -> str | None:
-        """What was begun and has no row."""
-        try:
-            name = str(json.loads(self._begun.read_text())["name"])
-        except (FileNotFoundError, ValueError):
-            return None
-        return None if self.known(name) else name
-
-    def add(self, name: str, status: str, **found: Any) -> None:
-        """Write a row; status is `ok`, `failed`, `left out` or `lost`."""
-        with self._lock:
-            self.rows.append({"name": name, "status": status, **found})
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        why = next((str(found[key]).splitlines()[0] for key in ("error", "reason") if found.get(key)), "")
-        say(f"{status:9} {name}{f': {why}' if why else ''}")
-
-    def run(self, jobs: Iterable[Job], alive: Callable[[], bool]) -> None:
-        """Run what has no row yet; what one raises hides no other.
-
-        Args:
-            jobs: name of a row, and what finds it.
-            alive: whether the device still answers; asked after a failure. If not, the process ends.
-        """
-        for name, find in jobs:
-            if self.known(name):
-                continue
-            self.begin(name)
-            start = time.perf_counter()
-            try:
-                found = find()
-            except LeftOutError as reason:
-                self.add(name, "left out", reason=str(reason))
-                continue
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                self.add(name, "failed", error=text, traceback=traceback.format_exc())
-                if not alive():
-                    sys.exit(DEVICE_LOST)
-                continue
-            self.add(name, found.pop("status", "ok"), **found, took=round(time.perf_counter() - start, 3))
-
-
-def read_lines(path: Path) -> list[Row]:
-    """The whole lines of a file of JSON lines; nothing where there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # the last line of a process that was stopped
+    begun = {row["name"] for row in read_rows(file)}
+    for name, find in jobs:
+        if name in begun:
             continue
-    return rows
+        _append(file, name=name, status="begun")
+        start = time.perf_counter()
+        faulthandler.dump_traceback_later(patience, exit=True)
+        try:
+            found = {"status": "ok", **find(), "took": round(time.perf_counter() - start, 3)}
+        except LeftOutError as reason:
+            found = {"status": "left out", "error": str(reason)}
+        except Exception as error:
+            found = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            traceback.print_exc()
+        faulthandler.cancel_dump_traceback_later()
+        _append(file, name=name, **found)
+        say(f"{found['status']:9} {name} {first_line(found)}")
+        if found["status"] == "failed" and not alive():
+            sys.exit("the device no longer answers")
+
+
+def _append(file: Path, **row: Any) -> None:
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row, default=str) + "\n")
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Return the rows of a file, of each the last that was said; `lost` is what was begun and has no more."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rows = {row["name"]: row for row in map(json.loads, lines)}
+    lost = {"status": "lost", "error": "it crashed, hung or was out of time; the log says more"}
+    return [row | lost if row["status"] == "begun" else row for row in rows.values()]
+
+
+def first_line(row: Row) -> str:
+    """Return the beginning of what went wrong, or was left out."""
+    return next(iter(str(row.get("error", "")).splitlines()), "")
+
+
+def say(text: str) -> None:
+    """Show a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
