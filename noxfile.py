@@ -380,10 +380,9 @@ def demo(session: nox.Session) -> None:
 
 @in_workspace
 def bench(session: nox.Session) -> None:
-    """Run `kpt bench cpu`, or with `-- --against REV` compare with another revision; options follow."""
+    """Measure the CPU's kernels beside their peers, or with `-- --against REV` another revision's; options follow."""
     compared = any(argument.startswith("--against") for argument in session.posargs)
-    program = ("python", "benchmarks/against.py") if compared else ("kpt", "bench", "cpu")
-    run(session, *program, *session.posargs)
+    run(session, "python", f"benchmarks/{'against' if compared else 'bench'}.py", *session.posargs)
 
 
 #: Builds take place in environments that pip makes, which look for their constraints here.

@@ -22,15 +22,17 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from timing import CONFIDENCE, interleaved, ratio_of
 
 ROOT = Path(__file__).parents[1]
 ANSWERING = Path(__file__).with_name("answering.py")
 PINS = ROOT / "constraints" / "cpu.txt"
 #: Neither is measured; both bring much that is not needed.
 LEFT_OUT = ("kpt-cli", "kpt-conformance")
-CONFIDENCE = 0.99
 #: Seconds of a timing, so that the clock and a hiccup don't matter.
 LEAST = 0.02
 
@@ -51,7 +53,7 @@ class Revision:
         )
 
     def ask(self, **question: object) -> dict[str, Any]:
-        """What it answers; the first word of trouble is under `error`."""
+        """Return what it answers; the first word of trouble is under `error`."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(question) + "\n")
@@ -90,24 +92,8 @@ class Ratio:
         return f"{what} {self.seconds * 1e3:10.3f} ms  {self.ratio:6.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def interval(ratios: list[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """An interval that holds the true median with this confidence: order statistics, whatever the distribution.
-
-    Raises:
-        ValueError: there are too few ratios for any.
-    """
-    ordered, count = sorted(ratios), len(ratios)
-    tail, place = 0.0, 0
-    while tail + 2 * math.comb(count, place) / 2**count <= 1 - confidence:
-        tail += 2 * math.comb(count, place) / 2**count
-        place += 1
-    if place == 0:
-        raise ValueError(f"{count} rounds are too few for an interval of {confidence:.0%}; eight are enough for 99%")
-    return ordered[place - 1], ordered[count - place]
-
-
 def compare(ours: Revision, theirs: Revision, entry: list[str], training: bool, rounds: int) -> Ratio | str:
-    """The ratio for an op on a case, or why there is none."""
+    """Return the ratio for an op on a case, or why there is none."""
     op, case, dtype = entry
     question = {"do": "prepare", "op": op, "case": case, "dtype": dtype, "training": training}
     here, there = ours.ask(**question), theirs.ask(**question)
@@ -118,24 +104,25 @@ def compare(ours: Revision, theirs: Revision, entry: list[str], training: bool, 
         return "the case has other input there"
     if not math.isclose(here["size"], there["size"], rel_tol=0.02, abs_tol=1e-6):
         return f"the results differ: of mean size {here['size']:.4g} here and {there['size']:.4g} there"
-    times: list[tuple[float, float]] = []
-    for turn in range(rounds + 2):
-        pair = [0.0, 0.0]
-        for index in (0, 1) if turn % 2 else (1, 0):
-            answer = (ours, theirs)[index].ask(do="time", least=LEAST)
-            if "error" in answer:
-                return str(answer["error"])
-            pair[index] = answer["seconds"]
-        times.append((pair[0], pair[1]))
-    times = times[2:]  # the first ones warm up
-    ratios = [here / there for here, there in times]
-    seconds = statistics.median(here for here, _ in times)
+    try:
+        here_times, there_times = interleaved([partial(_seconds, each) for each in (ours, theirs)], rounds=rounds)
+    except RuntimeError as error:
+        return str(error)
+    found = ratio_of(here_times, there_times)
     direction = "forward+backward" if training else "forward"
-    return Ratio(op, case, dtype, direction, here["kernel"], seconds, statistics.median(ratios), *interval(ratios))
+    taken = statistics.median(here_times)
+    return Ratio(op, case, dtype, direction, here["kernel"], taken, found.value, found.low, found.high)
+
+
+def _seconds(revision: Revision) -> float:
+    answer = revision.ask(do="time", least=LEAST)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return float(answer["seconds"])
 
 
 def environment_of(revision: str) -> Path:
-    """The interpreter of an environment with the packages of a revision, made if it is not there."""
+    """Return the interpreter of an environment with the packages of a revision, made if it is not there."""
     commit = subprocess.run(
         ["git", "-C", ROOT, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"],
         capture_output=True,
@@ -165,7 +152,7 @@ def environment_of(revision: str) -> Path:
 
 
 def packages_of(tree: Path) -> list[Path]:
-    """What of a tree is measured: everything but the tools, and backends that can't run here."""
+    """Return what of a tree is measured: everything but the tools, and backends that can't run here."""
     import kpt_core
 
     idle = {f"kpt-backend-{name}" for name, backend in kpt_core.backends().items() if backend.unavailable()}

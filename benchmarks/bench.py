@@ -29,9 +29,10 @@ from kpt_core.files import write_whole
 
 LEGEND = """
 How many times faster KPT is than the best peer and than everybody else; plain is KPT in plain PyTorch, without a
-vendor's kernels; ~ means that 1 lies in the 99% interval, a trailing * one timing of one call. On a CPU decodes and
-products are timed four calls in a row, on other weights or experts each, as a model's layers are called. Floor: the
-time that the call's bytes or products take at the rate that this machine reached in turn with KPT, over KPT's time."""
+vendor's kernels; ~ means that 1 lies in the 99% interval, or the range of less than eight rounds; a trailing * means
+one timing of one call. On a CPU decodes and products are timed four calls in a row, on other weights or experts each,
+as a model's layers are called. Floor: the time that the call's bytes or products take at the rate that this machine
+reached in turn with KPT, over KPT's time."""
 Refused = tuple[str, str, str]
 
 

@@ -10,7 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import against
-from against import Ratio, Revision, compare, interval
+from against import Ratio, Revision, compare
+from timing import interval
 
 ENTRY = ["moe.grouped_mm", "small", "float32"]
 

@@ -12,7 +12,7 @@ from kpt_cli.completion import op_names
 COMPLETED = {
     "be": {"bench"},
     "bench m": {"moe", "moe-training"},
-    "bench cpu --group s": {"step", "sorting"},
+    "bench moe --dtype b": {"bfloat16"},
     "bench moe --dty": {"--dtype"},
     "validate re": {"record", "replay"},
     "validate record --dtype b": {"bfloat16"},

@@ -123,7 +123,6 @@ QUICK = {
     "tune -o /nowhere/table.json": 2,
     "validate replay no-trace.safetensors": 2,
     "bisect a.b:c --trace no-trace.safetensors": 2,
-    "bench cpu --group prefil": 2,
     "bench moe --dtype bfloat": 2,
     "demo --level balancd": 2,
     "validate --help": 0,

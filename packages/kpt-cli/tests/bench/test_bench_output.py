@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("command", ["moe", "moe-training", "cpu"])
+@pytest.mark.parametrize("command", ["moe", "moe-training"])
 @pytest.mark.parametrize(
     ("place", "said"),
     [("none/figures.json", "does not exist; make it first"), (".", "is a folder; expected a file name")],
@@ -14,14 +14,7 @@ def test_no_place_for_figures_is_refused_at_once(kpt, monkeypatch, tmp_path, com
 
     for module in ("moe", "training"):
         monkeypatch.setattr(f"kpt_cli.bench.{module}.run", never)
-    monkeypatch.setattr("kpt_cli.bench.cpu.ceilings.measure_ceilings", never)
     result = kpt("bench", command, "--quick", "-o", tmp_path / place)
     assert result.exit_code == 2
     assert said in result.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_figures_are_not_written_where_their_plot_will_be(kpt, tmp_path):
-    result = kpt("bench", "cpu", "--quick", "-o", tmp_path / "figures.svg")
-    assert result.exit_code == 2
-    assert "name it .json" in result.stderr

@@ -8,11 +8,10 @@ import typer
 
 from kpt_cli.completion import one_of
 from kpt_cli.console import complain, out, print_json, say, table
-from kpt_cli.errors import CliError
 from kpt_cli.optimize.choices import check_choice
 from kpt_cli.output_file import check_output_file
 
-from .names import DTYPES, GROUPS
+from .names import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from .cpu.contest import Row
     from .moe import Line, Refused, Result, Shape
     from .training import Line as TrainingLine
     from .training import Result as TrainingResult
@@ -100,57 +98,6 @@ def moe_training(
     _report("moe-training", running, _training_table, _TRAINING_LEGEND, output, as_json)
 
 
-@app.command()
-def cpu(
-    quick: Annotated[bool, typer.Option(help="Small sizes and few rounds, some seconds.")] = False,
-    group: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{', '.join(GROUPS)}; may be repeated. All if not given.", autocompletion=one_of(GROUPS)),
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long the timing of each row takes.")] = 3.0,
-    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the figures as JSON, and a plot beside it (.svg).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-) -> None:
-    """The CPU's kernels beside KPT without them, transformers and PyTorch, and beside what the machine can do at best.
-
-    Every result is compared with float64 before it is timed: a row with a wrong one is marked, exit code 1.
-    """
-    check_output_file(output, "--output")
-    if output is not None and output.suffix == ".svg":
-        raise CliError(f"--output {output} is for the figures, beside which the plot is an .svg; name it .json")
-    for name in group or ():
-        check_choice("group", name, GROUPS)
-    import torch
-
-    from .cpu import rows as benchmark
-    from .cpu.ceilings import last_cache, measure_ceilings
-    from .cpu.plot import as_svg, speed_figure
-    from .cpu.report import LEGEND, native_kernels, table_of
-    from .machine import machine
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    ceilings = measure_ceilings(quick=quick)
-    natives = native_kernels()
-    if not as_json:
-        say(f"{natives}. {torch.get_num_threads()} threads.")
-        say(f"This machine at best: {ceilings.summary()}.\n")
-    plan = benchmark.QUICK if quick else benchmark.FULL
-    running = benchmark.rows(plan, ceilings, group or GROUPS, min(seconds, 0.2) if quick else seconds, seed)
-    facts = {"native_kernels": natives, "ceilings": ceilings.as_dict(), "last_cache_bytes": last_cache()}
-
-    def plot(measured: "list[Row]") -> str:
-        where = machine()
-        title = f"{where['processor']}, {where['threads']} threads, torch {where['torch']}"
-        return as_svg(speed_figure(measured, title))
-
-    _report("cpu", running, table_of, LEGEND, output, as_json, facts, plot)
-
-
 def _dtypes(names: list[str] | None, threads: int | None) -> "tuple[torch.dtype, ...]":
     names = names or ["float32", "bfloat16"]
     for name in names:
@@ -169,8 +116,6 @@ def _report(
     legend: str,
     output: Path | None,
     as_json: bool,
-    facts: dict[str, Any] | None = None,
-    plot: "Callable[[list[Any]], str] | None" = None,
 ) -> None:
     """Show lines as they come, and write them.
 
@@ -179,10 +124,8 @@ def _report(
         running: gives the lines.
         make_table: of the lines so far.
         legend: printed below the table.
-        output: where JSON is written; a plot stands beside it.
+        output: where JSON is written.
         as_json: print JSON instead.
-        facts: what the report says beside the machine and the lines.
-        plot: gives the text of an SVG file.
     """
     from rich.live import Live
 
@@ -204,14 +147,11 @@ def _report(
     for line in refused:
         complain("error", line.reason)
     dicts = [line.as_dict() for line in lines]
-    report = {"benchmark": name, "machine": machine(), **(facts or {}), "lines": dicts}
+    report = {"benchmark": name, "machine": machine(), "lines": dicts}
     if as_json:
         print_json(report)
     if output is not None:
         write_whole(output, json.dumps(report, indent=2) + "\n")
-        measured = [line for line in lines if not isinstance(line, Refused)]
-        if plot is not None and measured:
-            write_whole(output.with_suffix(".svg"), plot(measured))
     if refused:
         raise typer.Exit(WRONG)
 
