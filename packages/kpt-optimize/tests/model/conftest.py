@@ -1,7 +1,8 @@
 """Time that a test controls."""
 
 import pytest
-from dawdling import Clock
+
+from clock import Clock
 
 
 @pytest.fixture
