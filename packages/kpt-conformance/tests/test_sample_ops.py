@@ -15,7 +15,7 @@ from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, trials
 from kpt_conformance.trial import Subject, Trial
-from kpt_core.contract import REFERENCE
+from kpt_core.selection import REFERENCE
 from sample_ops import SAMPLES
 
 CPU = torch.device("cpu")

@@ -203,11 +203,11 @@ def test_a_kernel_that_raises_inside_compiled_code_is_quarantined_and_the_next_o
     assert hundreds(compiled(x)) == 5
     Fault.error = RuntimeError("no launch")
     with pytest.warns(KernelFailedWarning, match="kernel loopback:faulty raised .* loopback:second ran") as warned:
-        assert [hundreds(compiled(x)) for _ in range(3)] == [2, 2, 2]
-    assert [w.filename for w in warned] == [__file__]
-    assert Fault.calls == 2
+        assert [hundreds(compiled(x)) for _ in range(5)] == [2] * 5
+    assert [w.filename for w in warned] == [__file__] * 3
+    assert Fault.calls == 4
     Fault.error = None
-    assert [hundreds(scale(t, t)) for t in (x, torch.ones(5))] == [2, 5]  # known to eager calls, too
+    assert hundreds(scale(x, x)) == 2  # known to eager calls, too
     kpt_core.refresh()
     assert hundreds(compiled(x)) == 5
     assert count.frame_count == 1

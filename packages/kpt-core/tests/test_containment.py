@@ -1,6 +1,5 @@
-"""A kernel that raises is contained: the next one runs, and it is kept from such calls."""
+"""A kernel that raises is contained: the next one runs, and after three failures it is off."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -41,28 +40,22 @@ def fail_once(x: Tensor) -> None:
         scale(x, x)
 
 
-def test_the_next_one_runs_with_one_warning(warm: bool, x: Tensor) -> None:
+def test_the_next_one_runs_with_a_warning(warm: bool, x: Tensor) -> None:
     Fault.error = RuntimeError("no launch")
     with pytest.warns(KernelFailedWarning) as warned:
-        assert [hundreds(scale(x, x)) for _ in range(3)] == [2, 2, 2]
+        assert hundreds(scale(x, x)) == 2
     assert Fault.calls == 1
     assert [str(w.message) for w in warned] == [
-        "kernel loopback:faulty raised RuntimeError: no launch; it is quarantined for such calls of sample.scale and "
-        "loopback:second ran (KPT_STRICT=1 raises instead)"
+        "kernel loopback:faulty raised RuntimeError: no launch; loopback:second ran sample.scale in its place; after "
+        "3 failures it is off (KPT_STRICT=1 raises instead)"
     ]
     assert [w.filename for w in warned] == [__file__]
 
 
-def test_it_is_kept_from_such_calls_alone(warm: bool, x: Tensor) -> None:
+def test_a_failure_counts_and_does_not_keep_it_from_other_calls(warm: bool, x: Tensor) -> None:
     fail_once(x)
     Fault.error = None
-    others = (torch.ones(5), x.double(), x.clone().requires_grad_(), torch.ones(8)[::2])
-    assert [hundreds(scale(t, t)) for t in others] == [5, 5, 5, 5]
-    assert hundreds(scale(x, x, factor=2.0)) == 5
-    assert hundreds(scale(x, x)) == 2
-    assert hundreds(scale(torch.full((4,), 3.0), x)) == 2  # by shapes, not by values
-    (refusal,) = kpt_core.explain(scale, x, x).refusals
-    assert str(refusal) == "loop (loopback:faulty): quarantined for such calls: it raised RuntimeError: no launch"
+    assert [hundreds(scale(t, t)) for t in (x, torch.ones(5), x.double(), x.clone().requires_grad_())] == [5, 5, 5, 5]
 
 
 def test_after_three_failures_it_is_off_for_the_process(warm: bool) -> None:
@@ -81,12 +74,13 @@ def test_after_three_failures_it_is_off_for_the_process(warm: bool) -> None:
 
 
 def test_it_stays_out_in_every_block(warm: bool, x: Tensor) -> None:
-    fail_once(x)
+    for _ in range(3):
+        fail_once(x)
     Fault.error = None
     with kpt_core.record() as log:
         scale(x, x)
     assert [selection.kernel for selection in log] == ["loopback:second"]
-    with kpt_core.use("loopback:faulty"), pytest.raises(NoKernelError, match="it raised RuntimeError: no launch"):
+    with kpt_core.use("loopback:faulty"), pytest.raises(NoKernelError, match="lastly RuntimeError: no launch"):
         scale(x, x)
 
 
@@ -98,7 +92,7 @@ def test_the_reference_runs_when_all_kernels_raise(warm: bool, x: Tensor, monkey
     kpt_core.refresh()
     Fault.error = RuntimeError("no launch")
     with pytest.warns(KernelFailedWarning) as warned:
-        assert [hundreds(scale(x, x)) for _ in range(2)] == [0, 0]
+        assert hundreds(scale(x, x)) == 0
     assert [str(w.message).partition(";")[0] for w in warned] == [
         "kernel loopback:faulty raised RuntimeError: no launch",
         "kernel loopback:second raised OSError: second is broken too",
@@ -211,14 +205,6 @@ def test_a_failure_inside_a_block_is_the_same(warm: bool, x: Tensor) -> None:
     with kpt_core.record() as log, pytest.warns(KernelFailedWarning):
         assert hundreds(scale(x, x)) == 2
     assert [selection.kernel for selection in log] == ["loopback:second"]
-    assert hundreds(scale(x, x)) == 2
-
-
-def test_calls_after_a_failure_warn_no_more(warm: bool, x: Tensor) -> None:
-    fail_once(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scale(x, x)
 
 
 RESULTS: list[tuple[str, Callable[[kpt_core.Call], Any], str]] = [

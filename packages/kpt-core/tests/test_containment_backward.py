@@ -36,30 +36,27 @@ def gradient(run: Callable[..., Tensor], x: Tensor | None = None) -> int:
     return hundreds(found)
 
 
-def test_the_next_one_s_gradient_comes_with_one_warning(add: Add, run: Callable[..., Tensor]) -> None:
+def test_the_next_one_s_gradient_comes_with_a_warning(add: Add, run: Callable[..., Tensor]) -> None:
     add(
         Loopback(kernel("faulty", backward="faulty_backward", priority=5), kernel("second", backward="second_backward"))
     )
     assert gradient(run) == 5
     Fault.in_backward = RuntimeError("no launch")
     with pytest.warns(KernelFailedWarning) as warned:
-        assert [gradient(run) for _ in range(3)] == [2, 2, 2]
+        assert gradient(run) == 2
     assert [str(w.message) for w in warned] == [
-        "the backward of kernel loopback:faulty raised RuntimeError: no launch; it is quarantined for such calls of "
-        "sample.scale and loopback:second ran (KPT_STRICT=1 raises instead)"
+        "the backward of kernel loopback:faulty raised RuntimeError: no launch; loopback:second ran "
+        "sample.scale in its place; after 3 failures it is off (KPT_STRICT=1 raises instead)"
     ]
     assert [w.filename for w in warned] == [__file__]
     assert Fault.backward_calls == 2
-    assert Fault.calls == 2  # nor does its forward run for such calls any more
-    (refusal,) = kpt_core.explain(scale, leaf(), torch.ones(4)).refusals
-    assert refusal.reason == "quarantined for such calls: it raised RuntimeError: no launch"
     assert hundreds(scale(torch.ones(4), torch.ones(4))) == 5
 
 
 def test_the_reference_s_gradient_comes_where_there_is_no_other(add: Add, run: Callable[..., Tensor]) -> None:
     add(Loopback(kernel("faulty", backward="faulty_backward", priority=5), kernel("second")))
     Fault.in_backward = RuntimeError("no launch")
-    with pytest.warns(KernelFailedWarning, match="the backward of kernel loopback:faulty .* and the reference ran"):
+    with pytest.warns(KernelFailedWarning, match="the backward of kernel loopback:faulty .*; the reference ran"):
         assert gradient(run) == 0
 
 
@@ -91,8 +88,6 @@ def test_what_is_not_contained_is_raised_with_the_kernel_s_name(add: Add, run: C
 def test_another_kernel_takes_what_the_first_one_saved(
     add: Add, monkeypatch: pytest.MonkeyPatch, compiled: bool, fresh_compiler: None
 ) -> None:
-    """And calls of which not all arguments are kept are such calls all the same."""
-
     def fail(call: Call, saved: Any, grad: Tensor) -> dict[str, Tensor]:
         RAN["fail"] += 1
         raise RuntimeError("no launch")
@@ -108,8 +103,8 @@ def test_another_kernel_takes_what_the_first_one_saved(
         for _ in range(3):
             found = torch.autograd.grad(run(x, weight, bias).sum(), (x, weight, bias))
             torch.testing.assert_close(found, expected)
-    assert len(warned) == 1
-    assert RAN == {"layer_kernel": 1, "fail": 1, "layer_backward": 3, "layer_kernel_for_many": 2}
+    assert len(warned) == 3
+    assert RAN == {"layer_kernel": 3, "fail": 3, "layer_backward": 3}
     assert toy_ops.RAN is RAN
 
 

@@ -73,9 +73,7 @@ def test_a_kernel_that_raised_is_a_refusal_of_what_ran(add: Add, x: Tensor) -> N
     with kpt_core.record() as log, pytest.warns(kpt_core.KernelFailedWarning):
         scale(x, x)
     assert [selection.kernel for selection in log] == ["reference"]
-    assert [refusal.reason for refusal in log[0].refusals] == [
-        "quarantined for such calls: it raised RuntimeError: no launch"
-    ]
+    assert [refusal.reason for refusal in log[0].refusals] == ["it raised RuntimeError: no launch"]
 
 
 def test_a_selection_prints_as_a_tree_and_becomes_json(add: Add, list_torch: Callable[..., None]) -> None:
@@ -110,8 +108,9 @@ def test_two_backends_with_one_function_are_told_apart(add: Add, x: Tensor) -> N
             scale(argument, argument)
     assert [each.identity for each in log] == [f"{name}/sample.scale/loopback:faulty" for name in ("a", "b", "b")]
     Fault.error = RuntimeError("no launch")
-    with pytest.warns(kpt_core.KernelFailedWarning):
-        scale(x, x)
+    for _ in range(3):
+        with pytest.warns(kpt_core.KernelFailedWarning):
+            scale(x, x)
     assert {refusal.backend for refusal in kpt_core.explain(scale, x, x).refusals} == {"a", "b"}
     kpt_core.refresh()
     Fault.error = None

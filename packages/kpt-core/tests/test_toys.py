@@ -128,12 +128,13 @@ def test_a_cache_is_not_written_twice(add: Add, monkeypatch: pytest.MonkeyPatch,
     add(Loopback(*KERNELS))
     run: Any = torch.compile(lambda *args: append(*args), backend="aot_eager") if compiled else append
     keys, values, new = torch.zeros(4, 5), torch.zeros(4, 5), torch.ones(1, 5)
-    with pytest.raises(RuntimeError, match="no launch") as caught:
-        run(keys, values, new, 0)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no launch") as caught:
+            run(keys, values, new, 0)
     assert "raised by kernel loop/toy.append/toy_ops:append_kernel" in str(getattr(caught.value, "__notes__", ""))
     assert values.sum() == 0
-    assert keys.max() <= 1
-    assert kpt_core.explain(append, keys, values, new, 0).kernel == "reference", "it is kept from such calls"
+    assert keys.max() <= 3
+    assert kpt_core.explain(append, keys, values, new, 0).kernel == "reference", "it is off"
 
 
 def test_no_gradient_flows_through_what_is_changed() -> None:

@@ -9,8 +9,9 @@ import torch
 import kpt_core
 from kpt_core import InputError, Kernel, UnknownNameError
 from kpt_core.cases import CaseTable, LayerCase, WrongInput
-from kpt_core.contract import REFERENCE, TORCH
+from kpt_core.contract import TORCH
 from kpt_core.registry import case_tables
+from kpt_core.selection import REFERENCE
 
 from .checks import (
     accelerators,

@@ -18,8 +18,9 @@ from typing import Any
 
 import kpt_core
 from kpt_core import Backend, InputError, Kernel, KptError
-from kpt_core.contract import REFERENCE, TORCH
+from kpt_core.contract import TORCH
 from kpt_core.files import write_whole
+from kpt_core.selection import REFERENCE
 
 from .aot.chips import CHIPS
 from .report import LEVELS, Report, read

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from .contract import Backend, Call, Capability, Kernel, Refusal
+from .contract import Backend, Call, Capability, Kernel, Op
 from .dispatch.settings import record, use
 from .errors import (
     FallbackWarning,
@@ -16,9 +16,9 @@ from .errors import (
     RegistrationError,
     UnknownNameError,
 )
-from .operation import Op, explain, op
+from .operation import explain, op
 from .registry import backends, get_op, ops, refresh
-from .selection import Selection
+from .selection import Refusal, Selection
 
 _OF_OPTIMIZE = {"Plan": "plan", "apply_plan": "optimize", "optimize": "optimize", "tune": "tuning.run"}
 

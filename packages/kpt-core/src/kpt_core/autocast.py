@@ -1,26 +1,23 @@
 """torch's autocast: what an op converts, and switching it off, on any device."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kpt_core.contract import Call
-
-if TYPE_CHECKING:
-    from kpt_core.operation import Op
+from .contract import Call, Op
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """A block in which autocast does nothing on `device_type`; also for devices that don't know autocast (meta)."""
+    """Return a block in which autocast does nothing on `device_type`, which need not know autocast (meta)."""
     if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
-def converted(op: "Op[..., Any]", call: Call) -> Call:
-    """The call with the tensors that the op names in autocast's dtype, as torch does for its own ops."""
+def converted(op: Op[..., Any], call: Call) -> Call:
+    """Return the call with the tensors that the op names in autocast's dtype, as torch does for its own ops."""
     first = next((value for value in call if isinstance(value, Tensor)), None)
     if first is None:
         return call

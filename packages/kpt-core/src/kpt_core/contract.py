@@ -1,20 +1,34 @@
-"""The contract as data: a call's record, a kernel, a backend, a refusal."""
+"""The contract as data: an op, a call's record, a kernel, a backend, a refusal."""
 
 import importlib
+import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from .errors import RegistrationError
+from .selection import Selection
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Capability = str
 """A fact about a device: `bf16`, `fp8_e4m3fn`, `tma`, `wgmma`, `sm90`, `gfx942`, `avx512`..."""
 
-#: Names of the backend that is built in, and of no backend: the op's own body.
-TORCH, REFERENCE = "torch", "reference"
+#: Name of the backend that is built in.
+TORCH = "torch"
+
+#: What a parameter of an op may be beside a tensor.
+_PLAIN = (int, float, bool, str, torch.dtype)
+#: Names of a record's other fields, and of arguments of the torch op for backward.
+_RESERVED = ("needs", "config", "saved")
+#: `saves` of an op whose results are all that its backward needs beside the arguments.
+RESULTS = "results"
 
 
 class Call(tuple[Any, ...]):
@@ -41,35 +55,10 @@ class Call(tuple[Any, ...]):
 
 
 def call_type(op: str, parameters: Sequence[str]) -> type[Call]:
-    """The type of an op's records."""
+    """Make the type of an op's records."""
     name = f"Call_of_{op.replace('.', '_')}"
     base: Any = namedtuple(name, [*parameters, "needs", "config"])  # type: ignore[misc]
     return type(name, (base, Call), {"__slots__": (), "__module__": __name__})
-
-
-class Refusal:
-    """Why a kernel does not take a call: a sentence that is put together when somebody reads it.
-
-    Args:
-        template: the sentence, with names in braces.
-        values: of these names.
-
-    Example:
-        >>> str(Refusal("{tokens} tokens; this kernel is for {most} at most", tokens=100, most=64))
-        '100 tokens; this kernel is for 64 at most'
-    """
-
-    __slots__ = ("template", "values")
-
-    def __init__(self, template: str, **values: Any) -> None:
-        self.template = template
-        self.values = values
-
-    def __str__(self) -> str:
-        return self.template.format(**self.values)
-
-    def __repr__(self) -> str:
-        return f"Refusal({str(self)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +127,7 @@ class Kernel:
             raise RegistrationError(f"{who}: it is differentiable and names a backward; autograd needs but one way")
 
     def load(self) -> Callable[..., Any]:
-        """The function that `forward` names; its module is imported."""
+        """Import the function that `forward` names."""
         return load(self.forward)  # type: ignore[no-any-return]
 
 
@@ -178,19 +167,19 @@ class Backend:
     chips: tuple[str, ...] = ()
 
     def unavailable(self) -> str | None:
-        """None if the backend can run here, else the sentence that `kpt doctor` prints."""
+        """Return None if the backend can run here, else the sentence that `kpt doctor` prints."""
         return None
 
     def capabilities(self, device: torch.device) -> frozenset[Capability]:
-        """What `device`, which is of one of this backend's types, can do."""
+        """Return what `device`, which is of one of this backend's types, can do."""
         return frozenset()
 
     def kernels(self) -> Iterable[Kernel]:
-        """Every kernel offered, whether or not it can run here."""
+        """Return every kernel offered, whether or not it can run here."""
         return ()
 
     def device_name(self, device: torch.device) -> str:
-        """The name of a device's model, which tuning tables and locks go by."""
+        """Return the name of a device's model, which tuning tables and locks go by."""
         tell = getattr(getattr(torch, device.type, None), "get_device_name", None)
         return str(tell(device)) if tell is not None else device.type
 
@@ -200,7 +189,7 @@ class Backend:
             torch.accelerator.synchronize(device)
 
     def reference_is_slow(self, device: torch.device) -> bool:
-        """Whether users want to know that no kernel serves a call on a device."""
+        """Return whether users want to know that no kernel serves a call on a device."""
         return device.type not in ("cpu", "meta")
 
     def library(self) -> Mapping[str, str]:
@@ -208,7 +197,7 @@ class Backend:
         return {}
 
     def serves(self, device_type: str) -> bool:
-        """Whether it is for devices of a type."""
+        """Return whether it is for devices of a type."""
         return not self.device_types or device_type in self.device_types
 
 
@@ -226,16 +215,179 @@ class TorchBackend(Backend):
         self._kernels = tuple(kernels)
 
     def capabilities(self, device: torch.device) -> frozenset[Capability]:
-        """`host_memory` where reading a tensor's values does not make the host wait for a device."""
+        """Return `host_memory` where reading a tensor's values does not make the host wait for a device."""
         return frozenset({"host_memory"}) if device.type == "cpu" else frozenset()
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """Those of the installed feature packages."""
+        """Return those of the installed feature packages."""
         return self._kernels
 
 
+class Op(Generic[P, R]):
+    """One operation; made by `@kpt_core.op`, which says what its settings mean.
+
+    Attributes:
+        name: `family.operation`, for instance `moe.grouped_mm`.
+        reference: the decorated function: specification, oracle, and what runs where nothing else may.
+        run_reference: the same, of a call's record.
+        parameters: names of the op's parameters, in order.
+        defined_in: module and name of the reference.
+        required: places of the parameters that are tensors.
+        optional: places of those that are tensors or None.
+        Call: the type of its calls' records.
+    """
+
+    run_reference: Callable[[Call], Any]
+
+    if TYPE_CHECKING:  # `@kpt_core.op` gives these to each op
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+            """Run the best kernel that takes the call."""
+
+        def candidates(self, device: torch.device, dtype: torch.dtype) -> Any:
+            """Return the kernels that may serve calls on `device` with a first tensor of `dtype`, by the settings."""
+
+        def explain(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
+            """Return what a call with these arguments would run, and why not the others; nothing is computed."""
+
+    def __init__(self, name: str, reference: Callable[P, R], **settings: Any) -> None:
+        family, _, operation = name.partition(".")
+        if not (family.isidentifier() and operation.isidentifier()):
+            raise RegistrationError(f"op name {name!r} is not of the form 'family.operation'")
+        self.__doc__, self.__module__ = reference.__doc__, reference.__module__
+        self.__name__, self.__qualname__, self.__wrapped__ = reference.__name__, reference.__qualname__, reference
+        self.name = name
+        self.reference = reference
+        self.defined_in = f"{reference.__module__}:{reference.__qualname__}"
+        self.check: Callable[[Call], None] | None = settings["check"]
+        self.fake: Callable[[Call], Any] | None = settings["fake"]
+        self.saves: Callable[[Call], tuple[Tensor, ...]] | str | None = settings["saves"]
+        self.flops: Callable[[Call], int] | None = settings["flops"]
+        self.size_key: Callable[[Call], tuple[int | str, ...]] | None = settings["size_key"]
+        self.random: bool = settings["random"]
+        self.signature = inspect.signature(reference)
+        parameters = self.signature.parameters
+        self.parameters = tuple(parameters)
+        self.defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        hints = get_type_hints(reference)
+        self.annotations = self._annotations(hints, parameters)
+        tensors = [n for n, kind in self.annotations.items() if kind is Tensor or kind == Tensor | None]
+        self.mutates, self.unread, self.autocast = (
+            self._known(setting, settings[setting], tensors, "tensors") for setting in ("mutates", "unread", "autocast")
+        )
+        if self.random:
+            self._known("random: it asks for", ("seed", "offset"), self.parameters, "parameters")
+        places = list(enumerate(self.annotations.values()))
+        self.required = tuple(place for place, kind in places if kind is Tensor)
+        self.optional = tuple(place for place, kind in places if Tensor in get_args(kind))
+        self.tensors = tuple(sorted((*self.required, *self.optional)))
+        groups = (("required", self.required), ("optional", self.optional))
+        #: The same by name, what tells the device first.
+        self.kinds = {self.parameters[place]: kind for kind, places in groups for place in places}
+        if not self.required:
+            raise RegistrationError(f"op {name!r} takes no tensor; one must be there to tell the device")
+        self.first = self.required[0]
+        results = hints.get("return")
+        self.result_count = int(results is Tensor) if results in (Tensor, NoneType) else _length(results)
+        if self.result_count == 0 and results is not NoneType:
+            raise RegistrationError(f"op {name!r} gives {results}; expected Tensor, a tuple of so many, or None")
+        #: Place of a result that may be None -> the argument that asks for it.
+        self.optional_results: dict[int, str] = dict(settings["optional_results"])
+        may_be_none = [p for p, kind in enumerate(get_args(results)) if kind == Tensor | None]
+        asking = self.optional_results.values()
+        if may_be_none != sorted(self.optional_results) or {self.annotations.get(each) for each in asking} - {bool}:
+            raise RegistrationError(
+                f"op {name!r}: its results {may_be_none} may be None; optional_results must name for each of them the "
+                f"bool argument that asks for it; got {self.optional_results}"
+            )
+        #: What it changes, in the order of the parameters.
+        self.written = tuple(each for each in self.parameters if each in self.mutates)
+        self.saved_count = 0
+        if callable(self.saves):
+            self.saved_count = _length(get_type_hints(self.saves).get("return"))
+            if not self.saved_count:
+                raise RegistrationError(f"op {name!r}: saves must be annotated to give a tuple of so many tensors")
+        elif self.saves not in (None, RESULTS):
+            raise RegistrationError(f"op {name!r}: saves is {self.saves!r}; expected a function or {RESULTS!r}")
+        #: As many as there are: code that Dynamo traces may read no number of an object.
+        self.result_names = tuple(f"result_{place}" for place in range(self.result_count))
+        self.saved_names = tuple(f"saved_{place}" for place in range(self.saved_count))
+        self.Call = call_type(name, self.parameters)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was chosen and what was said; quarantine ends."""
+        # New dictionaries: a thread that is choosing just now puts what it finds into the old ones.
+        #: dtype -> the device that was last used (None for the CPU), whom to ask there in turn where the environment
+        #: alone applies, and whether the reference serves after them without a word.
+        self.quick: dict[torch.dtype, tuple[torch.device | None, tuple[Any, ...], bool]] = {}
+        #: What `dispatch.candidates` knows of devices, and of kernels.
+        self.found: dict[Any, Any] = {}
+        self.kernels: dict[tuple[str, Kernel], Any] = {}
+        #: What compilers look into instead of the opaque op, by what they know of a call.
+        self.plain: dict[tuple[str, torch.dtype, bool], Callable[[Call], Any]] = {}
+        #: Device types whose fallback to plain PyTorch was said.
+        self.told_of: set[str] = set()
+
+    def _known(self, setting: str, names: Iterable[str], known: Iterable[str], what: str) -> frozenset[str]:
+        for name in names:
+            if name not in known:
+                raise RegistrationError(f"op {self.name!r}: {setting} {name!r}, which is none of its {what}")
+        return frozenset(names)
+
+    def _annotations(self, hints: dict[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+        found = {}
+        for name, parameter in parameters.items():
+            kind = hints.get(name)
+            union = get_origin(kind) in (Union, UnionType)
+            options = set(get_args(kind) if union else (kind,)) - {NoneType}
+            if len(options) != 1 or not options <= {Tensor, *_PLAIN}:
+                raise RegistrationError(
+                    f"op {self.name!r}: parameter {name!r} is annotated {kind}; expected Tensor, int, float, bool, str "
+                    "or torch.dtype (or one of these or None): take richer objects apart in the layer that calls the op"
+                )
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise RegistrationError(f"op {self.name!r}: parameter {name!r} is {parameter.kind.description}")
+            if name in _RESERVED or name.startswith(("_", "grad_")):
+                raise RegistrationError(f"op {self.name!r}: the name of parameter {name!r} is taken; give it another")
+            found[name] = kind
+        return found
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def __copy__(self) -> "Op[P, R]":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "Op[P, R]":
+        return self
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call:
+        """Return the record of a call with these arguments, which kernels take; no gradient is wanted in it.
+
+        Raises:
+            TypeError: the op can't be called so.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+        bound.apply_defaults()
+        return self.Call(*bound.arguments.values(), (), None)
+
+    def faked(self, call: Call) -> Any:
+        """Return the results as empty tensors: what compilers and the meta device see."""
+        return self.run_reference(call) if self.fake is None else self.fake(call)
+
+
+def _length(annotation: object) -> int:
+    """Return how many tensors a tuple of them has, 0 if it is none."""
+    kinds = get_args(annotation) if get_origin(annotation) is tuple else ()
+    return len(kinds) if all(kind is Tensor or kind == Tensor | None for kind in kinds) else 0
+
+
 def identity(backend: str, kernel: Kernel) -> str:
-    """What tells a kernel from all others: backend/op/function."""
+    """Return what tells a kernel from all others: backend/op/function."""
     return f"{backend}/{kernel.op}/{kernel.forward}"
 
 

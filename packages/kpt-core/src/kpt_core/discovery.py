@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from .contract import REFERENCE, TORCH, Backend, Kernel
+from .contract import TORCH, Backend, Kernel
 from .errors import PluginWarning, RegistrationError, warn_caller
+from .selection import REFERENCE
 
 BACKENDS_GROUP = "kpt.backends"
 OPS_GROUP = "kpt.ops"

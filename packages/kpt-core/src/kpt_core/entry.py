@@ -1,20 +1,16 @@
 """What a call of an op enters: made from its signature, so that binding is as quick as Python's own."""
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .contract import Call
-from .dispatch.call import PLAIN, dispatch, dispatch_traced, explain_failure, serve, serve_after, with_needs
+from .contract import Call, Op
+from .dispatch.call import PLAIN, dispatch, dispatch_traced, explain_failure, retry_without, serve, with_needs
 from .dispatch.run import run
 from .dispatch.settings import SCOPE
-
-if TYPE_CHECKING:
-    from .operation import Op
 
 #: The short way: plain tensors, nobody looks on, no block has settings. All else is for `dispatch` and `serve`.
 _ENTRY = """\
@@ -43,7 +39,7 @@ def entry({declared}):
                             result = candidate.forward(call)
                             return result[0] if candidate.saves else result
                         except Exception as error:
-                            return _serve_after(_op, call, candidate, error)
+                            return _retry_without(_op, call, candidate, error)
                 if reference:
                     return {reference}
         return _serve(_op, call)
@@ -61,7 +57,7 @@ _SHARED: dict[str, Any] = {
     "_traced": dispatch_traced,
     "_dispatch": dispatch,
     "_serve": serve,
-    "_serve_after": serve_after,
+    "_retry_without": retry_without,
     "_with_needs": with_needs,
     "_run": run,
     "_increment": torch._C._increment_version,
@@ -85,10 +81,9 @@ def _bump(name: str, optional: bool) -> str:
     return f"{name} is None or _increment(({name},))" if optional else f"_increment(({name},))"
 
 
-def entries(
-    op: "Op[..., Any]", parameters: Mapping[str, inspect.Parameter]
-) -> tuple[Callable[..., Any], Callable[[Call], Any]]:
-    """What binds a call's arguments and serves it; and what calls the reference for a record."""
+def entries(op: Op[..., Any]) -> tuple[Callable[..., Any], Callable[[Call], Any]]:
+    """Make what binds a call's arguments and serves it, and what calls the reference for a record."""
+    parameters = op.signature.parameters
     names, declared, star = list(parameters), ["_op"], False
     for name, parameter in parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not star:

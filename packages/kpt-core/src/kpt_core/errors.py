@@ -66,7 +66,7 @@ class PluginWarning(KptWarning):
 
 
 class KernelFailedWarning(KptWarning):
-    """A kernel raised and is quarantined for such calls; the next one ran."""
+    """A kernel raised and the next one ran; after three failures it is off."""
 
 
 class TuningWarning(KptWarning):

@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, packages_distributions
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .cases import CaseTable, LayerCase
-from .contract import REFERENCE, TORCH, Backend, Kernel, TorchBackend, identity
+from .contract import TORCH, Backend, Kernel, Op, TorchBackend, identity
 from .discovery import (
     BACKENDS_GROUP,
     CASES_GROUP,
@@ -28,9 +28,7 @@ from .discovery import (
 )
 from .errors import RegistrationError, UnknownNameError
 from .policy import Policy
-
-if TYPE_CHECKING:
-    from .operation import Op
+from .selection import REFERENCE
 
 __all__ = ["Problem", "add_backend", "backends", "case_tables", "get_op", "layer_cases", "ops", "problems"]
 
@@ -50,7 +48,7 @@ _lock = threading.RLock()
 _found = _Found()
 _problems = Problems()
 report = _problems.report
-_ops: dict[str, "Op[..., Any]"] = {}
+_ops: dict[str, Op[..., Any]] = {}
 _added: dict[str, Backend] = {}
 _forgetting: list[Callable[[], None]] = []
 _refreshing: list[Callable[[], None]] = []
@@ -66,7 +64,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def define(op: "Op[..., Any]", prepare: Callable[["Op[..., Any]"], None]) -> None:
+def define(op: Op[..., Any], prepare: Callable[[Op[..., Any]], None]) -> None:
     """Enter an op into the table, after it was prepared; called by `@op`."""
     with _lock:
         existing = _ops.get(op.name)
@@ -94,14 +92,14 @@ def _discover_ops() -> list[Kernel]:
     return _found.torch_kernels
 
 
-def ops() -> dict[str, "Op[..., Any]"]:
+def ops() -> dict[str, Op[..., Any]]:
     """Every op by name, those of installed feature packages included."""
     _discover_ops()
     with _lock:
         return dict(_ops)
 
 
-def get_op(name: str) -> "Op[..., Any]":
+def get_op(name: str) -> Op[..., Any]:
     """The op of that name.
 
     Raises:

@@ -4,7 +4,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kpt_core.contract import REFERENCE, Refusal
+#: Name of no backend and no kernel: the op's own body.
+REFERENCE = "reference"
+
+
+class Refusal:
+    """Why a kernel does not take a call: a sentence that is put together when somebody reads it.
+
+    Args:
+        template: the sentence, with names in braces.
+        values: of these names.
+
+    Example:
+        >>> str(Refusal("{tokens} tokens; this kernel is for {most} at most", tokens=100, most=64))
+        '100 tokens; this kernel is for 64 at most'
+    """
+
+    __slots__ = ("template", "values")
+
+    def __init__(self, template: str, **values: Any) -> None:
+        self.template = template
+        self.values = values
+
+    def __str__(self) -> str:
+        return self.template.format(**self.values)
+
+    def __repr__(self) -> str:
+        return f"Refusal({str(self)!r})"
 
 
 @dataclass(frozen=True, slots=True)

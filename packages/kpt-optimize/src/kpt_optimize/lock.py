@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from kpt_core.contract import REFERENCE
 from kpt_core.dispatch.candidates import Candidates
 from kpt_core.errors import InputError, KptError, UnknownNameError
 from kpt_core.files import write_whole
 from kpt_core.policy import Key
 from kpt_core.registry import get_op, packages_of
-from kpt_core.selection import Selection
+from kpt_core.selection import REFERENCE, Selection
 
 from .tuning.files import is_config, is_key, load_json
 from .tuning.tables import device_name

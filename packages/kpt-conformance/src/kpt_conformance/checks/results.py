@@ -9,7 +9,7 @@ from kpt_conformance.extent import over
 from kpt_conformance.tensors import tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 from kpt_core.cases import Arguments
-from kpt_core.contract import REFERENCE
+from kpt_core.selection import REFERENCE
 
 
 def _described(outputs: dict[str, Tensor]) -> dict[str, str]:

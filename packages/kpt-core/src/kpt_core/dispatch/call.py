@@ -1,7 +1,8 @@
-"""A call of an op: who looks on, and which way it goes."""
+"""Route a call of an op: eager, traced, transformed or told without running it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,26 +10,23 @@ from torch.nn import Parameter
 
 from kpt_core import registry
 from kpt_core.autocast import converted, without_autocast
-from kpt_core.contract import TORCH, Call
+from kpt_core.contract import TORCH, Call, Op
 from kpt_core.errors import InputError, KptError, NoKernelError
+from kpt_core.selection import Selection
 
 from .autograd import wanted
-from .candidates import Candidate
-from .choice import first_of
-from .fallback import fall_back
+from .candidates import Candidate, candidates_of, choose, first_of, selection_of
+from .containment import fall_back
 from .opaque import call_opaque
 from .run import after_failure, choose_and_run, run
-from .settings import SCOPE, effective
+from .settings import SCOPE, Scope, effective, scoped
 from .transforms import transformed, under_transform
-
-if TYPE_CHECKING:
-    from kpt_core.operation import Op
 
 #: Whose tensors stand for others and see every torch op: the opaque op is what they are shown.
 _TORCH_OWN = ("torch._subclasses.", "torch.distributed._functional_collectives")
 
 
-def dispatch(op: "Op[..., Any]", call: Call) -> Any:
+def dispatch(op: Op[..., Any], call: Call) -> Any:
     """Serve an eager call, whoever looks on; the short way for all others is in `kpt_core.entry`."""
     if torch._C._is_any_autocast_enabled():
         call = converted(op, call)
@@ -39,9 +37,7 @@ def dispatch(op: "Op[..., Any]", call: Call) -> Any:
         op.check(call)
     scope = SCOPE.get()
     if scope is not None and scope.dry:
-        from kpt_core.explaining import choose_only
-
-        return choose_only(op, call, scope)
+        return _choose_only(op, call, scope)
     if under_transform():
         return _serve_under_transform(op, call)
     looked_on = torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._autograd._profiler_enabled()
@@ -50,17 +46,42 @@ def dispatch(op: "Op[..., Any]", call: Call) -> Any:
     return serve(op, with_needs(op, call) if torch.is_grad_enabled() else call)
 
 
-def with_needs(op: "Op[..., Any]", call: Call) -> Call:
-    """The call, with the names of the arguments that want a gradient."""
+def _choose_only(op: Op[..., Any], call: Call, scope: Scope) -> Any:
+    """Choose, look into what the choice calls in turn, and give the results' fakes."""
+    call = call._replace(needs=wanted(op, call) if torch.is_grad_enabled() else ())
+    first = first_of(op, call)
+    found = candidates_of(op, first.device, first.dtype)
+    if under_transform():
+        found = transformed(found)
+    candidate, tuned, refusals = choose(op, call, found)
+    if tuned is None and (candidate is None or candidate.backend == TORCH):
+        fall_back(op, found, candidate, refusals, tell=False)
+    children: list[Selection] = []
+    if candidate is not None and candidate.backend == TORCH and candidate.kernel.composed_of:  # others are no PyTorch
+        gradients = torch.is_grad_enabled() and candidate.kernel.differentiable
+        with scoped(replace(scope, log=children)), torch.set_grad_enabled(gradients):
+            try:
+                candidate.forward(call)
+            except KptError:
+                raise
+            except Exception:
+                pass  # it reads values, which fakes lack: what it called before is known
+    if scope.log is not None:
+        scope.log.append(selection_of(op, call, candidate, tuned, refusals, children))
+    return op.faked(call)
+
+
+def with_needs(op: Op[..., Any], call: Call) -> Call:
+    """Return the call, with the names of the arguments that want a gradient."""
     return op.Call(*call[:-2], wanted(op, call), None)
 
 
-def serve(op: "Op[..., Any]", call: Call) -> Any:
+def serve(op: Op[..., Any], call: Call) -> Any:
     """Choose a kernel for a call that nobody looks on, run it, and remember what the next call need not ask."""
     first, quick = first_of(op, call), op.quick
     if first.is_meta:
         return call_opaque(op, call)
-    found = op.candidates(first.device, first.dtype)
+    found = candidates_of(op, first.device, first.dtype)
     result = choose_and_run(op, call, found, effective())
     if SCOPE.get() is None and found.tuned is None and not found.explicit:
         # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
@@ -70,25 +91,25 @@ def serve(op: "Op[..., Any]", call: Call) -> Any:
     return result
 
 
-def _serve_under_transform(op: "Op[..., Any]", call: Call) -> Any:
+def _serve_under_transform(op: Op[..., Any], call: Call) -> Any:
     first = first_of(op, call)
-    found = transformed(op.candidates(first.device, first.dtype))
+    found = transformed(candidates_of(op, first.device, first.dtype))
 
-    def plainly(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
+    def plainly(op: Op[..., Any], candidate: Candidate | None, call: Call) -> Any:
         return op.run_reference(call) if candidate is None else candidate.forward(call)
 
     return choose_and_run(op, call, found, effective(), plainly)
 
 
-def serve_after(op: "Op[..., Any]", call: Call, candidate: Candidate, error: Exception) -> Any:
+def retry_without(op: Op[..., Any], call: Call, candidate: Candidate, error: Exception) -> Any:
     """Serve a call whose kernel raised on the short way."""
     first = first_of(op, call)
-    found = op.candidates(first.device, first.dtype)
+    found = candidates_of(op, first.device, first.dtype)
     return after_failure(op, call, found, effective(), run, ((candidate, error),))
 
 
-def inspect_tensors(op: "Op[..., Any]", call: Call) -> bool:
-    """Whether some tensor stands for others; raises for what is no tensor, or has rules of its own."""
+def inspect_tensors(op: Op[..., Any], call: Call) -> bool:
+    """Return whether some tensor stands for others; raise for what is no tensor, or has rules of its own."""
     seen = False
     for name, kind in op.kinds.items():  # no numbers: Dynamo takes those of an object for dynamic ones
         value = getattr(call, name)
@@ -97,7 +118,7 @@ def inspect_tensors(op: "Op[..., Any]", call: Call) -> bool:
     return seen
 
 
-def explain_failure(op: "Op[..., Any]", call: Call, error: Exception) -> None:
+def explain_failure(op: Op[..., Any], call: Call, error: Exception) -> None:
     """Raise `InputError` in the place of what torch raised for tensors that are not strided.
 
     Asked after a failure alone: a layout costs as much to read as all else that a plain call asks of a tensor.
@@ -115,7 +136,7 @@ def explain_failure(op: "Op[..., Any]", call: Call, error: Exception) -> None:
 PLAIN = frozenset({Tensor, Parameter})
 
 
-def dispatch_traced(op: "Op[..., Any]", arguments: tuple[Any, ...]) -> Any:
+def dispatch_traced(op: Op[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Serve a call while Dynamo traces it."""
     call = op.Call(*arguments, (), None)
     inspect_tensors(op, call)
@@ -126,7 +147,7 @@ def dispatch_traced(op: "Op[..., Any]", arguments: tuple[Any, ...]) -> Any:
     return _trace(op, call)
 
 
-def _trace(op: "Op[..., Any]", call: Call) -> Any:
+def _trace(op: Op[..., Any], call: Call) -> Any:
     if op.check is not None:
         op.check(call)
     if under_transform():
@@ -150,12 +171,12 @@ def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
 
 @_constant
 def _may_look_into(name: str, device: str, dtype: torch.dtype, training: bool) -> bool:
-    """Whether plain PyTorch alone can serve such calls, which `op.plain` then has: a compiler may fuse it."""
+    """Return whether plain PyTorch alone can serve such calls, which `op.plain` then has: a compiler may fuse it."""
     op = registry.get_op(name)
     if op.mutates or SCOPE.get() is not None:
         return False  # what a block asks for must not stay in the graph
     where = torch.device(device)
-    found = op.candidates(where, dtype)
+    found = candidates_of(op, where, dtype)
     best = found.accepted[0] if found.accepted else None
     if not found.reference or any(each.backend != TORCH for each in found.accepted):
         return False
@@ -176,13 +197,13 @@ def _without_saving(candidate: Candidate) -> Callable[[Call], Any]:
 
 @_constant
 def _has_rules(kind: Any) -> bool:
-    """Whether a class of tensors sees the functions that its tensors are passed to."""
+    """Return whether a class of tensors sees the functions that its tensors are passed to."""
     rules = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or rules not in _PLAIN_RULES
 
 
-def _stands_for_others(op: "Op[..., Any]", name: str, value: Any) -> bool:
-    """Whether a tensor is one of torch's own that stand for others, as while compiling; raises for what it can't be."""
+def _stands_for_others(op: Op[..., Any], name: str, value: Any) -> bool:
+    """Return whether a tensor is one of torch's own that stand for others; raise for what it can't be."""
     kind: Any = type(value)
     if not isinstance(value, Tensor):
         if kind.__module__.startswith("torch.fx."):

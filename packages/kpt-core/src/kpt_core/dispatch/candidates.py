@@ -1,27 +1,26 @@
-"""Which kernels may serve an op on a device: everything about a choice that does not depend on the call's arguments."""
+"""Choose: the kernels that may serve an op on a device, and the one that takes a call."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kpt_core import registry
-from kpt_core.contract import REFERENCE, TORCH, Backend, Call, Kernel, Refusal, identity, load
+from kpt_core.contract import TORCH, Backend, Call, Kernel, Op, identity, load
 from kpt_core.discovery import said
 from kpt_core.errors import KptError, RegistrationError, UnknownNameError
-from kpt_core.policy import Tuned
-from kpt_core.selection import Refused
+from kpt_core.policy import GRADIENT, Choice, Tuned
+from kpt_core.selection import REFERENCE, Refusal, Refused, Selection
 
-from .containment import Failures
-from .settings import Scope, warn_of_unknown
-
-if TYPE_CHECKING:
-    from kpt_core.operation import Op
+from .settings import Scope, effective, warn_of_unknown
 
 _NOT_LOADED = "not loaded yet"
 _FORWARD_ONLY = "forward only, and a gradient is needed"
+#: After so many failures a kernel is off for the process.
+MOST_FAILURES = 3
 
 
 class Candidate:
@@ -34,7 +33,7 @@ class Candidate:
         saves: whether its forward gives what is saved beside the results.
         free: whether it takes every call; False while it is not loaded.
         forward: its function, once `refusal` was asked; as `backward` is.
-        failures: calls that it is kept from.
+        failures: what it raised.
         agrees: whether its results were seen to be what the contract says, without and with gradients wanted.
     """
 
@@ -46,10 +45,10 @@ class Candidate:
     forward: Callable[[Call], Any]
     backward: Callable[..., dict[str, Any]]
 
-    def __init__(self, op: "Op[..., Any]", backend: str, kernel: Kernel) -> None:
+    def __init__(self, op: Op[..., Any], backend: str, kernel: Kernel) -> None:
         self.backend, self.kernel, self.identity = backend, kernel, identity(backend, kernel)
         self.saves = kernel.backward is not None and op.saved_count > 0
-        self.failures = Failures([op.parameters.index(name) for name in op.unread])
+        self.failures: list[str] = []
         self.free = False
         self.agrees: set[bool] = set()
         self._broken: str | None = _NOT_LOADED
@@ -57,7 +56,7 @@ class Candidate:
         self._results = op.result_count
 
     def refusal(self, call: Call) -> Refusal | str | None:
-        """Why this call is not for this kernel, or None."""
+        """Return why this call is not for this kernel, or None."""
         if self._broken is not None:
             if self._broken is _NOT_LOADED:
                 self._load()
@@ -74,20 +73,29 @@ class Candidate:
                         f"{self.kernel.unsupported} gave {refused!r}; expected None, a sentence or a Refusal"
                     )
                 return refused
-        return self.failures.refusal(call) if self.failures else None
+        if len(self.failures) >= MOST_FAILURES:
+            return Refusal(
+                "quarantined: it raised {count} times, lastly {last}", count=len(self.failures), last=self.failures[-1]
+            )
+        return None
 
     @property
     def traceable(self) -> bool:
-        """Whether compilers may look into it: it takes every call, as far as gradients are no question."""
+        """Return whether compilers may look into it: it takes every call, as far as gradients are no question."""
         if self._broken is _NOT_LOADED:
             self._load()
         conditions = self._broken, self._unsupported, self.failures
         return self.kernel.traceable and not any(conditions)
 
-    def keep_from(self, call: Call, error: Exception) -> None:
+    def note(self, error: Exception) -> None:
         """Note that it raised."""
         self.free = False
-        self.failures.note(call, error)
+        self.failures.append(said(error))
+
+    def take_back(self, error: Exception) -> None:
+        """Forget what it raised: the call was wrong."""
+        if said(error) in self.failures:
+            self.failures.remove(said(error))
 
     def _load(self) -> None:
         """Import the functions; what can't be imported refuses, and costs a warning."""
@@ -139,8 +147,31 @@ class Candidates:
     explicit: str | None
     tuned: Tuned | None = None
 
+    def without(self, candidate: Candidate, error: Exception) -> "Candidates":
+        """Return them for a call in which one has raised."""
+        refused = Refused(candidate.backend, candidate.kernel.forward, f"it raised {said(error)}", of_call=True)
+        rest = tuple(each for each in self.accepted if each is not candidate)
+        return replace(self, accepted=rest, refusals=(*self.refusals, refused))
 
-def find_candidates(op: "Op[..., Any]", device: torch.device, dtype: torch.dtype, scope: Scope) -> Candidates:
+
+def candidate_of(op: Op[..., Any], backend: str, kernel: Kernel) -> Candidate:
+    """Return the state of a kernel, which is one in all scopes and on all devices."""
+    found: Candidate = op.kernels.setdefault((backend, kernel), Candidate(op, backend, kernel))
+    return found
+
+
+def candidates_of(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> Candidates:
+    """Return the kernels that may serve calls on a device with a first tensor of `dtype`, by the settings in force."""
+    scope = effective()
+    found: Candidates | None = op.found.get((device, dtype, scope))
+    if found is None:
+        registry.backends()  # once they are discovered, all is forgotten
+        known = op.found
+        found = known[device, dtype, scope] = find_candidates(op, device, dtype, scope)
+    return found
+
+
+def find_candidates(op: Op[..., Any], device: torch.device, dtype: torch.dtype, scope: Scope) -> Candidates:
     """Sort the kernels offered for an op into accepted and refused.
 
     Args:
@@ -154,7 +185,7 @@ def find_candidates(op: "Op[..., Any]", device: torch.device, dtype: torch.dtype
     """
     forced = next((each for each in reversed(scope.forced) if each[0] == op.name), None)
     if forced is not None:
-        return Candidates(device, dtype, (op.candidate(forced[1], forced[2]),), (), False, forced[2].forward)
+        return Candidates(device, dtype, (candidate_of(op, forced[1], forced[2]),), (), False, forced[2].forward)
     for named, _ in scope.choices:
         if named != "*":
             registry.get_op(named)
@@ -178,7 +209,7 @@ def find_candidates(op: "Op[..., Any]", device: torch.device, dtype: torch.dtype
         reason = None if asked else f"{choice} was asked for (use or KPT_USE)"
         reason = reason or _static_refusal(op, backend, kernel, device, dtype, scope)
         if reason is None:
-            accepted.append(op.candidate(backend.name, kernel))
+            accepted.append(candidate_of(op, backend.name, kernel))
         else:
             refusals.append(Refused(backend.name, kernel.forward, reason))
     if device.type != "meta" and not registry.serves(device.type):
@@ -205,7 +236,7 @@ def _names(backend: Backend, kernel: Kernel) -> tuple[str, str, str]:
 
 
 def _static_refusal(
-    op: "Op[..., Any]", backend: Backend, kernel: Kernel, device: torch.device, dtype: torch.dtype, scope: Scope
+    op: Op[..., Any], backend: Backend, kernel: Kernel, device: torch.device, dtype: torch.dtype, scope: Scope
 ) -> str | None:
     if not scope.disabled.isdisjoint(_names(backend, kernel)):
         return "disabled (KPT_DISABLE)"
@@ -226,3 +257,58 @@ def _static_refusal(
     if kernel.dtypes is not None and name not in kernel.dtypes:
         return f"dtype {name}; needs {' or '.join(sorted(kernel.dtypes))}"
     return None
+
+
+def first_of(op: Op[..., Any], call: Call) -> Tensor:
+    """Return the tensor that tells a call's device and dtype."""
+    first: Tensor = getattr(call, next(iter(op.kinds)))  # by name: Dynamo takes an object's numbers for dynamic ones
+    return first
+
+
+def size_key(op: Op[..., Any], call: Call) -> tuple[int | str, ...]:
+    """Return what identifies a call for tuning: its sizes, roughly, and whether a gradient is needed."""
+    sizes = () if op.size_key is None else op.size_key(call)
+    return (*sizes, GRADIENT) if call.needs else tuple(sizes)
+
+
+def choose(op: Op[..., Any], call: Call, found: Candidates) -> tuple[Candidate | None, Choice | None, list[Refused]]:
+    """Return the best candidate, None for the reference; what was measured, if that made the choice; the refusals."""
+    refusals = list(found.refusals)
+    accepted: Iterable[Candidate] = found.accepted
+    key = () if found.tuned is None else size_key(op, call)
+    entry = None if found.tuned is None else found.tuned.entries.get(key)
+    if entry is not None:
+        if entry.kernel == REFERENCE and found.explicit is None:
+            return None, entry, refusals
+        accepted = sorted(accepted, key=lambda candidate: candidate.identity != entry.kernel)
+    for candidate in accepted:
+        reason = candidate.refusal(call)
+        if reason is None:
+            tuned = None if found.tuned is None else found.tuned.configuring(key, candidate.identity)
+            return candidate, tuned, refusals
+        refusals.append(Refused(candidate.backend, candidate.kernel.forward, reason, of_call=True))
+    return None, None, refusals
+
+
+def selection_of(
+    op: Op[..., Any],
+    call: Call,
+    candidate: Candidate | None,
+    tuned: Choice | None,
+    refusals: Iterable[Refused],
+    children: Iterable[Selection],
+) -> Selection:
+    """Return what is told of a choice."""
+    first = first_of(op, call)
+    return Selection(
+        op=op.name,
+        device=str(first.device),
+        backend=REFERENCE if candidate is None else candidate.backend,
+        kernel=REFERENCE if candidate is None else candidate.kernel.forward,
+        refusals=tuple(refusals),
+        children=tuple(children),
+        tuned=tuned is not None,
+        config=None if tuned is None else tuned.config,
+        dtype=str(first.dtype).removeprefix("torch."),
+        key=size_key(op, call),
+    )

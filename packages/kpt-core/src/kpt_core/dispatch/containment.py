@@ -1,68 +1,21 @@
-"""A kernel that raises: whose fault it is, which calls it is kept from, and who is told."""
+"""Contain the failure of a kernel, and tell of it; tell, too, where no vendor's kernel serves a call."""
 
 import sys
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from kpt_core.contract import Call, Refusal
-from kpt_core.errors import KernelFailedWarning, KptError, warn_caller
+from kpt_core import registry
+from kpt_core.contract import TORCH, Call, Op
+from kpt_core.errors import FallbackWarning, KernelFailedWarning, KptError, NoKernelError, warn_caller
+from kpt_core.selection import Refused
 
-if TYPE_CHECKING:
-    from kpt_core.operation import Op
+from .candidates import MOST_FAILURES, Candidate, Candidates, candidates_of
+from .settings import effective
 
-    from .candidates import Candidate
-
-    Failed = Sequence[tuple[Candidate, Exception]]
-
-#: After so many failures a kernel is off for the process.
-MOST_FAILURES = 3
-
-
-class Failures:
-    """The calls in which a kernel raised.
-
-    Args:
-        unread: places of arguments that are not there in backward, but for their shapes.
-    """
-
-    __slots__ = ("_errors", "_unread")
-
-    def __init__(self, unread: Collection[int] = ()) -> None:
-        self._errors: dict[Any, str] = {}
-        self._unread = unread
-
-    def __bool__(self) -> bool:
-        return bool(self._errors)
-
-    def note(self, call: Call, error: Exception) -> None:
-        """Keep the kernel from such calls; after `MOST_FAILURES` from all."""
-        self._errors[self._signature(call)] = f"{type(error).__name__}: {error}"
-
-    def take_back(self, call: Call) -> None:
-        """It was not the kernel's fault."""
-        self._errors.pop(self._signature(call), None)
-
-    def refusal(self, call: Call) -> Refusal | None:
-        """Why the kernel is kept from a call, or None."""
-        if len(self._errors) >= MOST_FAILURES:
-            *_, last = self._errors.values()
-            return Refusal("quarantined: it raised {count} times, lastly {error}", count=len(self._errors), error=last)
-        error = self._errors.get(self._signature(call)) if self._errors else None
-        return None if error is None else Refusal("quarantined for such calls: it raised {error}", error=error)
-
-    def _signature(self, call: Call) -> tuple[Any, ...]:
-        """What identifies a call: layouts of tensors, plain values, and whether gradients are needed."""
-
-        def describe(value: Any, read: bool = True) -> Any:
-            if isinstance(value, Tensor):
-                return tuple(value.shape), value.stride() if read else None, value.dtype, value.device
-            return value
-
-        # All but the configuration.
-        return tuple([describe(value, place not in self._unread) for place, value in enumerate(call[:-1])])
+Failed = Sequence[tuple[Candidate, Exception]]
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:
@@ -70,7 +23,7 @@ def as_tuple(results: Any) -> tuple[Any, ...]:
     return results if isinstance(results, tuple) else () if results is None else (results,)
 
 
-def checked(op: "Op[..., Any]", candidate: "Candidate", call: Call, output: Any) -> tuple[Any, tuple[Tensor, ...]]:
+def checked(op: Op[..., Any], candidate: Candidate, call: Call, output: Any) -> tuple[Any, tuple[Tensor, ...]]:
     """Take apart what a kernel's forward gave: results, and what is saved for backward.
 
     Raises:
@@ -105,30 +58,89 @@ def _told(value: Any) -> str:
 
 
 def is_contained(error: Exception) -> bool:
-    """Whether a failure is the kernel's own: running out of memory and refusals of KPT are not."""
+    """Return whether a failure is the kernel's own: running out of memory and refusals of KPT are not."""
     return not (isinstance(error, KptError | torch.OutOfMemoryError | MemoryError) or _ends_recomputation(error))
 
 
 def _ends_recomputation(error: Exception) -> bool:
-    """Whether activation checkpointing stops a recomputation: it raises where the kernel saves its last tensor."""
+    """Return whether activation checkpointing stops a recomputation: it raises where a kernel saves its last tensor."""
     # By name: who has not imported the module can't have raised its error.
     stop = getattr(sys.modules.get("torch.utils.checkpoint"), "_StopRecomputationError", None)
     return stop is not None and isinstance(error, stop)
 
 
-def raise_of_call(error: Exception, call: Call, failed: "Failed") -> NoReturn:
+def raise_of_call(error: Exception, failed: Failed) -> NoReturn:
     """Raise what plain PyTorch raised after kernels did: the call is wrong, not they."""
-    for candidate, _ in failed:
-        candidate.failures.take_back(call)
+    for candidate, raised in failed:
+        candidate.take_back(raised)
     raise error from (failed[0][1] if failed else error.__cause__)
 
 
-def warn_of_failures(op: str, failed: "Failed", ran: "Candidate | None", *, backward: bool = False) -> None:
+def warn_of_failures(op: str, failed: Failed, ran: Candidate | None, *, backward: bool = False) -> None:
     """Say which kernels raised and what ran in their place."""
     instead = "the reference" if ran is None else ran.kernel.forward
     for candidate, error in failed:
         warn_caller(
             f"{'the backward of ' * backward}kernel {candidate.kernel.forward} raised {type(error).__name__}: {error}; "
-            f"it is quarantined for such calls of {op} and {instead} ran (KPT_STRICT=1 raises instead)",
+            f"{instead} ran {op} in its place; after {MOST_FAILURES} failures it is off (KPT_STRICT=1 raises instead)",
             KernelFailedWarning,
         )
+
+
+def fall_back(
+    op: Op[..., Any],
+    found: Candidates,
+    candidate: Candidate | None,
+    refusals: Iterable[Refused],
+    *,
+    tell: bool = True,
+) -> None:
+    """Raise unless plain PyTorch may serve a call; on an accelerator say, once for its type, that it does.
+
+    Args:
+        op: the op.
+        found: the candidates for the call.
+        candidate: a kernel in plain PyTorch; None for the reference.
+        refusals: of the others.
+        tell: whether to say it.
+
+    Raises:
+        NoKernelError: something else was asked for, or strict mode forbids it.
+    """
+    device = found.device
+    if candidate is None and not found.reference:
+        raise NoKernelError(f"no kernel for {op.name} on {device}: {found.explicit} was asked for{_listed(refusals)}")
+    if not _is_slow(found, candidate):
+        return
+    if effective().strict:
+        raise NoKernelError(f"no kernel for {op.name} on {device} (strict); {_advice(device)}{_listed(refusals)}")
+    if tell and device.type not in op.told_of:
+        op.told_of.add(device.type)
+        reasons = f"{_advice(device)}{_listed(refusals)}"
+        warn_caller(f"{op.name} runs in plain PyTorch on {device}, which is slow; {reasons}", FallbackWarning)
+
+
+def _listed(refusals: Iterable[Refused]) -> str:
+    return "".join(f"\n  {refusal}" for refusal in refusals)
+
+
+def _is_slow(found: Candidates, candidate: Candidate | None) -> bool:
+    """Return whether plain PyTorch would serve an accelerator without having been asked for.
+
+    A kernel that is composed of ops of which a vendor may serve some does not count: each of those tells for itself.
+    """
+    if found.explicit or not registry.reference_is_slow(found.device):
+        return False
+    return candidate is None or not _parts_may_be_served(candidate, found.device, found.dtype)
+
+
+def _parts_may_be_served(candidate: Candidate, device: torch.device, dtype: torch.dtype) -> bool:
+    known = registry.ops()
+    parts = [known[name] for name in candidate.kernel.composed_of if name in known]
+    accepted = [each for part in parts for each in candidates_of(part, device, dtype).accepted]
+    return any(each.backend != TORCH or _parts_may_be_served(each, device, dtype) for each in accepted)
+
+
+def _advice(device: torch.device) -> str:
+    missing = "" if registry.serves(device.type) else f"no backend for {device.type} is installed; "
+    return f"{missing}see `kpt doctor`"

@@ -4,28 +4,23 @@ It is opaque to them, so that the kernel is chosen inside, when it runs, by real
 """
 
 import re
+import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
-from kpt_core.contract import Call
+from kpt_core.contract import Call, Op
 from kpt_core.errors import RegistrationError
-from kpt_core.flops import count_flops
 from kpt_core.registry import get_op
 
-from .autograd import Kept, flat, wanted
-from .backward import copied, gradients, mapped, plain_gradients
-from .candidates import Candidate
-from .choice import first_of
+from .autograd import Kept, copied, flat, gradients, mapped, plain_gradients, wanted
+from .candidates import Candidate, candidates_of, first_of
 from .containment import as_tuple, checked
 from .run import bump, choose_and_run
 from .settings import effective
-
-if TYPE_CHECKING:
-    from kpt_core.operation import Op
 
 _library = Library("kpt", "FRAGMENT")
 #: Name of a torch op to that of the op that it stands for: it finds the one that was defined last.
@@ -34,7 +29,7 @@ _arguments: dict[str, str] = {}
 _TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
-def define_opaque(op: "Op[..., Any]") -> None:
+def define_opaque(op: Op[..., Any]) -> None:
     """Make the torch ops `kpt::family_operation` and `_backward` and, of an op that changes arguments, `_functional`.
 
     The last one gives what it changed beside the results: torch differentiates no op that changes its arguments.
@@ -70,20 +65,20 @@ def define_opaque(op: "Op[..., Any]") -> None:
     count_flops(op)
 
 
-def _define(op: "Op[..., Any]", name: str, arguments: str, results: str, implementation: Any, fake: Any) -> None:
+def _define(op: Op[..., Any], name: str, arguments: str, results: str, implementation: Any, fake: Any) -> None:
     _library.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, lambda *values: implementation(get_op(op.name), values), "CompositeExplicitAutograd")
     register_fake(f"kpt::{name}", lambda *values: fake(get_op(op.name), values), lib=_library)
 
 
-def _type_of(op: "Op[..., Any]", name: str, kind: Any) -> str:
+def _type_of(op: Op[..., Any], name: str, kind: Any) -> str:
     plain = next(each for each in _TYPES if each is kind or each in getattr(kind, "__args__", ()))
     # Each may alias itself alone.
     written = f"Tensor({chr(97 + op.parameters.index(name))}!)" if name in op.mutates else _TYPES[plain]
     return written if plain is kind else f"{written}?"
 
 
-def call_opaque(op: "Op[..., Any]", call: Call) -> Any:
+def call_opaque(op: Op[..., Any], call: Call) -> Any:
     """Call the torch op."""
     # What is exported or traced runs elsewhere, mostly for inference: its backward runs the forward again.
     elsewhere = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
@@ -109,13 +104,13 @@ def call_opaque(op: "Op[..., Any]", call: Call) -> Any:
     return own if len(own) > 1 else own[0] if own else None
 
 
-def _call(op: "Op[..., Any]", values: tuple[Any, ...]) -> Call:
+def _call(op: Op[..., Any], values: tuple[Any, ...]) -> Call:
     """The call of a torch op's arguments, the last of which names what needs a gradient (tracers take no lists)."""
     *arguments, needs = values
     return op.Call(*arguments, tuple(needs.split(",")) if needs else (), None)
 
 
-def _whole(op: "Op[..., Any]", call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
+def _whole(op: Op[..., Any], call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
     """What the torch op gives: results and saved tensors, laid out as the contract says."""
     if op.saved_count and not call.needs:
         saved = tuple(first_of(op, call).new_empty(0) for _ in range(op.saved_count))
@@ -140,42 +135,42 @@ def _own(tensors: Iterable[Tensor], others: Iterable[Tensor | None]) -> list[Ten
     return given
 
 
-def _forward(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+def _forward(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
     call = _call(op, values)
     if op.mutates:
         bump(op, call)
     return _run(op, call)
 
 
-def _run(op: "Op[..., Any]", call: Call) -> Any:
+def _run(op: Op[..., Any], call: Call) -> Any:
     first = first_of(op, call)
 
-    def run(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
+    def run(op: Op[..., Any], candidate: Candidate | None, call: Call) -> Any:
         if candidate is None:
             return _whole(op, call, op.run_reference(call), ())
         return _whole(op, call, *checked(op, candidate, call, candidate.forward(call)))
 
     with torch.no_grad(), torch._C._DisableAutocast():
-        return choose_and_run(op, call, op.candidates(first.device, first.dtype), effective(), run)
+        return choose_and_run(op, call, candidates_of(op, first.device, first.dtype), effective(), run)
 
 
-def _forward_functional(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+def _forward_functional(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
     call = copied(op, _call(op, values))
     return _with_changed(op, call, _run(op, call))
 
 
-def _fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+def _fake(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
     call = _call(op, values)
     with torch.no_grad():
         return _whole(op, call, op.faked(call), ())
 
 
-def _fake_functional(op: "Op[..., Any]", values: tuple[Any, ...]) -> Any:
+def _fake_functional(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
     call = copied(op, _call(op, values))
     return _with_changed(op, call, _fake(op, (*call[:-2], ",".join(call.needs))))
 
 
-def _with_changed(op: "Op[..., Any]", call: Call, given: Any) -> Any:
+def _with_changed(op: Op[..., Any], call: Call, given: Any) -> Any:
     """Return results with what the op changed behind them."""
     values = [getattr(call, name) for name in op.written]
     changed = [first_of(op, call).new_empty(0) if value is None else value for value in values]
@@ -183,7 +178,7 @@ def _with_changed(op: "Op[..., Any]", call: Call, given: Any) -> Any:
     return every if len(every) > 1 else every[0]
 
 
-def _setup_context(op: "Op[..., Any]", ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(op: Op[..., Any], ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     call, outputs = _call(op, inputs), as_tuple(output)
     ctx.kept, tensors = Kept.of(op, call)
     ctx.count = len(tensors)
@@ -195,7 +190,7 @@ def _setup_context(op: "Op[..., Any]", ctx: Any, inputs: tuple[Any, ...], output
     ctx.mark_non_differentiable(*outputs[op.result_count :])
 
 
-def _backward_of_graph(op: "Op[..., Any]", ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _backward_of_graph(op: Op[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """What autograd runs behind the torch op: the backward's own torch op."""
     tensors, grads = list(ctx.saved_tensors), grads[: op.result_count]
     call, saved = ctx.kept.whole(tensors[: ctx.count]), tensors[ctx.count :]
@@ -213,13 +208,13 @@ def _backward_of_graph(op: "Op[..., Any]", ctx: Any, grads: tuple[Tensor | None,
     return (*(found.get(name) for name in op.parameters), None)
 
 
-def _taken_apart(op: "Op[..., Any]", values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Call, list[Tensor]]:
+def _taken_apart(op: Op[..., Any], values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Call, list[Tensor]]:
     """Gradients of the results, the call, and what was saved, of the backward's arguments."""
     *arguments, saved, needs = values[op.result_count :]
     return values[: op.result_count], _call(op, (*arguments, needs)), saved
 
 
-def _backward(op: "Op[..., Any]", values: tuple[Any, ...]) -> list[Tensor]:
+def _backward(op: Op[..., Any], values: tuple[Any, ...]) -> list[Tensor]:
     grads, call, saved = _taken_apart(op, values)
     absent = not saved and op.saves is not None
     with torch.no_grad(), torch._C._DisableAutocast():
@@ -235,6 +230,30 @@ def _laid_out(like: Tensor, gradient: Tensor) -> Tensor:
     return gradient if same else laid_out.copy_(gradient)
 
 
-def _backward_fake(op: "Op[..., Any]", values: tuple[Any, ...]) -> list[Tensor]:
+def _backward_fake(op: Op[..., Any], values: tuple[Any, ...]) -> list[Tensor]:
     _, call, _ = _taken_apart(op, values)
     return [torch.empty_like(getattr(call, name)) for name in call.needs]
+
+
+def count_flops(op: Op[..., Any]) -> None:
+    """Tell torch's FLOP counter of an op, if the counter is there: importing it takes longer than all of core."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if op.flops is None or counter is None:
+        return
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    name, flops, count = op.name.replace(".", "_"), op.flops, len(op.parameters)
+
+    def of_forward(*values: Any, **kwargs: Any) -> int:
+        return flops(op.Call(*values[:count], (), None))
+
+    def of_backward(*values: Any, **kwargs: Any) -> int:
+        # Products are linear in both factors: as much again for the gradient of each.
+        return 2 * flops(op.Call(*values[op.result_count :][:count], (), None))
+
+    # A counter that runs took its copy of the table when it was made.
+    running = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
+    for table in (counter.flop_registry, *(each.flop_registry for each in running if each is not None)):
+        for each in (name, *([f"{name}_functional"] if op.mutates else [])):
+            table.setdefault(getattr(torch.ops.kpt, each), of_forward)
+        table.setdefault(getattr(torch.ops.kpt, f"{name}_backward"), of_backward)

@@ -1,31 +1,25 @@
-"""Running what was chosen; a kernel that raises gives way to the next one."""
+"""Run what was chosen; a kernel that raises gives way to the next one."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kpt_core.contract import TORCH, Call
+from kpt_core.contract import TORCH, Call, Op
 from kpt_core.selection import Selection
 
-from .autograd import attach
-from .backward import copied
-from .candidates import Candidate, Candidates
-from .choice import choose, selection_of
-from .containment import checked, is_contained, raise_of_call, warn_of_failures
-from .fallback import fall_back
+from .autograd import attach, copied
+from .candidates import Candidate, Candidates, choose, selection_of
+from .containment import checked, fall_back, is_contained, raise_of_call, warn_of_failures
 from .settings import Scope, scoped
 
-if TYPE_CHECKING:
-    from kpt_core.operation import Op
-
-Run = Callable[["Op[..., Any]", Candidate | None, Call], Any]
+Run = Callable[[Op[..., Any], Candidate | None, Call], Any]
 Failed = tuple[tuple[Candidate, Exception], ...]
 
 
-def run(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
+def run(op: Op[..., Any], candidate: Candidate | None, call: Call) -> Any:
     """Return the results of a kernel, or of the reference, tied to autograd where a gradient is needed."""
     if op.mutates:
         bump(op, call)
@@ -44,7 +38,7 @@ def run(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
     return attach(op, candidate, call, *_run_for_backward(op, candidate, call))
 
 
-def _run_for_backward(op: "Op[..., Any]", candidate: Candidate, call: Call) -> tuple[Any, tuple[Tensor, ...]]:
+def _run_for_backward(op: Op[..., Any], candidate: Candidate, call: Call) -> tuple[Any, tuple[Tensor, ...]]:
     with torch.no_grad():
         output = candidate.forward(call)
     if True not in candidate.agrees:
@@ -53,12 +47,12 @@ def _run_for_backward(op: "Op[..., Any]", candidate: Candidate, call: Call) -> t
     return output if candidate.saves else (output, ())
 
 
-def bump(op: "Op[..., Any]", call: Call) -> None:
+def bump(op: Op[..., Any], call: Call) -> None:
     """Tell autograd that a call changes arguments: what a kernel writes past torch must not go unseen."""
     torch._C._increment_version([value for name in op.written if (value := getattr(call, name)) is not None])
 
 
-def _run_on_copies(op: "Op[..., Any]", candidate: Candidate | None, call: Call) -> Any:
+def _run_on_copies(op: Op[..., Any], candidate: Candidate | None, call: Call) -> Any:
     """Run an op that changes arguments where other arguments want a gradient: none flows through what is changed."""
     if candidate is not None and not candidate.kernel.differentiable:
         before = copied(op, call)  # for backward; the caller's tensor goes on changing
@@ -73,7 +67,7 @@ def _run_on_copies(op: "Op[..., Any]", candidate: Candidate | None, call: Call) 
 
 
 def choose_and_run(
-    op: "Op[..., Any]", call: Call, found: Candidates, scope: Scope, how: Run = run, failed: Failed = ()
+    op: Op[..., Any], call: Call, found: Candidates, scope: Scope, how: Run = run, failed: Failed = ()
 ) -> Any:
     """Run the best candidate for a call.
 
@@ -101,13 +95,13 @@ def choose_and_run(
     except Exception as error:
         if candidate is not None:
             return after_failure(op, call, found, scope, how, (*failed, (candidate, error)))
-        raise_of_call(error, call, failed)
+        raise_of_call(error, failed)
     if failed:
         warn_of_failures(op.name, failed, candidate)
     return result
 
 
-def after_failure(op: "Op[..., Any]", call: Call, found: Candidates, scope: Scope, how: Run, failed: Failed) -> Any:
+def after_failure(op: Op[..., Any], call: Call, found: Candidates, scope: Scope, how: Run, failed: Failed) -> Any:
     """Contain the last failure and run the next kernel, or raise it.
 
     The candidates are those that the call began with: a backend may have been removed meanwhile.
@@ -115,7 +109,8 @@ def after_failure(op: "Op[..., Any]", call: Call, found: Candidates, scope: Scop
     candidate, error = failed[-1]
     contained = is_contained(error) and not scope.strict and not found.explicit
     if contained:
-        candidate.keep_from(call, error)
+        candidate.note(error)
+        found = found.without(candidate, error)
     if op.mutates or not contained:  # what was half written must not be written again
         error.add_note(f"raised by kernel {candidate.identity}")
         raise error

@@ -1,5 +1,6 @@
 """What the user asked for: the environment variables, and the blocks opened by `use` and `record`."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -8,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from torch.compiler import is_dynamo_compiling
 
 from kpt_core import registry
-from kpt_core.contract import REFERENCE, Kernel
-from kpt_core.environment import KPT_DISABLE, read_environment
+from kpt_core.contract import Kernel
 from kpt_core.errors import InputError, KptWarning, UnknownNameError, warn_caller
-from kpt_core.selection import Selection
+from kpt_core.selection import REFERENCE, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,48 @@ class Scope:
 
 #: The block that is open; None when nothing but the environment applies.
 SCOPE: ContextVar[Scope | None] = ContextVar("kpt_scope", default=None)
+
+#: Backend, kernel or "reference" to run; `op=name` pairs limit it to one op. Comma-separated, strict.
+KPT_USE = "KPT_USE"
+#: Backends or kernels that may not run, comma-separated. A name that nothing has is warned of, once, and no error: what
+#: is disabled need not be installed on every machine.
+KPT_DISABLE = "KPT_DISABLE"
+#: "1" turns quarantine of a failing kernel, and falling back to plain PyTorch on an accelerator, into errors.
+KPT_STRICT = "KPT_STRICT"
+
+
 _environment: Scope | None = None
 _unknown: set[str] = set()
 
 
+def _split(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def parse_choices(value: str) -> tuple[tuple[str, str], ...]:
+    """Read `nvidia`, `reference`, `pkg.mod:kernel` or `moe.experts=reference`, comma-separated; pairs win."""
+    choices: dict[str, str] = {}
+    for part in _split(value):
+        op, separator, name = map(str.strip, part.rpartition("="))
+        if separator and not (op and name):
+            raise InputError(f"{KPT_USE}={value!r}: {part!r} is not of the form 'name' or 'op=name'")
+        if op in choices or (not op and "*" in choices):
+            raise InputError(f"{KPT_USE}={value!r}: it asks for two things for {op or 'all ops'}; name one")
+        choices[op or "*"] = name
+    return tuple(sorted(choices.items(), key=lambda choice: choice[0] != "*"))
+
+
+def read_environment() -> tuple[tuple[tuple[str, str], ...], frozenset[str], bool]:
+    """Read what `KPT_USE`, `KPT_DISABLE` and `KPT_STRICT` ask for: choices by op, what is disabled, and strictness."""
+    strict = os.environ.get(KPT_STRICT, "").strip().lower()
+    if strict not in ("", "0", "1", "false", "true"):
+        raise InputError(f"{KPT_STRICT}={strict!r}: expected 0 or 1")
+    choices, disabled = os.environ.get(KPT_USE, ""), os.environ.get(KPT_DISABLE, "")
+    return parse_choices(choices), frozenset(_split(disabled)), strict in ("1", "true")
+
+
 def environment() -> Scope:
-    """The scope of the environment variables, read once (`kpt_core.refresh` reads them again)."""
+    """Return the scope of the environment variables, read once (`kpt_core.refresh` reads them again)."""
     global _environment
     if _environment is None:
         _environment = Scope(*read_environment())
@@ -63,7 +99,7 @@ registry.on_refresh(_forget)
 
 
 def effective() -> Scope:
-    """The scope in force here."""
+    """Return the scope in force here."""
     return SCOPE.get() or environment()
 
 

@@ -2,20 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
-from kpt_core.contract import TORCH, Call
+from kpt_core.contract import TORCH, Call, Op
 from kpt_core.selection import Refused
 
-from .candidates import Candidate, Candidates
-from .choice import first_of
-
-if TYPE_CHECKING:
-    from kpt_core.operation import Op
+from .candidates import Candidate, Candidates, candidates_of, first_of
 
 _NOT_PLAIN = "a transform of torch.func is at work, and no kernel is known to be transparent to it"
 
@@ -35,19 +31,19 @@ def _is_mapped() -> bool:
 
 
 def _is_plain(candidate: Candidate) -> bool:
-    """Whether it is plain PyTorch all through, which can be differentiated as often as one likes."""
+    """Return whether it is plain PyTorch all through, which can be differentiated as often as one likes."""
     return candidate.backend == TORCH and candidate.kernel.differentiable
 
 
 def transformed(found: Candidates) -> Candidates:
-    """Those of the candidates that a transform goes through: under vmap, where no value can be read, none."""
+    """Return those of the candidates that a transform goes through: under vmap, where no value can be read, none."""
     accepted = () if _is_mapped() else tuple(filter(_is_plain, found.accepted))
     refused = (Refused(e.backend, e.kernel.forward, _NOT_PLAIN) for e in found.accepted if e not in accepted)
     return replace(found, accepted=accepted, refusals=(*found.refusals, *refused), tuned=None)
 
 
-def plain_function(op: "Op[..., Any]", call: Call) -> Callable[[Call], Any]:
-    """What gradients that are differentiated themselves go through: a torch kernel, or the reference."""
+def plain_function(op: Op[..., Any], call: Call) -> Callable[[Call], Any]:
+    """Return what gradients that are differentiated themselves go through: a torch kernel, or the reference."""
     first = first_of(op, call)
-    plain = filter(_is_plain, op.candidates(first.device, first.dtype).accepted)
+    plain = filter(_is_plain, candidates_of(op, first.device, first.dtype).accepted)
     return next((each.forward for each in plain if each.refusal(call) is None), op.run_reference)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kpt_core.cases import Case, CaseTable
+from kpt_core.contract import Op
 from kpt_core.errors import UnknownNameError
-from kpt_core.operation import Op
 from kpt_core.registry import case_tables, forget_selections, get_op, kernels, ops, packages_of
 
 from .files import TuningEntry, merge_into
