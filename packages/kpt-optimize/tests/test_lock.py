@@ -242,7 +242,7 @@ BAD: dict[str, tuple[object, str]] = {
             {"format": 1, "versions": {}, "entries": [GOOD_ENTRY | {name: value}]},
             f"an entry's {name} is",
         )
-        for name, value in (("key", [1.5]), ("refused", "k"), ("config", [1]), ("op", ""), ("version", 2))
+        for name, value in (("key", [1.5]), ("refused", "k"), ("config", [1]), ("op", ""), ("version", 2), ("tuned", 1))
     },
 }
 

@@ -27,14 +27,11 @@ class LockEntry:
     """What served some calls of an op.
 
     Attributes:
-        op: name of the op.
-        device_type: torch's.
-        device: name of the device, as tuning tables have it.
+        device: its name, as tuning tables have it.
         dtype: of the first tensor, as in `bfloat16`.
         key: the calls' size key, with `gradient` at its end for calls that needed one.
         kernel: identity of what ran (backend/op/function), or `reference`.
-        distribution: the package that its code came from, None if no installed one has it.
-        version: of that package.
+        distribution: the package that its code came from, of that version; None if no installed one has it.
         tuned: whether it came first because of a tuning table.
         config: the tuned configuration that it ran with, None for its default.
         refused: kernels that would have come first and refused these arguments.

@@ -77,12 +77,8 @@ class PaddedLinear(nn.Module):
 
     Args:
         module: whose weight and bias are copied.
-        padded_in: columns of the padded weight, at least `in_features`.
-        padded_out: rows of the padded weight, at least `out_features`.
-
-    Attributes:
-        padded_weight: `[padded_out, padded_in]`, the parameter.
-        padded_bias: `[padded_out]`, the parameter, or None.
+        padded_in: columns of the parameter `padded_weight`, at least `in_features`.
+        padded_out: its rows, and the size of the parameter `padded_bias`, at least `out_features`.
     """
 
     def __init__(self, module: nn.Linear, padded_in: int, padded_out: int) -> None:
@@ -196,15 +192,13 @@ def _share(**numbers: int) -> float:
 
 
 def advise(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[ShapeAdvice, ...]:
-    """Find the matrices of a model whose sizes tensor cores don't like.
+    """Find the matrices of a model whose sizes tensor cores don't like, in its order, each parameter once.
+
+    Looked at are weights of `nn.Linear` and `nn.Embedding`, and three-dimensional parameters, one matrix per expert.
 
     Args:
-        model: looked at are weights of `nn.Linear` and `nn.Embedding`, and three-dimensional parameters, one matrix per
-            expert.
+        model: the model; it needs no data.
         dtype: in which they will be multiplied; None for each parameter's own.
-
-    Returns:
-        One for each such parameter, in the model's order; a parameter that has two names is told once.
     """
     found = []
     seen: set[int] = set()
@@ -226,12 +220,8 @@ def advise(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[ShapeAdv
 def pad_linear(module: nn.Linear, dtype: torch.dtype | None = None) -> nn.Linear | PaddedLinear:
     """Return a layer that gives what `module` gives, with both sizes padded by zeros where matrix units want it.
 
-    Args:
-        module: stays as it is.
-        dtype: in which it will be multiplied; None for its weight's own.
-
-    Returns:
-        The padded layer, whose parameters are its own; `module` itself if its sizes are good.
+    `module` stays as it is, and is what is returned if its sizes are good; they are judged by the `dtype` in which it
+    will be multiplied, None for its weight's own.
     """
     used = dtype or module.weight.dtype
     sizes = aligned_size(module.in_features, used), aligned_size(module.out_features, used)
@@ -266,14 +256,13 @@ def pad_model(model: nn.Module, dtype: torch.dtype | None = None, limit: float =
     for advice in advise(model, dtype):
         name = advice.name.rpartition(".")[0]
         module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear):
+        if advice.kind != "linear" or not isinstance(module, nn.Linear):
             continue
-        reason = _why_not(module, advice, uses, limit)
-        if reason is not None:
+        if (reason := _why_not(module, advice, uses, limit)) is not None:
             skipped[name] = reason
-            continue
-        _replace(model, module, pad_linear(module, dtype))
-        padded.append(advice)
+        else:
+            _replace(model, module, pad_linear(module, dtype))
+            padded.append(advice)
     return Padding(padded=tuple(padded), skipped=skipped)
 
 

@@ -154,11 +154,9 @@ class DeviceMemoryManager:
         if self.device.type != "cpu":
             return memory_statistics(self.device)
         (free, total), live, peak = _main_memory(), self._live, self._peak
-        return MemoryStatistics(
-            total=total, free=free, allocated=live, allocated_peak=peak, reserved=live, reserved_peak=peak,
-            elsewhere=max(total - free - live, 0), split=0,
-            retries=self._recoveries + self._failures, out_of_memory=self._failures,
-        )  # fmt: skip
+        held = {"allocated": live, "allocated_peak": peak, "reserved": live, "reserved_peak": peak, "split": 0}
+        failed = {"retries": self._recoveries + self._failures, "out_of_memory": self._failures}
+        return MemoryStatistics(total=total, free=free, elsewhere=max(total - free - live, 0), **held, **failed)
 
     def statistics(self) -> ManagerStatistics:
         """Return the device's memory, the margin, counts of what happened, and the pools."""

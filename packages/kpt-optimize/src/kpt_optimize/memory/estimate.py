@@ -42,11 +42,7 @@ class MemoryEstimate:
     """Bytes that a step of a model takes.
 
     Attributes:
-        parameters: parameters.
-        buffers: buffers.
-        inputs: the example inputs.
-        gradients: of all parameters that want one; 0 for inference.
-        optimizer_state: 0 for inference.
+        gradients: of all parameters that want one; as the optimiser's state, 0 for inference.
         activations: alive when the forward pass has ended, the outputs among them.
         peak: the most that is alive at one time, all of the above included, the allocator's rounding not.
     """

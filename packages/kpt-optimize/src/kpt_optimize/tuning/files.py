@@ -26,7 +26,6 @@ class TuningEntry:
     """What was fastest for the calls of an op that share a dtype and a key.
 
     Attributes:
-        op: name of the op.
         dtype: of the first tensor, as in `bfloat16`.
         key: what the op's `size_key` gives, and `gradient` at its end for calls that need one.
         kernel: identity of the winner (backend/op/function), or `reference`.
@@ -38,9 +37,7 @@ class TuningEntry:
         gain: how many times faster than that, 1 if the default stays.
         noise: standard error of the gain.
         case: name of the case that was timed.
-        distribution: the package that the winner comes from, None if the process added it itself.
-        version: of that package.
-        torch: version of torch.
+        distribution: the package that the winner comes from, of that version; None if the process added it itself.
         date: of the measurement, in UTC.
     """
 

@@ -25,7 +25,6 @@ class Tuning:
     """What `tune` found.
 
     Attributes:
-        device: name of the device.
         results: one for each op, dtype and case.
         entries: what of them is for the table: one for each op, dtype and key.
         skipped: op, or op and dtype, to the sentence that says why it was not tried.
