@@ -71,10 +71,9 @@ def test_memory_is_counted_as_long_as_a_view_lives_and_the_peak_stays(on_cpu):
     [
         ((3, -1), torch.float32, "-1"),
         ((3, 2.5), torch.float32, "2.5"),
-        ("ab", torch.float32, "'a'"),
+        ("ab", torch.float32, "'ab'"),
         (None, torch.float32, "None"),
-        ((True,), torch.float32, "True"),
-        ((3,), "float32", "torch.bfloat16; got 'float32'"),
+        ((3,), "float32", "dtype 'float32'"),
     ],
 )
 def test_bad_shapes_and_dtypes_are_refused(on_cpu, shape, dtype, message):
@@ -84,11 +83,11 @@ def test_bad_shapes_and_dtypes_are_refused(on_cpu, shape, dtype, message):
 
 
 def test_what_can_never_fit_is_refused_with_sizes_and_next_steps(on_cpu):
-    with pytest.raises(OutOfMemoryError, match=r"1048576\.00 GiB asked for; .*") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"1048576\.00 GiB asked for, and again") as caught:
         on_cpu.allocate(2**48)
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert caught.value.requested == 2**50
-    for part in ("free", "safety margin", "reserves", "Next: split the tensor", "second try failed"):
+    for part in ("free", "safety margin", "cached", "elsewhere", "Next: split the tensor"):
         assert part in str(caught.value)
     assert on_cpu.statistics().failures == 1
 
@@ -97,7 +96,7 @@ def test_a_margin_in_bytes_is_left_free():
     manager = NVIDIAMemoryManager("cpu", safety_margin=2**60)
     assert manager.statistics().margin == 2**60
     assert manager.available() == 0
-    with pytest.raises(OutOfMemoryError, match=f"{2**30:d}.00 GiB are the safety margin"):
+    with pytest.raises(OutOfMemoryError, match=f"safety margin of {2**30:d}.00 GiB"):
         manager.allocate(1)
 
 
@@ -152,7 +151,7 @@ def test_simulated_cuda_allocates_up_to_the_margin_and_no_further(simulated, all
     assert simulated.available() == 400 * MIB
     second = simulated.allocate(**bytes_of(400))
     assert allocator.device.used == 900 * MIB
-    with pytest.raises(OutOfMemoryError, match=r"20.00 MiB asked for.*free 100.00 MiB, of which 100.00 MiB are the"):
+    with pytest.raises(OutOfMemoryError, match=r"(?s)20.00 MiB asked for.*free 100.00 MiB\n.*margin of 100.00 MiB"):
         simulated.allocate(**bytes_of(20))
     assert "make the safety margin smaller" in refusal(simulated, 20)
     assert allocator.device.used == 900 * MIB

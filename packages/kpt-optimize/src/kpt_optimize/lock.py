@@ -2,9 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,12 @@ import torch
 
 from kpt_core.dispatch.candidates import Candidates
 from kpt_core.errors import InputError, KptError, UnknownNameError
-from kpt_core.files import write_whole
-from kpt_core.policy import Key
+from kpt_core.policy import Choice, Key
 from kpt_core.registry import get_op, packages_of
 from kpt_core.selection import REFERENCE, Selection
 
-from .tuning.files import is_config, is_key, load_json
+from .tuning.files import load_document, parse_entry, write_document
 from .tuning.tables import device_name
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +26,11 @@ class LockEntry:
     """What served some calls of an op.
 
     Attributes:
-        op: name of the op.
-        device_type: torch's.
-        device: name of the device, as tuning tables have it.
+        device: its name, as tuning tables have it.
         dtype: of the first tensor, as in `bfloat16`.
         key: the calls' size key, with `gradient` at its end for calls that needed one.
         kernel: identity of what ran (backend/op/function), or `reference`.
-        distribution: the package that its code came from, None if no installed one has it.
-        version: of that package.
+        distribution: the package that its code came from, of that version; None if no installed one has it.
         tuned: whether it came first because of a tuning table.
         config: the tuned configuration that it ran with, None for its default.
         refused: kernels that would have come first and refused these arguments.
@@ -56,7 +50,7 @@ class LockEntry:
 
     @property
     def calls(self) -> str:
-        """Which calls it is for."""
+        """The calls that it is for."""
         sizes = f", sizes {', '.join(map(str, self.key))}" if self.key else ""
         return f"{self.op} on {self.device}, {self.dtype}{sizes}"
 
@@ -79,7 +73,7 @@ class Lock:
     entries: tuple[LockEntry, ...]
 
     def differences(self) -> list[str]:
-        """What is no longer as it was locked, a sentence each; empty if the same kernels would run the same way.
+        """Say what is no longer as it was locked, a sentence each; nothing if the same kernels would run the same way.
 
         Nothing is computed. A kernel that refused the arguments of a locked call is taken to refuse them still, as
         long as its package has the same version.
@@ -90,9 +84,7 @@ class Lock:
             for name in sorted(self.versions)
             if self.versions[name] != now.get(name)
         ]
-        for entry in self.entries:
-            said += _differences(entry)
-        return list(dict.fromkeys(said))
+        return list(dict.fromkeys([*said, *(each for entry in self.entries for each in _differences(entry))]))
 
 
 def write_lock(path: str | os.PathLike[str], selections: Iterable[Selection]) -> Lock:
@@ -104,8 +96,7 @@ def write_lock(path: str | os.PathLike[str], selections: Iterable[Selection]) ->
     """
     entries = {str(entry): entry for selection in selections for entry in _entries(selection)}
     lock = Lock(_versions(), tuple(entry for _, entry in sorted(entries.items())))
-    document = {"format": FORMAT, "versions": lock.versions, "entries": [asdict(entry) for entry in lock.entries]}
-    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_document(path, lock.entries, versions=lock.versions)
     return lock
 
 
@@ -117,14 +108,11 @@ def read_lock(path: str | os.PathLike[str]) -> Lock:
     """
     path = Path(path)
     try:
-        data = load_json(path)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"expected format {FORMAT}, found {found!r:.60}")
-        versions, entries = data.get("versions"), data.get("entries")
-        if not (isinstance(versions, dict) and all(map(_is_text, versions.values())) and isinstance(entries, list)):
-            raise InputError("its versions or entries are missing or malformed")
-        return Lock(versions, tuple(map(_parse, entries)))
+        data = load_document(path)
+        versions = data.get("versions")
+        if not (isinstance(versions, dict) and all(value and isinstance(value, str) for value in versions.values())):
+            raise InputError(f"its versions are {versions!r:.60}, not an object of texts")
+        return Lock(versions, tuple(parse_entry(LockEntry, raw) for raw in data["entries"]))
     except FileNotFoundError:
         raise InputError(f"no lock file at {path}: `kpt lock --out {path}` writes one") from None
     except OSError as error:
@@ -153,29 +141,6 @@ def _entries(selection: Selection) -> Iterator[LockEntry]:
     )
     for child in selection.children:
         yield from _entries(child)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("op", "device_type", "device", "dtype", "kernel"), _is_text),
-    **dict.fromkeys(("distribution", "version"), lambda value: value is None or _is_text(value)),
-    "key": is_key,
-    "tuned": lambda value: isinstance(value, bool),
-    "config": lambda value: value is None or is_config(value),
-    "refused": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-}
-
-
-def _parse(raw: Any) -> LockEntry:
-    if not isinstance(raw, dict) or raw.keys() != _FIELDS.keys():
-        raise InputError(f"an entry is {raw!r:.80}; expected {', '.join(_FIELDS)}")
-    for name, holds in _FIELDS.items():
-        if not holds(raw[name]):
-            raise InputError(f"an entry's {name} is {raw[name]!r:.80}")
-    return LockEntry(**{**raw, "key": tuple(raw["key"]), "refused": tuple(raw["refused"])})
 
 
 def _versions() -> dict[str, str]:
@@ -210,17 +175,22 @@ def _differences(entry: LockEntry) -> Iterator[str]:
     if package is not None and package != (entry.distribution, entry.version):
         installed = package[1] if package[0] == entry.distribution else _package(*package)
         yield f"kernel {entry.kernel} of {entry.package} was locked for {entry.op}, {installed} is installed"
-    runs = _runs(found, entry)
+    tuned = None if found.tuned is None else found.tuned.entries.get(entry.key)
+    runs = _runs(found, entry, tuned)
     if runs != entry.kernel:
         what = "nothing would run now" if runs is None else f"{runs} would run now"
-        yield f"{entry.calls}: {entry.kernel} was locked, {what} because {_why(found, entry, runs, package is None)}"
-    elif (config := _config(found, entry)) != entry.config:
+        reason = _why(found, entry, runs, tuned) if package else f"no installed backend offers it ({entry.package} did)"
+        yield f"{entry.calls}: {entry.kernel} was locked, {what} because {reason}"
+        return
+    configured = None if found.tuned is None else found.tuned.configuring(entry.key, entry.kernel)
+    config = None if configured is None else configured.config
+    if config != entry.config:
         told, now = _told(entry.config), _told(config)
         yield f"{entry.calls}: tuning differs: {told} was locked for {runs}, {now} is in force"
 
 
 def _devices(device_type: str) -> dict[str, torch.device]:
-    """The devices of a type that are here, by name."""
+    """Return the devices of a type that are here, by name."""
     if device_type in ("cpu", "meta"):
         return {device_name(device_type): torch.device(device_type)}
     try:
@@ -230,9 +200,8 @@ def _devices(device_type: str) -> dict[str, torch.device]:
         return {}
 
 
-def _runs(found: Candidates, entry: LockEntry) -> str | None:
-    """What would serve the locked calls now."""
-    tuned = None if found.tuned is None else found.tuned.entries.get(entry.key)
+def _runs(found: Candidates, entry: LockEntry, tuned: Choice | None) -> str | None:
+    """Return what would serve the locked calls now."""
     if tuned is not None and tuned.kernel == REFERENCE and found.explicit is None:
         return REFERENCE
     targets = [candidate.identity for candidate in found.accepted]
@@ -242,27 +211,17 @@ def _runs(found: Candidates, entry: LockEntry) -> str | None:
     return next(taking, REFERENCE if found.reference else None)
 
 
-def _why(found: Candidates, entry: LockEntry, runs: str | None, gone: bool) -> str:
-    if gone:
-        return f"no installed backend offers the kernel ({entry.package} did)"
-    refusal = next(
-        (each.reason for each in found.refusals if f"{each.backend}/{entry.op}/{each.kernel}" == entry.kernel), None
-    )
-    if refusal is not None:
-        return f"the locked one is refused: {refusal}"
+def _why(found: Candidates, entry: LockEntry, runs: str | None, tuned: Choice | None) -> str:
+    for refused in found.refusals:
+        if f"{refused.backend}/{entry.op}/{refused.kernel}" == entry.kernel:
+            return f"the locked one is refused: {refused.reason}"
     if entry.kernel == REFERENCE and not found.reference:
         return f"{found.explicit} was asked for (use or KPT_USE)"
-    tuned = None if found.tuned is None else found.tuned.entries.get(entry.key)
     if tuned is not None and tuned.kernel == runs:
         return f"tuning differs: a table of {getattr(tuned, 'date', 'unknown date')} puts it first"
     if entry.tuned:
         return "tuning differs: a table put the locked one first, and none does now"
     return "it comes first now; it was not there then, or was ruled out (KPT_DISABLE, KPT_USE, use)"
-
-
-def _config(found: Candidates, entry: LockEntry) -> dict[str, Any] | None:
-    tuned = None if found.tuned is None else found.tuned.configuring(entry.key, entry.kernel)
-    return None if tuned is None else tuned.config
 
 
 def _told(config: dict[str, Any] | None) -> str:

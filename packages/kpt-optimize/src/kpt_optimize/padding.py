@@ -17,7 +17,7 @@ from kpt_core.errors import InputError
 ROW_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShapeAdvice:
     """A parameter whose sizes are awkward.
 
@@ -77,14 +77,8 @@ class PaddedLinear(nn.Module):
 
     Args:
         module: whose weight and bias are copied.
-        padded_in: columns of the padded weight, at least `in_features`.
-        padded_out: rows of the padded weight, at least `out_features`.
-
-    Attributes:
-        in_features: of the input, without padding.
-        out_features: of the output, without padding.
-        padded_weight: `[padded_out, padded_in]`, the parameter.
-        padded_bias: `[padded_out]`, the parameter, or None.
+        padded_in: columns of the parameter `padded_weight`, at least `in_features`.
+        padded_out: its rows, and the size of the parameter `padded_bias`, at least `out_features`.
     """
 
     def __init__(self, module: nn.Linear, padded_in: int, padded_out: int) -> None:
@@ -97,21 +91,17 @@ class PaddedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """`[out_features, in_features]`, a view of the parameter."""
+        """A view of the parameter: `[out_features, in_features]`."""
         return self.padded_weight[: self.out_features, : self.in_features]
 
     @property
     def bias(self) -> Tensor | None:
-        """`[out_features]`, a view of the parameter, or None."""
+        """A view of the parameter, `[out_features]`, or None."""
         padded: Tensor | None = self.padded_bias
         return None if padded is None else padded[: self.out_features]
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`: `[..., in_features]` to `[..., out_features]`, contiguous.
-
-        Raises:
-            InputError: the last dimension is another.
-        """
+        """Compute what `nn.Linear` does: `[..., in_features]` to `[..., out_features]`, contiguous."""
         if x.shape[-1] != self.in_features:  # padded, a wrong size could pass for a right one
             raise InputError(
                 f"the input's last dimension must be in_features={self.in_features}; got shape {tuple(x.shape)}"
@@ -122,7 +112,7 @@ class PaddedLinear(nn.Module):
         return y[..., : self.out_features].contiguous() if self._extra_out else y
 
     def unpadded(self) -> nn.Linear:
-        """A plain layer with a copy of the weights as they are now."""
+        """Return a plain layer with a copy of the weights as they are now."""
         weight, bias = self.weight, self.bias
         module = nn.Linear(self.in_features, self.out_features, bias=bias is not None, device="meta")
         module.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
@@ -131,15 +121,13 @@ class PaddedLinear(nn.Module):
         return module.train(self.training)
 
     def extra_repr(self) -> str:
-        """Both pairs of sizes."""
-        padded_out, padded_in = self.padded_weight.shape
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"padded to {padded_in} and {padded_out}"
-        )
+        """Return both pairs of sizes."""
+        rows, columns = self.padded_weight.shape
+        plain = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{plain}, padded to {columns} and {rows}"
 
     def _padded(self, original: Tensor) -> nn.Parameter:
-        """A parameter of the padded size with the values of a weight or bias."""
+        """Return a parameter of the padded size with the values of a weight or bias."""
         extra = (0, self._extra_out) if original.ndim == 1 else (0, self._extra_in, 0, self._extra_out)
         return nn.Parameter(F.pad(original.detach(), extra), original.requires_grad)
 
@@ -149,74 +137,37 @@ class PaddedLinear(nn.Module):
                 destination[prefix + name] = value if keep_vars else value.detach().clone()
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
     ) -> None:
-        own = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
-        for name, view in own.items():
-            given = state_dict.get(prefix + name)
-            if given is None:
-                missing_keys.append(prefix + name)
-            elif given.shape != view.shape:
-                error_msgs.append(
-                    f"size mismatch for {prefix + name}: copying a param with shape {tuple(given.shape)} from "
-                    f"checkpoint, the shape in current model is {tuple(view.shape)}."
-                )
-            elif local_metadata.get("assign_to_params_buffers", False):
-                kept = getattr(self, f"padded_{name}").requires_grad
-                setattr(self, f"padded_{name}", self._padded(given).requires_grad_(kept))
+        plain = self.unpadded()  # takes the entries, and complains of them, as `nn.Linear` does
+        plain._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        for name, value in plain.named_parameters():
+            if local_metadata.get("assign_to_params_buffers", False):
+                setattr(self, f"padded_{name}", self._padded(value))
             else:
                 with torch.no_grad():
-                    view.copy_(given)
-        if strict:
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key[len(prefix) :] not in own]
-
-
-def required_multiple(dtype: torch.dtype) -> int:
-    """Return what sizes of a matrix should be multiples of: 16 bytes' worth of elements.
-
-    That is 2 for float64, 4 for float32 (TF32), 8 for float16 and bfloat16, 16 for FP8 and int8.
-
-    Raises:
-        InputError: matrix units don't multiply the dtype.
-    """
-    if not (dtype.is_floating_point or dtype is torch.int8):
-        raise InputError(f"tensor cores multiply floating-point numbers and int8; got {dtype}")
-    return ROW_BYTES // dtype.itemsize
+                    getattr(self, name).copy_(value)
 
 
 def aligned_size(size: int, dtype: torch.dtype) -> int:
     """Return the least size that is at least `size` and has whole 16-byte rows.
+
+    It is a multiple of 2 for float64, 4 for float32 (TF32), 8 for float16 and bfloat16, 16 for FP8 and int8.
 
     Raises:
         InputError: the size is negative, or matrix units don't multiply the dtype.
     """
     if size < 0:
         raise InputError(f"size must be at least 0; got {size}")
-    multiple = required_multiple(dtype)
+    if not (dtype.is_floating_point or dtype is torch.int8):
+        raise InputError(f"tensor cores multiply floating-point numbers and int8; got {dtype}")
+    multiple = ROW_BYTES // dtype.itemsize
     return -(-size // multiple) * multiple
 
 
 def tile_efficiency(rows: int, columns: int, tile: tuple[int, int] = (128, 128)) -> float:
-    """Return the share of the work on whole tiles that is wanted, 0 to 1 (tile quantisation).
-
-    Args:
-        rows: of the product.
-        columns: of the product.
-        tile: rows and columns that one block computes.
-
-    Raises:
-        InputError: a size is not positive.
-    """
-    _check_positive(rows=rows, columns=columns, tile_rows=tile[0], tile_columns=tile[1])
-    covered = -(-rows // tile[0]) * tile[0] * -(-columns // tile[1]) * tile[1]
-    return rows * columns / covered
+    """Return the share of the work on whole tiles of a product that is wanted, 0 to 1 (tile quantisation)."""
+    return _share(rows=rows, tile_rows=tile[0]) * _share(columns=columns, tile_columns=tile[1])
 
 
 def wave_efficiency(tiles: int, multiprocessors: int, per_multiprocessor: int = 1) -> float:
@@ -226,62 +177,51 @@ def wave_efficiency(tiles: int, multiprocessors: int, per_multiprocessor: int = 
         tiles: blocks of the launch.
         multiprocessors: of the device (`device_info` of a backend).
         per_multiprocessor: blocks that one of them holds at a time.
-
-    Raises:
-        InputError: a number is not positive.
     """
-    _check_positive(tiles=tiles, multiprocessors=multiprocessors, per_multiprocessor=per_multiprocessor)
-    at_once = multiprocessors * per_multiprocessor
-    return tiles / (-(-tiles // at_once) * at_once)
+    return _share(tiles=tiles, multiprocessors=multiprocessors, per_multiprocessor=per_multiprocessor)
+
+
+def _share(**numbers: int) -> float:
+    """Return the first number as a share of the least multiple of the others' product that holds it."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise InputError(f"{name} must be at least 1; got {number}")
+    wanted, *factors = numbers.values()
+    unit = prod(factors)
+    return wanted / (-(-wanted // unit) * unit)
 
 
 def advise(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[ShapeAdvice, ...]:
-    """Find the matrices of a model whose sizes tensor cores don't like.
+    """Find the matrices of a model whose sizes tensor cores don't like, in its order, each parameter once.
+
+    Looked at are weights of `nn.Linear` and `nn.Embedding`, and three-dimensional parameters, one matrix per expert.
 
     Args:
-        model: looked at are weights of `nn.Linear` and `nn.Embedding`, and three-dimensional parameters, one matrix per
-            expert.
+        model: the model; it needs no data.
         dtype: in which they will be multiplied; None for each parameter's own.
-
-    Returns:
-        One for each such parameter, in the model's order; a parameter that has two names is told once.
     """
     found = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            kind = _kind(module, parameter)
-            if kind is None or id(parameter) in seen or 0 in parameter.shape:
+            kind, used, shape = _kind(module, parameter), dtype or parameter.dtype, tuple(parameter.shape)
+            if kind is None or id(parameter) in seen or 0 in shape or not used.is_floating_point:
                 continue
             seen.add(id(parameter))
-            used = dtype or parameter.dtype
-            if not used.is_floating_point:
-                continue
-            shape = tuple(parameter.shape)
-            aligned = _aligned_shape(kind, shape, used)
+            # Rows of an embedding are looked up one by one, and experts are apart: their number does not matter.
+            free = 0 if kind == "linear" else 1
+            aligned = shape[:free] + tuple(aligned_size(size, used) for size in shape[free:])
             if aligned != shape:
-                found.append(
-                    ShapeAdvice(
-                        name=name,
-                        kind=kind,
-                        shape=shape,
-                        aligned_shape=aligned,
-                        multiple=required_multiple(used),
-                        extra_bytes=(prod(aligned) - prod(shape)) * used.itemsize,
-                    )
-                )
+                extra = (prod(aligned) - prod(shape)) * used.itemsize
+                found.append(ShapeAdvice(name, kind, shape, aligned, aligned_size(1, used), extra))
     return tuple(found)
 
 
 def pad_linear(module: nn.Linear, dtype: torch.dtype | None = None) -> nn.Linear | PaddedLinear:
     """Return a layer that gives what `module` gives, with both sizes padded by zeros where matrix units want it.
 
-    Args:
-        module: stays as it is.
-        dtype: in which it will be multiplied; None for its weight's own.
-
-    Returns:
-        The padded layer, whose parameters are its own; `module` itself if its sizes are good.
+    `module` stays as it is, and is what is returned if its sizes are good; they are judged by the `dtype` in which it
+    will be multiplied, None for its weight's own.
     """
     used = dtype or module.weight.dtype
     sizes = aligned_size(module.in_features, used), aligned_size(module.out_features, used)
@@ -316,51 +256,28 @@ def pad_model(model: nn.Module, dtype: torch.dtype | None = None, limit: float =
     for advice in advise(model, dtype):
         name = advice.name.rpartition(".")[0]
         module = model.get_submodule(name)
-        if advice.kind != "linear" or isinstance(module, PaddedLinear):
+        if advice.kind != "linear" or not isinstance(module, nn.Linear):
             continue
-        assert isinstance(module, nn.Linear)
-        reason = _why_not(module, advice, uses, limit)
-        if reason is not None:
+        if (reason := _why_not(module, advice, uses, limit)) is not None:
             skipped[name] = reason
-            continue
-        _replace(model, module, pad_linear(module, dtype))
-        padded.append(advice)
+        else:
+            _replace(model, module, pad_linear(module, dtype))
+            padded.append(advice)
     return Padding(padded=tuple(padded), skipped=skipped)
 
 
 def unpad_model(model: nn.Module) -> int:
-    """Put plain `nn.Linear` layers in the place of padded ones, with what their weights are now.
-
-    Returns:
-        How many there were.
-    """
+    """Put plain `nn.Linear` layers in the place of padded ones, with their weights now, and return how many."""
     padded = [module for module in model.modules() if isinstance(module, PaddedLinear)]
     for module in padded:
         _replace(model, module, module.unpadded())
     return len(padded)
 
 
-def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise InputError(f"{name} must be at least 1; got {number}")
-
-
 def _kind(module: nn.Module, parameter: nn.Parameter) -> str | None:
-    if isinstance(module, PaddedLinear):
-        return None
-    if isinstance(module, nn.Linear) and parameter.ndim == 2:
-        return "linear"
-    if isinstance(module, nn.Embedding) and parameter.ndim == 2:
-        return "embedding"
-    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-    return "experts" if parameter.ndim == 3 and not is_convolution else None
-
-
-def _aligned_shape(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    # Rows of an embedding are looked up one by one: their number does not matter.
-    free = 1 if kind in ("embedding", "experts") else 0
-    return shape[:free] + tuple(aligned_size(size, dtype) for size in shape[free:])
+    if parameter.ndim == 2:
+        return "linear" if isinstance(module, nn.Linear) else "embedding" if isinstance(module, nn.Embedding) else None
+    return "experts" if parameter.ndim == 3 and not isinstance(module, nn.modules.conv._ConvNd) else None
 
 
 def _why_not(module: nn.Linear, advice: ShapeAdvice, uses: Counter[int], limit: float) -> str | None:

@@ -53,7 +53,7 @@ def test_gradients_are_released():
     report = DeviceMemoryManager().optimize_model_memory(model)
     assert model.weight.grad is None
     assert model.bias.grad is None
-    assert report.saved == {"gradients": (32 * 8 + 8) * 4, "storages": 0}
+    assert report.changes == {"weight": "lost a gradient", "bias": "lost a gradient"}
     assert (report.bytes_before, report.bytes_after) == (2 * (32 * 8 + 8) * 4, (32 * 8 + 8) * 4)
 
 
@@ -64,6 +64,7 @@ def test_a_small_view_no_longer_keeps_a_large_storage():
     model.register_buffer("positions", torch.arange(4000)[:4])
     weight, expected = model.weight, whole[20:30].clone()
     report = optimize_model_memory(model)
+    assert set(report.changes) == {"weight", "positions"}
     assert report.bytes_before == 1000 * 8 * 4 + 4000 * 8
     assert report.bytes_after == 10 * 8 * 4 + 4 * 8
     assert model.weight is weight
@@ -115,7 +116,7 @@ def test_checkpointing_saves_activations_and_keeps_outputs_gradients_and_names(c
     x = torch.randn(32, 16, requires_grad=True)
     x_twin = x.detach().clone().requires_grad_()
     report = optimize_model_memory(model, checkpoint=checkpoint)
-    assert report.checkpointed == tuple(f"layers.{i}" for i in range(4))
+    assert report.changes == {f"layers.{i}": "recomputed in the backward pass" for i in range(4)}
 
     before, after = saved_bytes(twin, x), saved_bytes(model, x)
     # Each block keeps its input alone; the first one's is the model's.
@@ -134,23 +135,23 @@ def test_checkpointing_saves_activations_and_keeps_outputs_gradients_and_names(c
         assert name == twin_name
         assert torch.equal(parameter.grad, other.grad)
     assert list(model.state_dict()) == list(twin.state_dict())
-    assert "4 blocks are recomputed" in str(report)
+    assert "4 recomputed in the backward pass: layers.0, layers.1" in str(report)
 
 
 def test_blocks_inside_of_blocks_are_not_checkpointed_twice():
     model = Stack(depth=2)
     model.layers[0].drop = nn.Sequential(nn.ModuleList([nn.Identity()])[0], Block(16))
-    assert optimize_model_memory(copy.deepcopy(model), checkpoint=(Block,)).checkpointed == ("layers.0", "layers.1")
+    assert tuple(optimize_model_memory(copy.deepcopy(model), checkpoint=(Block,)).changes) == ("layers.0", "layers.1")
     model.layers[0].inner = nn.ModuleList([Block(16)])
-    assert optimize_model_memory(model, checkpoint=True).checkpointed == ("layers.0", "layers.1")
-    assert optimize_model_memory(Block(16), checkpoint=(Block,)).checkpointed == ("",)
+    assert tuple(optimize_model_memory(model, checkpoint=True).changes) == ("layers.0", "layers.1")
+    assert tuple(optimize_model_memory(Block(16), checkpoint=(Block,)).changes) == ("",)
 
 
 def test_checkpointing_twice_is_checkpointing_once():
     model = Stack()
     optimize_model_memory(model, checkpoint=True)
     forward = model.layers[0].forward
-    assert optimize_model_memory(model, checkpoint=True).checkpointed == ()
+    assert tuple(optimize_model_memory(model, checkpoint=True).changes) == ()
     assert model.layers[0].forward is forward
 
 

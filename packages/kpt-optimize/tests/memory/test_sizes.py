@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kpt_optimize.memory import format_bytes, segment_bytes, storage_bytes, tensor_bytes
+from kpt_optimize.memory import format_bytes, segment_bytes, storage_bytes
 
 MIB = 2**20
 
@@ -31,12 +31,6 @@ def test_bytes_are_written_in_the_largest_unit(count, text):
 )
 def test_segments_are_the_allocator_s(nbytes, segment):
     assert segment_bytes(nbytes) == segment
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 5), (), (7, 0)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
-def test_the_size_of_a_tensor_is_what_torch_gives_it(shape, dtype):
-    assert tensor_bytes(shape, dtype) == torch.empty(shape, dtype=dtype).untyped_storage().nbytes()
 
 
 def test_storages_count_once_and_whole():

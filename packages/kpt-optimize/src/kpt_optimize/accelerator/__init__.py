@@ -1,9 +1,8 @@
 """Devices that torch itself drives, whatever the vendor: configuration, facts, memory, and a model's way to them."""
 
 from .backend import AcceleratorBackend, PreparedModel
-from .config import Device, DeviceConfig
+from .config import AppliedSettings, Device, DeviceConfig, apply_settings
 from .devices import DeviceInfo, DeviceManager, LiveState, MemoryStatistics, Peaks, live_state
-from .settings import AppliedSettings, apply_settings
 
 __all__ = [
     "AcceleratorBackend",

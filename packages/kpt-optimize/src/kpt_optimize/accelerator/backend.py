@@ -11,9 +11,19 @@ from kpt_core.contract import Backend, Capability
 from kpt_core.errors import InputError
 from kpt_optimize.padding import Padding, ShapeAdvice, advise, pad_model
 
-from .config import Device, DeviceConfig, device_of_type
-from .devices import DeviceInfo, MemoryStatistics, fact, live_state, memory_statistics
-from .settings import AppliedSettings, apply_settings
+from .config import AppliedSettings, Device, DeviceConfig, apply_settings, device_of_type
+from .devices import DeviceInfo, MemoryStatistics, live_state, memory_statistics
+
+#: What versions of torch call the facts of `DeviceInfo`.
+_PROPERTIES = {
+    "memory": ("total_memory", "total_mem"),
+    "multiprocessors": ("multi_processor_count", "multiprocessor_count", "max_compute_units"),
+    "l2_cache": ("L2_cache_size", "l2_cache_size", "last_level_cache_size"),
+    "shared_memory_per_block": ("shared_memory_per_block_optin", "local_mem_size"),
+    "shared_memory_per_multiprocessor": ("shared_memory_per_multiprocessor",),
+    "registers_per_multiprocessor": ("regs_per_multiprocessor",),
+    "threads_per_multiprocessor": ("max_threads_per_multi_processor",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +31,7 @@ class PreparedModel:
     """What `prepare_model` did; `str()` of it is a sentence for each thing.
 
     Attributes:
-        model: the model that was given.
-        device: where it is now; None if it lies on several, or has no parameters and buffers.
+        device: where the model is now; None if it lies on several, or has no parameters and buffers.
         unavailable: why it is not on an accelerator, None if it is.
         changes: what was done, a sentence each.
         advice: matrices of awkward sizes that are left.
@@ -86,18 +95,14 @@ class AcceleratorBackend(Backend):
         Raises:
             InputError: the device is of another type.
         """
-        kind = self.device_types[0]
-        if device.type != kind:
-            raise InputError(f"the {self.name} backend describes devices of type {kind}; got {device}")
-        if self.why_no_device() is not None:
+        device_of_type(device, self.device_types[0])
+        try:
+            found = self.device(device)
+        except InputError:
             return frozenset()
-        of = torch.get_device_module(kind)
-        named: int | None = device.index
-        index = of.current_device() if named is None else named
-        if index >= of.device_count():
-            return frozenset()
-        found: frozenset[Capability] = self.describe(of.get_device_properties(index))["capabilities"]
-        return found
+        properties = torch.get_device_module(found).get_device_properties(found.index)
+        capabilities: frozenset[Capability] = self.describe(properties)["capabilities"]
+        return capabilities
 
     def device(self, device: Device = None) -> torch.device:
         """Return a device with its index, by default the configuration's, else the current one.
@@ -132,28 +137,22 @@ class AcceleratorBackend(Backend):
         properties = torch.get_device_module(found).get_device_properties(found.index)
         state = live_state(found) if live else "it was not asked for"
         uuid = getattr(properties, "uuid", None)
+        facts: dict[str, Any] = {
+            name: next((int(value) for each in known if (value := getattr(properties, each, None)) is not None), None)
+            for name, known in _PROPERTIES.items()
+        }
         return DeviceInfo(
             index=found.index,
             name=properties.name,
             uuid=None if uuid is None else str(uuid),
-            memory=fact(properties, "total_memory", "total_mem"),
-            multiprocessors=fact(properties, "multi_processor_count", "multiprocessor_count", "max_compute_units"),
-            l2_cache=fact(properties, "L2_cache_size", "l2_cache_size", "last_level_cache_size"),
-            shared_memory_per_block=fact(properties, "shared_memory_per_block_optin", "local_mem_size"),
-            shared_memory_per_multiprocessor=fact(properties, "shared_memory_per_multiprocessor"),
-            registers_per_multiprocessor=fact(properties, "regs_per_multiprocessor"),
-            threads_per_multiprocessor=fact(properties, "max_threads_per_multi_processor"),
             live=None if isinstance(state, str) else state,
             live_missing=state if isinstance(state, str) else None,
+            **facts,
             **self.describe(properties),
         )
 
     def memory_stats(self, device: Device = None) -> MemoryStatistics:
-        """Return the memory of a device, by default the configuration's, and of this process on it.
-
-        Raises:
-            InputError: there is no such device.
-        """
+        """Return the memory of a device, by default the configuration's, and of this process on it."""
         return memory_statistics(self.device(device))
 
     def prepare_model(self, model: nn.Module, *, for_training: bool = False) -> PreparedModel:
@@ -166,9 +165,6 @@ class AcceleratorBackend(Backend):
         Args:
             model: parameters are replaced or moved, so make the optimiser afterwards.
             for_training: whether the mode is that of training rather than of evaluation.
-
-        Returns:
-            The same model, and what was done.
 
         Raises:
             InputError: `model` is no module, has parameters without data (on `meta`), or the configuration's device is
@@ -214,7 +210,7 @@ class AcceleratorBackend(Backend):
         )
 
     def _move(self, model: nn.Module, target: torch.device, homes: set[torch.device], dtype: torch.dtype | None) -> str:
-        """Move and cast a model; returns the sentence that says so."""
+        """Move and cast a model, and return the sentence that says so."""
         if len(homes) > 1:
             return f"it lies on {', '.join(sorted(map(str, homes)))} and is not moved or cast"
         casts = dtype is not None and any(p.is_floating_point() and p.dtype is not dtype for p in model.parameters())

@@ -1,6 +1,6 @@
 """What an accelerator is and does at the moment: facts that torch tells, whatever the vendor."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ class LiveState:
         power: drawn, watts.
         temperature: of the chip, degrees Celsius.
         busy: share of the last sample period in which a kernel ran, 0 to 1.
-        memory_busy: share of the last sample period in which memory was read or written, 0 to 1.
+        memory_busy: likewise, in which memory was read or written.
         clock: of the multiprocessors, MHz.
         memory_used: bytes that all processes take.
     """
@@ -53,23 +53,15 @@ class LiveState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What a device is; what this version of torch or the driver does not tell is None.
+    """What a device is; what this version of torch or the driver does not tell is None. Sizes are in bytes.
 
     Attributes:
-        index: as torch counts.
-        name: the product.
-        uuid: as torch gives it.
         chip: for instance `sm90` or `gfx942`.
         generation: for instance `Hopper`.
-        capabilities: what it can do, in KPT's words.
         unsupported: why KPT's kernels don't run on it, None if they do.
-        memory: bytes.
         multiprocessors: their number (compute units, Xe cores).
-        l2_cache: bytes.
-        shared_memory_per_block: bytes that one block may have after opting in.
-        shared_memory_per_multiprocessor: bytes.
+        shared_memory_per_block: what one block may have after opting in.
         registers_per_multiprocessor: of 32 bits.
-        threads_per_multiprocessor: at most.
         peaks: of the product, from its data sheet.
         live: clocks, power, use: at the time of the question.
         live_missing: why `live` is None.
@@ -164,7 +156,7 @@ def memory_statistics(device: torch.device) -> MemoryStatistics:
 
 
 def live_state(device: torch.device) -> LiveState | str:
-    """Ask the driver's management library, by way of torch; why nothing is known where it does not answer.
+    """Ask the driver's management library, by way of torch; return why nothing is known where it does not answer.
 
     NVIDIA's is NVML (package nvidia-ml-py), AMD's is AMD SMI (package amdsmi), Intel's is Level Zero Sysman.
     """
@@ -173,11 +165,10 @@ def live_state(device: torch.device) -> LiveState | str:
 
     def ask(name: str, unit: float = 1) -> Any:
         try:
-            value = getattr(of, name)(device.index)
+            return getattr(of, name)(device.index) * unit
         except Exception as error:  # each library has errors of its own, and each fact may be refused by itself
             refusals.append(f"{type(error).__name__}: {error}")
             return None
-        return value if unit == 1 else value * unit
 
     # NVML's figure, which torch hands on, is in milliwatts; AMD SMI's and Level Zero's are in watts.
     milliwatts = device.type == "cuda" and torch.version.hip is None
@@ -192,20 +183,10 @@ def live_state(device: torch.device) -> LiveState | str:
     return refusals[0] if len(refusals) == 6 else found
 
 
-def fact(properties: Any, *names: str) -> int | None:
-    """Return the first of a device property's names that this version of torch has."""
-    found = next((value for name in names if (value := getattr(properties, name, None)) is not None), None)
-    return None if found is None else int(found)
-
-
 class DeviceManager:
-    """The devices of a backend that torch sees, whether or not there are any.
-
-    Args:
-        backend: whose devices; a vendor's package has a manager of its own that knows it.
+    """The devices of a backend that torch sees, whether or not there are any; a vendor's manager knows its backend.
 
     Example:
-        >>> manager.unavailable  # None, or the sentence that says what is missing
         >>> with manager.on(manager.roomiest()):
         ...     x = torch.empty(1024, device="cuda")
     """
@@ -215,7 +196,7 @@ class DeviceManager:
 
     @property
     def unavailable(self) -> str | None:
-        """Why KPT's kernels run on no device here, None if they do."""
+        """Why KPT's kernels run on no device here; None if they do."""
         return self._backend.unavailable()
 
     @property
@@ -223,22 +204,19 @@ class DeviceManager:
         """Every device that torch sees, unsupported ones too; empty without any."""
         if self._backend.why_no_device() is not None:
             return ()
-        count: Callable[[], int] = torch.get_device_module(self._backend.device_types[0]).device_count
-        return tuple(self._backend.device_info(index) for index in range(count()))
+        count = torch.get_device_module(self._backend.device_types[0]).device_count()
+        return tuple(map(self._backend.device_info, range(count)))
 
     def roomiest(self) -> torch.device | None:
         """Return the supported device with the most free memory; None if there is none (`unavailable` says why)."""
         kind = self._backend.device_types[0]
-        free = {info.index: _free_memory(kind, info) for info in self.devices if info.unsupported is None}
-        return torch.device(kind, max(free, key=lambda index: free[index])) if free else None
+        supported = [info for info in self.devices if info.unsupported is None]
+        best = max(supported, key=lambda info: _free_memory(kind, info), default=None)
+        return None if best is None else torch.device(kind, best.index)
 
     @contextmanager
     def on(self, device: Device) -> Iterator[torch.device]:
-        """Have a device be the current one inside the block.
-
-        Raises:
-            InputError: there is no such device.
-        """
+        """Have a device be the current one inside the block."""
         found = self._backend.device(device)
         with torch.get_device_module(found).device(found.index):
             yield found

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from textwrap import shorten
 from typing import Any
 
@@ -42,11 +42,7 @@ class MemoryEstimate:
     """Bytes that a step of a model takes.
 
     Attributes:
-        parameters: parameters.
-        buffers: buffers.
-        inputs: the example inputs.
-        gradients: of all parameters that want one; 0 for inference.
-        optimizer_state: 0 for inference.
+        gradients: of all parameters that want one; as the optimiser's state, 0 for inference.
         activations: alive when the forward pass has ended, the outputs among them.
         peak: the most that is alive at one time, all of the above included, the allocator's rounding not.
     """
@@ -60,12 +56,13 @@ class MemoryEstimate:
     peak: int
 
     def __str__(self) -> str:
-        parts = ("parameters", "buffers", "inputs", "gradients", "optimizer_state", "activations", "peak")
-        return "\n".join(f"{part.replace('_', ' '):16} {format_bytes(getattr(self, part)):>12}" for part in parts)
+        return "\n".join(
+            f"{part.replace('_', ' '):16} {format_bytes(count):>12}" for part, count in asdict(self).items()
+        )
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Adds up the storages that ops make, as long as they live."""
+    """Add up the storages that ops make, as long as they live."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,18 +73,14 @@ class _LiveStorages(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor):
-                for part in dense_parts(leaf):
-                    self._add(part.untyped_storage())
+        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        for storage in [part.untyped_storage() for leaf in made for part in dense_parts(leaf)]:
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
         self.peak = max(self.peak, self.live)
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self.live += storage.nbytes()
-            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
 
     def _remove(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
@@ -123,37 +116,33 @@ def estimate(
     """
     check_model(model)
     example = Example.of(example_inputs, "example_inputs")
+    name = type(model).__name__
     state_bytes = _optimizer_bytes(model, optimizer) if training and optimizer is not None else 0
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _training(model, training):
-
-        def fake(tensor: Tensor) -> Tensor:
-            return mode.from_tensor(tensor)
-
-        tensors = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        args, kwargs = tree_map_only(Tensor, fake, (example.args, dict(example.kwargs)))
+        parameters = {key: mode.from_tensor(tensor) for key, tensor in model.named_parameters()}
+        buffers = {key: mode.from_tensor(tensor) for key, tensor in model.named_buffers()}
+        args, kwargs = tree_map_only(Tensor, mode.from_tensor, (example.args, dict(example.kwargs)))
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        parameters = [tensors[name] for name, _ in model.named_parameters()]
-        buffers = [tensors[name] for name, _ in model.named_buffers()]
-        with _LiveStorages([*tensors.values(), *given]) as tracker:
+        with _LiveStorages([*parameters.values(), *buffers.values(), *given]) as tracker:
             try:
                 with torch.set_grad_enabled(training):
-                    outputs = functional_call(model, tensors, args, kwargs)
+                    outputs = functional_call(model, {**parameters, **buffers}, args, kwargs)
                 activations = tracker.live
                 if training:
                     _backward(outputs, model)
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
                 raise InputError(
-                    f"estimate: {type(model).__name__} calls {error.func}, which needs the values of tensors, and an "
-                    "estimate has only their shapes; measure a step: torch.accelerator.max_memory_allocated()"
+                    f"estimate: {name} calls {error.func}, which needs the values of tensors, and an estimate has only "
+                    "their shapes; measure a step: torch.accelerator.max_memory_allocated()"
                 ) from error
             except RuntimeError as error:
                 raise InputError(
-                    f"estimate: {type(model).__name__} failed on fake tensors, with {shorten(str(error), 200)!r}; "
-                    "if it runs on real ones, one of its operators takes fewer dtypes there, as the grouped product of "
-                    'transformers does; experts_implementation="kpt" takes all'
+                    f"estimate: {name} failed on fake tensors, with {shorten(str(error), 200)!r}; if it runs on real "
+                    "ones, one of its operators takes fewer dtypes there, as the grouped product of transformers does; "
+                    'experts_implementation="kpt" takes all'
                 ) from error
-        gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
-        sizes = storage_bytes(parameters), storage_bytes(buffers), storage_bytes(given)
+        gradients = storage_bytes(p.grad for p in parameters.values() if p.grad is not None)
+        sizes = storage_bytes(parameters.values()), storage_bytes(buffers.values()), storage_bytes(given)
     return MemoryEstimate(*sizes, gradients, state_bytes, activations, sum(sizes) + state_bytes + tracker.peak)
 
 
@@ -170,13 +159,13 @@ def _training(model: nn.Module, mode: bool) -> Iterator[None]:
 
 def _backward(outputs: Any, model: nn.Module) -> None:
     roots = [leaf for leaf in tree_iter(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not roots and any(parameter.requires_grad for parameter in model.parameters()):
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    elif any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"estimate: {type(model).__name__} returned no tensor with a gradient ({type(outputs).__name__}); return "
             "tensors, tuples, lists or dicts of them, or estimate with training=False"
         )
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def _optimizer_bytes(model: nn.Module, optimizer: str | OptimizerFactory) -> int:

@@ -28,7 +28,7 @@ class PoolStatistics:
 
 
 class MemoryPool:
-    """Memory that only the tensors allocated under it share, so that they do not fragment the rest.
+    """Memory that only the tensors allocated under it share, on torch's `MemPool`: it does not fragment the rest.
 
     Args:
         name: what messages call it.
@@ -42,13 +42,12 @@ class MemoryPool:
         self.name, self.device = name, device
         self._of = torch.get_device_module(device)
         try:
-            with self._of.device(device):  # a MemPool belongs to the device that is current
-                self._pool = self._of.MemPool()
+            self._renew()
         except (RuntimeError, NotImplementedError) as error:
             raise InputError(f"pool {name!r} cannot be made on {device}: {error}") from error
 
     def use(self) -> AbstractContextManager[None]:
-        """Allocate what this thread allocates in the block from the pool.
+        """Allocate from the pool what this thread allocates in the block.
 
         Other threads are not affected; autograd runs a backward pass in such ones.
         """
@@ -56,39 +55,33 @@ class MemoryPool:
         return block
 
     def segments(self) -> list[dict[str, Any]]:
-        """Pieces of device memory that the pool has, as `MemPool.snapshot` gives them."""
+        """Return what `MemPool.snapshot` tells of the pool's memory on its device."""
         return [segment for segment in self._pool.snapshot() if segment["device"] == self.device.index]
 
     def statistics(self) -> PoolStatistics:
-        """What the pool holds now; blocks that other streams still read count as allocated."""
+        """Return what the pool holds now; blocks that other streams still read count as allocated."""
         segments = self.segments()
         return PoolStatistics(
             sum(max(segment["allocated_size"], segment["active_size"]) for segment in segments),
             sum(segment["total_size"] for segment in segments),
         )
 
-    def why_in_use(self) -> str | None:
-        """Why its memory can't be given back, and what to do; None if it can."""
-        if self._pool.use_count() > 1:
-            return f"pool {self.name!r} is in use: leave the block of use(), or delete the graph, first"
-        held = self.statistics().allocated
-        if held:
-            return f"pool {self.name!r} holds {format_bytes(held)} in tensors that are alive: delete them first"
-        return None
-
     def clear(self) -> int:
-        """Give the pool's memory back to the device; the pool can be used again afterwards.
-
-        Returns:
-            Bytes given back.
+        """Give the pool's memory back to the device, and return its bytes; the pool can be used again afterwards.
 
         Raises:
             InputError: tensors live in the pool, or it is in use: by a block of `use()`, or by a graph.
         """
-        if (why := self.why_in_use()) is not None:
-            raise InputError(why)
-        freed = self.statistics().reserved
+        if self._pool.use_count() > 1:
+            raise InputError(f"pool {self.name!r} is in use: leave the block of use(), or delete the graph, first")
+        found = self.statistics()
+        if found.allocated:
+            held = format_bytes(found.allocated)
+            raise InputError(f"pool {self.name!r} holds {held} in tensors that are alive: delete them first")
+        self._renew()
+        return found.reserved
+
+    def _renew(self) -> None:
         # PyTorch keeps the cache of a pool as long as its object lives, and empties it when that goes.
-        with self._of.device(self.device):
+        with self._of.device(self.device):  # a MemPool belongs to the device that is current
             self._pool = self._of.MemPool()
-        return freed

@@ -5,10 +5,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,13 +18,14 @@ from kpt_core.policy import Key
 
 FORMAT = 1
 
+Entry = TypeVar("Entry")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningEntry:
     """What was fastest for the calls of an op that share a dtype and a key.
 
     Attributes:
-        op: name of the op.
         dtype: of the first tensor, as in `bfloat16`.
         key: what the op's `size_key` gives, and `gradient` at its end for calls that need one.
         kernel: identity of the winner (backend/op/function), or `reference`.
@@ -36,9 +37,7 @@ class TuningEntry:
         gain: how many times faster than that, 1 if the default stays.
         noise: standard error of the gain.
         case: name of the case that was timed.
-        distribution: the package that the winner comes from, None if the process added it itself.
-        version: of that package.
-        torch: version of torch.
+        distribution: the package that the winner comes from, of that version; None if the process added it itself.
         date: of the measurement, in UTC.
     """
 
@@ -60,7 +59,7 @@ class TuningEntry:
 
     @property
     def calls(self) -> tuple[str, str, Key]:
-        """Which calls it is for."""
+        """The calls that it is for."""
         return self.op, self.dtype, self.key
 
 
@@ -73,60 +72,80 @@ def _is_number(value: Any) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value can be a size key: a sequence of ints and strings."""
+    """Return whether a value can be a size key: a sequence of ints and strings."""
     return isinstance(value, list | tuple) and all(type(part) in (int, str) for part in value)
 
 
 def is_config(value: Any) -> bool:
-    """Whether a value can be a configuration: a dictionary that JSON gives back as it was."""
+    """Return whether a value can be a configuration: a dictionary that JSON gives back as it was."""
     try:
         return isinstance(value, dict) and bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError, RecursionError):
         return False
 
 
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("op", "dtype", "kernel", "default", "case", "torch", "date"), (_is_text, "a text")),
-    **dict.fromkeys(("seconds", "gain", "noise"), (_is_number, "a finite number, not negative")),
-    **dict.fromkeys(("distribution", "version"), (lambda value: value is None or _is_text(value), "a text or null")),
-    "key": (is_key, "a list of ints and texts"),
-    "present": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
-    "config": (lambda value: value is None or is_config(value), "an object or null"),
+#: What holds for the JSON form of a field of each type, and the words for it.
+_CHECKS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    str: (_is_text, "a text"),
+    str | None: (lambda value: value is None or _is_text(value), "a text or null"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    float: (_is_number, "a finite number, not negative"),
+    Key: (is_key, "a list of ints and texts"),
+    tuple[str, ...]: (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
+    dict[str, Any] | None: (lambda value: value is None or is_config(value), "an object or null"),
 }
 
 
-def _entry(raw: Any) -> TuningEntry:
-    """Make an entry of its JSON form; `ValueError` with a clause that says what is wrong."""
-    if isinstance(raw, dict):
-        raw = {name: value for name, value in raw.items() if name != "method"}  # older files say "measured"
-    if not isinstance(raw, dict) or raw.keys() != _FIELDS.keys():
-        names = sorted(_FIELDS.keys() ^ raw.keys()) if isinstance(raw, dict) else []
-        raise ValueError(f"an entry lacks or adds {', '.join(names)}" if names else f"an entry is {raw!r:.60}")
-    for name, (holds, expected) in _FIELDS.items():
-        if not holds(raw[name]):
-            raise ValueError(f"an entry's {name} is {raw[name]!r:.60}, not {expected}")
-    return TuningEntry(**{**raw, "key": tuple(raw["key"]), "present": tuple(raw["present"])})
+def parse_entry(kind: type[Entry], raw: Any) -> Entry:
+    """Make an entry, a dataclass, of its JSON form.
+
+    Raises:
+        InputError: with a clause that says what is wrong.
+    """
+    if not isinstance(raw, dict):
+        raise InputError(f"an entry is {raw!r:.60}")
+    raw = {name: value for name, value in raw.items() if name != "method"}  # older tables say "measured"
+    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]  # any dataclass
+    if names := sorted(types.keys() ^ raw.keys()):
+        raise InputError(f"an entry lacks or adds {', '.join(names)}")
+    for name, value in raw.items():
+        holds, expected = _CHECKS[types[name]]
+        if not holds(value):
+            raise InputError(f"an entry's {name} is {value!r:.60}, not {expected}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()})
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"it holds {name}")
 
 
-def load_json(path: Path) -> Any:
-    """Read a JSON file.
+def load_document(path: Path) -> dict[str, Any]:
+    """Read a JSON file of our format, with a list of entries.
 
     Raises:
-        InputError: it is no JSON; the message is a clause without the file's name.
+        InputError: it is none; the message is a clause without the file's name.
         OSError: it can't be read.
     """
     try:
-        return json.loads(path.read_bytes().decode("utf-8"), parse_constant=_no_constant)
+        data = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise InputError(f"it is not whole JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"expected format {FORMAT}, found {found!r:.60}")
+    if not isinstance(data.get("entries"), list):
+        raise InputError(f"its entries are {data.get('entries')!r:.60}, not a list")
+    return data
+
+
+def write_document(path: str | os.PathLike[str], entries: Iterable[Any], **header: Any) -> None:
+    """Write dataclasses as a JSON file of our format, whole or not at all."""
+    document = {"format": FORMAT, **header, "entries": [asdict(entry) for entry in entries]}
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def read_table(path: Path, device: str) -> tuple[list[TuningEntry], list[str]]:
-    """The entries of a table, and a clause for each one that is malformed.
+    """Read the entries of a table, and a clause for each one that is malformed.
 
     Args:
         path: of the file.
@@ -136,21 +155,17 @@ def read_table(path: Path, device: str) -> tuple[list[TuningEntry], list[str]]:
         InputError: nothing of the file can be used; the message is a clause without the file's name.
         OSError: it can't be read.
     """
-    data = load_json(path)
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("entries"), list):
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"it is no tuning table of format {FORMAT} (found {found!r:.60})")
+    data = load_document(path)
     if data.get("device") != device:
         raise InputError(f"it is for {data.get('device')!r:.60}, not for {device!r}")
     entries: dict[tuple[str, str, Key], TuningEntry] = {}
     malformed = []
     for raw in data["entries"]:
         try:
-            entry = _entry(raw)
-        except ValueError as error:
-            malformed.append(str(error))
-        else:
+            entry = parse_entry(TuningEntry, raw)
             entries[entry.calls] = entry
+        except InputError as error:
+            malformed.append(str(error))
     return list(entries.values()), malformed
 
 
@@ -166,9 +181,6 @@ def merge_into(path: Path, device: str, entries: Iterable[TuningEntry]) -> Path 
 
     Returns:
         Where the old file was kept, if it could not be used as it was.
-
-    Raises:
-        OSError: the file or its folder can't be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path):
@@ -183,19 +195,14 @@ def merge_into(path: Path, device: str, entries: Iterable[TuningEntry]) -> Path 
                 aside = _free_name(path)
                 path.replace(aside)
         merged = {entry.calls: entry for entry in (*kept, *entries)}
-        document = {
-            "format": FORMAT,
-            "device": device,
-            "written": today(),
-            "versions": {"torch": str(torch.__version__)},
-            "entries": [asdict(entry) for _, entry in sorted(merged.items(), key=lambda item: str(item[0]))],
-        }
-        write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+        ordered = [entry for _, entry in sorted(merged.items(), key=lambda item: str(item[0]))]
+        versions = {"torch": str(torch.__version__)}
+        write_document(path, ordered, device=device, written=today(), versions=versions)
     return aside
 
 
 def today() -> str:
-    """The time in UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -25,7 +25,6 @@ class Tuning:
     """What `tune` found.
 
     Attributes:
-        device: name of the device.
         results: one for each op, dtype and case.
         entries: what of them is for the table: one for each op, dtype and key.
         skipped: op, or op and dtype, to the sentence that says why it was not tried.
@@ -42,15 +41,11 @@ class Tuning:
 
 
 def model_cases(table: CaseTable, device: torch.device, names: Iterable[str] = ()) -> list[Case]:
-    """The rows of a case table that stand for real use on a device: of real models, and on a CPU not the large ones.
+    """Return the rows of a case table that stand for real use on a device: of real models, and on a CPU small ones.
 
-    Args:
-        table: the op's table.
-        device: where they run.
-        names: these rows instead, whatever they are.
+    With `names` these rows instead, whatever they are.
     """
-    names = set(names)
-    if names:
+    if names := set(names):
         return [case for case in table.cases if case.name in names]
     return [case for case in table.cases if case.model and not (case.large and device.type == "cpu")]
 
@@ -89,8 +84,7 @@ def tune(
         InputError: a choice of kernels (`use`, `KPT_USE`) is in force, or there is nowhere to write.
     """
     device = torch.device(device)
-    dtypes, cases = tuple(dtypes), tuple(cases)
-    names = list(names)
+    names, dtypes, cases = tuple(names), tuple(dtypes), tuple(cases)
     chosen = [get_op(name) for name in names] if names else [op for _, op in sorted(ops().items())]
     tables = case_tables()
     known = {case.name for op in chosen if op.name in tables for case in tables[op.name].cases}
@@ -102,42 +96,39 @@ def tune(
     skipped: dict[str, str] = {}
     trials = []
     for op in _callees_first(chosen):
-        if op.name not in tables:
+        table = tables.get(op.name)
+        if table is None:
             skipped[op.name] = "no case table is installed for it (entry points of the group kpt.cases)"
-            continue
-        if op.mutates:
+        elif op.mutates:
             skipped[op.name] = "it changes its arguments, and so each kernel's would differ"
-            continue
-        if training and not tables[op.name].gradients:
+        elif training and not table.gradients:
             skipped[op.name] = "its cases name no argument with a gradient"
-            continue
-        rows = model_cases(tables[op.name], device, cases)
-        if not rows and not cases:
-            skipped[op.name] = f"none of its cases is a real model's that fits {device.type}; name one"
-        trials += [(op, [(dtype, row) for dtype in dtypes or tables[op.name].dtypes for row in rows])]
-    total = sum(len(runs) for _, runs in trials)
+        else:
+            rows = model_cases(table, device, cases)
+            if not rows and not cases:
+                skipped[op.name] = f"none of its cases is a real model's that fits {device.type}; name one"
+            trials.append((op, table, [(dtype, row) for dtype in dtypes or table.dtypes for row in rows]))
+    total = sum(len(runs) for _, _, runs in trials)
     results: list[TuningResult] = []
     entries: list[TuningEntry] = []
     aside = None
-    written = False
-    for op, runs in trials:
+    for op, table, runs in trials:
         of_op: list[TuningResult] = []
         for dtype, row in runs:
             on_progress(len(results) + len(of_op), total, f"{op.name}: {row.name}")
-            table = tables[op.name]
             of_op.append(try_case(op, table, row, device=device, dtype=dtype, seconds=seconds, training=training))
         results += of_op
         settled = list(_settled(of_op))
         entries += settled
         if settled and target is not None:
             aside = merge_into(target, model, settled) or aside
-            written = True
             forget_selections()
-    return Tuning(model, tuple(results), tuple(entries), skipped, target if written else None, aside)
+    written = target if entries else None
+    return Tuning(model, tuple(results), tuple(entries), skipped, written, aside)
 
 
 def _callees_first(chosen: list[Op[..., Any]]) -> Iterator[Op[..., Any]]:
-    """The ops, each after those of them that its kernels call."""
+    """Yield the ops, each after those of them that its kernels call."""
     waiting = {op.name: op for op in chosen}
 
     def take(op: Op[..., Any]) -> Iterator[Op[..., Any]]:
@@ -152,7 +143,7 @@ def _callees_first(chosen: list[Op[..., Any]]) -> Iterator[Op[..., Any]]:
 
 
 def _settled(results: Iterable[TuningResult]) -> Iterator[TuningEntry]:
-    """One entry for the cases that share a key: the default stays unless all of them have the same winner."""
+    """Yield one entry for the cases of a key: the default stays unless all of them have the same winner."""
     by_calls: dict[object, list[TuningEntry]] = {}
     for result in results:
         if result.entry is not None:

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -57,17 +58,15 @@ def tuned_choices(op: str, device: torch.device, dtype: torch.dtype, kernels: Se
     found: dict[Key, TuningEntry] = {}
     for entry in entries:
         if entry.op == op and entry.dtype == wanted:
-            newcomer = _newcomer(entry, kernels)
-            if newcomer is None:
+            if (newcomer := _newcomer(entry, kernels)) is None:
                 found[entry.key] = entry
             else:
-                reason = f"{newcomer} comes first and was not there then"
-                _ignore(f"what was measured for {op} in {wanted}", reason)
+                _ignore(f"what was measured for {op} in {wanted}", f"{newcomer} comes first and was not there then")
     return Tuned(found) if found else None
 
 
 def device_name(device: torch.device | str) -> str:
-    """What tuning tables are named after: an accelerator's name, or a CPU's with its number of threads.
+    """Return what tuning tables are named after: an accelerator's name, or a CPU's with its number of threads.
 
     The number of threads decides which kernel is fast, and a table for another number would mislead.
     """
@@ -80,22 +79,21 @@ def device_name(device: torch.device | str) -> str:
 
 @cache
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    names = {key.strip(): value.strip() for key, value in fields.items()}
-    return names.get("model name") or platform.processor() or platform.machine() or "CPU"
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "CPU"
 
 
 def table_name(device: str) -> str:
-    """The file of a device's table: `NVIDIA_H200.json`."""
+    """Return the name of the file of a device's table: `NVIDIA_H200.json`."""
     return f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', device).strip('_.') or 'device'}.json"
 
 
 def user_table(device: str) -> Path:
-    """Where `kpt tune` writes what it finds on a device.
+    """Return the file into which `kpt tune` writes what it finds on a device.
 
     Raises:
         InputError: there is no such place.
@@ -107,7 +105,7 @@ def user_table(device: str) -> Path:
 
 
 def _folder() -> Path | None:
-    """The user's folder of tables, None where tuned choices are switched off."""
+    """Return the user's folder of tables, None where tuned choices are switched off."""
     value = os.environ.get(KPT_TUNING, "").strip()
     if value.lower() in ("0", "false"):
         return None
@@ -118,12 +116,9 @@ def _folder() -> Path | None:
 
 def _cache() -> Path | None:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # as the specification of the variable has it
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return base / "kpt" / "tuning"
+    with suppress(RuntimeError):  # the specification of the variable wants an absolute folder
+        return (base if base.is_absolute() else Path.home() / ".cache") / "kpt" / "tuning"
+    return None
 
 
 def _read_tables(device: str, folder: Path) -> list[TuningEntry]:
@@ -133,7 +128,7 @@ def _read_tables(device: str, folder: Path) -> list[TuningEntry]:
 
 
 def _shipped(device: str) -> Iterator[Path]:
-    """The tables for a device that backends brought along."""
+    """Yield the tables for a device that backends brought along."""
     for name, backend in sorted(registry.backends().items()):
         target = backend.tuning
         if target is None:
@@ -146,21 +141,18 @@ def _shipped(device: str) -> Iterator[Path]:
 
 
 def _usable(path: Path, device: str) -> Iterable[TuningEntry]:
-    """The entries of one file that hold here; one sentence is said of all others."""
+    """Return the entries of one file that hold here, and say one sentence of all others."""
     try:
         entries, faults = read_table(path, device)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except InputError as error:
-        _ignore(f"tuning table {path}", str(error))
-        return []
-    except OSError as error:
-        _ignore(f"tuning table {path}", f"it can't be read ({error.strerror or error})")
+    except (InputError, OSError) as error:
+        reason = f"it can't be read ({error.strerror or error})" if isinstance(error, OSError) else str(error)
+        _ignore(f"tuning table {path}", reason)
         return []
     usable = []
     for entry in entries:
-        fault = _outdated(entry)
-        if fault is None:
+        if (fault := _outdated(entry)) is None:
             usable.append(entry)
         else:
             faults.append(fault)
@@ -171,7 +163,7 @@ def _usable(path: Path, device: str) -> Iterable[TuningEntry]:
 
 
 def _outdated(entry: TuningEntry) -> str | None:
-    """Why an entry does not hold for what is installed, or None."""
+    """Say why an entry does not hold for what is installed; None if it does."""
     package = registry.packages_of(entry.op).get(entry.kernel)
     if package is None:
         return f"kernel {entry.kernel} of {entry.op} is offered by no installed backend"
@@ -184,7 +176,7 @@ def _outdated(entry: TuningEntry) -> str | None:
 
 
 def _newcomer(entry: TuningEntry, kernels: Sequence[str]) -> str | None:
-    """A kernel that goes before an entry's default and was not there when it was measured, or None."""
+    """Return a kernel that goes before an entry's default and was not there when it was measured, or None."""
     before = kernels[: kernels.index(entry.default)] if entry.default in kernels else kernels
     return next((kernel for kernel in before if kernel != entry.kernel and kernel not in entry.present), None)
 

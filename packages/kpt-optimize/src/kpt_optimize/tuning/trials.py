@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,9 @@ Config = dict[str, Any] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What came of one case.
+    """What came of one case of an op.
 
     Attributes:
-        op: name of the op.
-        case: name of the case.
-        dtype: as in `bfloat16`.
         key: which calls the result is for; empty if no kernel serves the device and dtype.
         entry: the winner, None if there was nothing to choose from.
         left_out: kernels and configurations that were not timed, and why.
@@ -47,7 +45,7 @@ class TuningResult:
     left_out: tuple[Refused, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return asdict(self)
 
 
@@ -92,17 +90,17 @@ def try_case(
         InputError: a choice of kernels (`use`, `KPT_USE`) is in force.
         RegistrationError: the op's `size_key` does not give a tuple of ints and strings.
     """
-    found = op.candidates(device, dtype)
+    found, name = op.candidates(device, dtype), str(dtype).removeprefix("torch.")
+    result = partial(TuningResult, op=op.name, case=case.name, dtype=name)
     if found.explicit is not None:
         raise InputError(f"{found.explicit} was asked for (use or KPT_USE): tuning compares kernels, take that back")
-    name = str(dtype).removeprefix("torch.")
     if not found.accepted:
-        return TuningResult(op=op.name, case=case.name, dtype=name, key=(), entry=None, left_out=found.refusals)
+        return result(key=(), entry=None, left_out=found.refusals)
     arguments = table.arguments(case, dtype=dtype, device=device)
-    if training:
-        for tensor in tree_leaves([arguments.get(name) for name in table.gradients]):
-            if tensor is not None:
-                tensor.requires_grad_()
+    gradients = table.gradients if training else ()
+    for tensor in tree_leaves([arguments.get(name) for name in gradients]):
+        if tensor is not None:
+            tensor.requires_grad_()
     with torch.set_grad_enabled(training):
         call = op.bind(**arguments)
         call = call._replace(needs=wanted(op, call) if training else ())
@@ -111,7 +109,6 @@ def try_case(
             raise RegistrationError(f"op {op.name}: its size_key gave {key!r}; expected a tuple of ints and strings")
         left_out = list(found.refusals)
         in_force = found.tuned.entries.get(key) if found.tuned is not None else None
-        gradients = table.gradients if training else ()
         options = list(_options(op, found.accepted, call, left_out, gradients, in_force))
         right = list(_right(op, table, arguments, call, options, left_out)) if options else []
         entry = None
@@ -135,14 +132,7 @@ def try_case(
                 torch=str(torch.__version__),
                 date=today(),
             )
-    return TuningResult(
-        op=op.name,
-        case=case.name,
-        dtype=name,
-        key=tuple(key),
-        entry=entry,
-        left_out=tuple(left_out),
-    )
+    return result(key=tuple(key), entry=entry, left_out=tuple(left_out))
 
 
 def _options(
@@ -153,7 +143,7 @@ def _options(
     gradients: tuple[str, ...],
     in_force: Choice | None,
 ) -> Iterator[_Option]:
-    """What may run, the choice without tuning first; nothing if that is the reference."""
+    """Yield what may run, the choice without tuning first; nothing if that is the reference."""
     taking = []
     for candidate in accepted:
         reason = candidate.refusal(call)
@@ -162,42 +152,41 @@ def _options(
         else:
             left_out.append(Refused(candidate.backend, candidate.kernel.forward, reason, of_call=True))
     for candidate in taking:
-        configs: list[Config] = [None, *_configs(candidate, call, left_out)]
+        configs: list[Config] = [None]
+        try:
+            configs += _configs(candidate, call)
+        except Exception as error:
+            reason = f"its configurations {candidate.kernel.configs}: {_said(error)}"
+            left_out.append(Refused(candidate.backend, candidate.kernel.forward, reason))
         if in_force is not None and in_force.kernel == candidate.identity and in_force.config not in configs:
             configs.append(in_force.config)
         for config in configs:
-            yield _Option(candidate.backend, candidate.identity, config, _call(op, candidate, config, call, gradients))
+            if config is None or is_config(config):
+                run_once = _call(op, candidate, config, call, gradients)
+                yield _Option(candidate.backend, candidate.identity, config, run_once)
+            else:
+                reason = f"its configuration {config!r:.60} would not come back from JSON as it is"
+                left_out.append(Refused(candidate.backend, candidate.kernel.forward, reason))
     # Where there are kernels in plain PyTorch, the reference would only take time, and memory on real models' sizes.
     if taking and all(candidate.backend != TORCH for candidate in taking):
         yield _Option(REFERENCE, REFERENCE, None, _call(op, None, None, call, gradients))
 
 
-def _configs(candidate: Candidate, call: Call, left_out: list[Refused]) -> list[dict[str, Any]]:
-    """The configurations that a kernel names for a call, as dictionaries."""
+def _configs(candidate: Candidate, call: Call) -> list[dict[str, Any]]:
+    """Return the configurations that a kernel names for a call, as dictionaries."""
     if candidate.kernel.configs is None:
         return []
-    try:
-        named = load(candidate.kernel.configs)
-        given = [
-            asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
-            for config in (named(call) if callable(named) else named)
-        ]
-    except Exception as error:
-        reason = f"its configurations {candidate.kernel.configs}: {_said(error)}"
-        left_out.append(Refused(candidate.backend, candidate.kernel.forward, reason))
-        return []
-    fit = [config for config in given if is_config(config)]
-    if len(fit) < len(given):
-        strange = next(config for config in given if not is_config(config))
-        reason = f"its configuration {strange!r:.60} would not come back from JSON as it is"
-        left_out.append(Refused(candidate.backend, candidate.kernel.forward, reason))
-    return fit
+    named = load(candidate.kernel.configs)
+    return [
+        asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
+        for config in (named(call) if callable(named) else named)
+    ]
 
 
 def _call(
     op: Op[..., Any], candidate: Candidate | None, config: Config, call: Call, gradients: tuple[str, ...]
 ) -> Callable[[], object]:
-    """One run of a kernel: its result, or its result and the gradients."""
+    """Return one run of a kernel: it gives the result, or the result and the gradients."""
     wanted = [each for each in tree_leaves([getattr(call, name) for name in gradients]) if each is not None]
     call = call._replace(config=config)
 
@@ -212,7 +201,7 @@ def _call(
 
 
 def _slopes(output: torch.Tensor) -> torch.Tensor:
-    """Gradients of a loss that differ from element to element: a sum's ones would hide exchanged rows."""
+    """Return gradients that differ from element to element: the ones of a sum would hide exchanged rows."""
     steps = torch.arange(output.numel(), device=output.device).remainder(7) - 3
     return steps.to(output.dtype).view(output.shape)
 
@@ -225,7 +214,7 @@ def _right(
     options: list[_Option],
     left_out: list[Refused],
 ) -> Iterator[_Option]:
-    """The options whose result is that of plain PyTorch, up to rounding."""
+    """Yield the options whose result is that of plain PyTorch, up to rounding."""
     plain = next(option for option in options if option.backend in (TORCH, REFERENCE))
     with scoped(replace(effective(), choices=(("*", plain.backend),))):
         expected = plain.run()
@@ -237,18 +226,17 @@ def _right(
     for option in options:
         try:
             error = _error(option.run(), expected)
+            reason = f"its result is off by {error:.1e} of the greatest element; rounding explains {allowed:.1e}"
         except Exception as failure:
-            left_out.append(Refused(option.backend, str(option), f"raised {_said(failure)}", of_call=True))
-            continue
+            error, reason = math.inf, f"raised {_said(failure)}"
         if error <= allowed:
             yield option
         else:
-            reason = f"its result is off by {error:.1e} of the greatest element; rounding explains {allowed:.1e}"
             left_out.append(Refused(option.backend, str(option), reason, of_call=True))
 
 
 def _error(result: object, expected: object) -> float:
-    """The relative error of floating tensors; infinity if a tensor of integers differs at all."""
+    """Return the relative error of floating tensors; infinity if a tensor of integers differs at all."""
     error = relative_error(result, expected)
     if math.isfinite(error):
         for a, b in zip(tree_leaves(result), tree_leaves(expected), strict=True):
@@ -258,7 +246,7 @@ def _error(result: object, expected: object) -> float:
 
 
 def _fastest(options: list[_Option], device: torch.device, seconds: float) -> tuple[_Option, float, float, float]:
-    """The winner, the median of its seconds, and its gain over the first option with the gain's noise."""
+    """Return the winner, the median of its seconds, and its gain over the first option with the gain's noise."""
     default = options[0]
     times = interleaved_times([option.run for option in options], device, seconds / 2)
     best = min(range(len(options)), key=lambda index: statistics.median(times[index]))
