@@ -2,114 +2,76 @@
 
 import statistics
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Generic
 
-from kpt_optimize.rewrite import LEVELS
 from kpt_optimize.trial import attempt, failed, setback
 
-from .config import OptimizationWarning
 from .recipe import Recipe
-from .report import KEPT, NOT_TRIED, ROLLED_BACK, StepOutcome
-from .steps import STEPS, Proposal, Situation, Step
+from .report import KEPT, NOT_TRIED, ROLLED_BACK, OptimizationReport, OptimizationWarning, StepOutcome
+from .steps import STEPS, Situation
 from .trials import Candidate, RecipeTrial
 
 
-@dataclass(frozen=True, slots=True)
-class Result(Generic[Candidate]):
-    """What a search found, compared with the original.
-
-    Attributes:
-        best: the candidate.
-        recipe: what it was made by.
-        outcomes: of the steps.
-        seconds_before: median seconds of the original; None if nothing was measured.
-        seconds_after: of the best.
-        bytes_before: parameters and buffers of the original.
-        bytes_after: of the best.
-    """
-
-    best: Candidate
-    recipe: Recipe
-    outcomes: Sequence[StepOutcome]
-    seconds_before: float | None
-    seconds_after: float | None
-    bytes_before: int
-    bytes_after: int
-
-
-def not_tried(situation: Situation, step: Step) -> str | None:
-    """Why a step is out of the question, whatever the model is."""
-    if step.name in situation.config.skip:
-        return "skipped, as the configuration says"
-    if LEVELS.index(step.level) > LEVELS.index(situation.level):
-        return f"belongs to level {step.level!r}; this is {situation.level!r}"
-    if situation.config.objective not in step.objectives:
-        return f"changes nothing of the objective {situation.config.objective!r}"
-    return None
-
-
-def steps_for(*, training: bool) -> list[Step]:
-    """The steps of a purpose."""
-    return [step for step in STEPS if (step.training if training else step.inference)]
-
-
-def search(trial: RecipeTrial[Candidate], situation: Situation) -> Result[Candidate]:
+def search(trial: RecipeTrial[Candidate], situation: Situation) -> tuple[Candidate, Recipe, OptimizationReport]:
     """Try every step on top of those kept before; where the result is slower than the original, that is the result."""
-    recipe, outcomes = situation.recipe, list[StepOutcome]()
-    best, lossless = trial.build(recipe), True
-    for step in steps_for(training=situation.training):
-        situation = replace(situation, recipe=recipe)
-        proposal: Proposal | None = not_tried(situation, step)
-        if proposal is None:
-            try:
-                proposal = step.propose(situation)
-            except Exception as failure:
-                reason = failed(failure)
-                _warn(step, reason)
-                outcomes.append(StepOutcome(step.name, "", ROLLED_BACK, reason))
-                continue
+    objective, outcomes, lossless = situation.config.objective, list[StepOutcome](), True
+    original = best = trial.build(Recipe())
+    for step in [step for step in STEPS if (step.training if situation.training else step.inference)]:
+        try:
+            proposal = step.propose(situation)
+        except Exception as failure:
+            outcomes.append(StepOutcome(step.name, "", ROLLED_BACK, _warned(step.name, failed(failure))))
+            continue
         if isinstance(proposal, str):
             outcomes.append(StepOutcome(step.name, "", NOT_TRIED, proposal))
             continue
-        for setting, proposed in proposal.items():
-            build, objective = partial(trial.build, proposed), situation.config.objective
+        for setting, recipe in proposal.items():
+            build = partial(trial.build, recipe)
             verdict, best = attempt(trial, build, best, objective, lossless=lossless and step.lossless)
             if verdict.failed:
-                _warn(step, verdict.reason)
+                _warned(step.name, verdict.reason)
+            status, figures = ROLLED_BACK, (verdict.reason, verdict.gain, verdict.error, verdict.seconds)
             if verdict.kept:
-                outcomes = [_superseded(o, setting) if o.step == step.name else o for o in outcomes]
-                recipe, lossless = proposed, lossless and step.lossless
-            status = KEPT if verdict.kept else ROLLED_BACK
-            outcomes.append(
-                StepOutcome(step.name, setting, status, verdict.reason, verdict.gain, verdict.error, verdict.seconds)
-            )
-    return _settle(trial, situation, best, recipe, outcomes)
+                status, better = KEPT, f", but {setting} is better"
+                outcomes = [_back(o, o.reason + better) if o.step == step.name else o for o in outcomes]
+                situation, lossless = replace(situation, recipe=recipe), lossless and step.lossless
+            outcomes.append(StepOutcome(step.name, setting, status, *figures))
+    recipe, sizes = situation.recipe, (trial.bytes(original), trial.bytes(best))
+    seconds: tuple[float | None, float | None] = None, None
+    if situation.sample is not None:
+        before, after = trial.times(original, best)
+        if recipe == Recipe():
+            after = before  # two of one kind, whose difference is noise
+        elif (reason := setback((before, after), sizes, objective, "steps")) is not None:
+            outcomes = [_back(outcome, reason) for outcome in outcomes]
+            best, recipe, after, sizes = original, Recipe(), before, (sizes[0], sizes[0])
+        seconds = statistics.median(before), statistics.median(after)
+    return (
+        best,
+        recipe,
+        OptimizationReport(
+            type(situation.model).__name__,
+            "training" if situation.training else "inference",
+            situation.level,
+            objective,
+            str(situation.device),
+            tuple(outcomes),
+            recipe.plan,
+            (),
+            *seconds,
+            *sizes,
+            None if situation.sample is None else trial.error(best),
+        ),
+    )
 
 
-def _warn(step: Step, reason: str) -> None:
+def _warned(step: str, reason: str) -> str:
     """Tell of a step that raised at once: it may be a fault of this machine."""
-    warnings.warn(f"step {step.name!r} was rolled back: {reason}", OptimizationWarning, stacklevel=2)
+    warnings.warn(f"step {step!r} was rolled back: {reason}", OptimizationWarning, stacklevel=3)
+    return reason
 
 
-def _superseded(outcome: StepOutcome, setting: str) -> StepOutcome:
-    if outcome.status != KEPT:
-        return outcome
-    return replace(outcome, status=ROLLED_BACK, reason=f"{outcome.reason}, but {setting} is better")
-
-
-def _settle(
-    trial: RecipeTrial[Candidate], situation: Situation, best: Candidate, recipe: Recipe, outcomes: list[StepOutcome]
-) -> Result[Candidate]:
-    """Compare what was found with the original."""
-    original = trial.build(Recipe())
-    before, after = trial.times(original, best)
-    sizes = trial.bytes(original), trial.bytes(best)
-    if recipe == Recipe():
-        after = before  # two of one kind, whose difference is noise
-    elif (reason := setback((before, after), sizes, situation.config.objective, "steps")) is not None:
-        outcomes = [replace(o, status=ROLLED_BACK, reason=reason) if o.status == KEPT else o for o in outcomes]
-        best, recipe, after, sizes = original, Recipe(), before, (sizes[0], sizes[0])
-    return Result(best, recipe, outcomes, statistics.median(before), statistics.median(after), *sizes)
+def _back(outcome: StepOutcome, reason: str) -> StepOutcome:
+    """Roll a step back that was kept."""
+    return replace(outcome, status=ROLLED_BACK, reason=reason) if outcome.status == KEPT else outcome
