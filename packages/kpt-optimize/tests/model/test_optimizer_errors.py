@@ -99,7 +99,7 @@ def test_a_step_that_fails_while_it_is_proposed_is_rolled_back_and_said(monkeypa
         raise RuntimeError("no such luck")
 
     steps = tuple(replace(step, change=fail) if step.name == "mixed_precision" else step for step in STEPS)
-    monkeypatch.setattr("kpt_optimize.model.search.STEPS", steps)
+    monkeypatch.setattr("kpt_optimize.model.trials.STEPS", steps)
     skipped = frozenset(step.name for step in steps) - {"mixed_precision"}
     optimizer = ModelOptimizer("balanced", config=OptimizerConfig(skip=skipped))
     with pytest.warns(

@@ -146,20 +146,6 @@ def test_the_original_stays_as_it_is(clock: Clock, training: bool) -> None:
     assert not {id(p) for p in found.model.parameters()} & {id(p) for p in model.parameters()}
 
 
-def test_in_place_converts_the_model_itself(clock: Clock) -> None:
-    model = Dawdling(clock, in_float32)
-    found = ModelOptimizer(config=only("mixed_precision")).optimize_for_inference(model, sample(), inplace=True)
-    assert found.model.module is model
-    assert model.first.weight.dtype is torch.bfloat16
-
-
-def test_in_place_leaves_a_model_as_it_was_when_the_sample_fails(clock: Clock) -> None:
-    model = Dawdling(clock, never).train()
-    with pytest.raises(kpt_core.InputError, match="does not run on the sample inputs"):
-        ModelOptimizer().optimize_for_inference(model, sample(width=3), inplace=True)
-    assert all(module.training for module in model.modules())
-
-
 def test_a_compiled_model_runs_what_the_compiler_made(clock: Clock) -> None:
     runs: list[int] = []
 

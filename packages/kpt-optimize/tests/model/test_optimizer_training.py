@@ -240,22 +240,6 @@ def test_the_output_s_own_loss_is_taken(clock: Clock) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_in_place_trains_the_model_and_the_optimizer_that_were_given(clock: Clock) -> None:
-    model = quiet(Dawdling(clock, in_float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    start = model.first.weight.detach().clone()
-    found = ModelOptimizer(config=only("mixed_precision")).optimize_for_training(
-        model, sample(), square, optimizer, inplace=True
-    )
-    assert found.report is not None
-    assert found.report.kept
-    assert found.model.module is model
-    assert found.optimizer is optimizer
-    assert torch.equal(model.first.weight, start)
-    found.step(sample())
-    assert not torch.equal(model.first.weight, start)
-
-
 def test_the_loss_of_a_step_may_be_another(clock: Clock) -> None:
     model = quiet(Dawdling(clock, never))
     found = ModelOptimizer(config=only()).optimize_for_training(model, sample())

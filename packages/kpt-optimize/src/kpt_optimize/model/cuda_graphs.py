@@ -18,19 +18,12 @@ from kpt_optimize.trial import Example
 
 from .report import OptimizationWarning
 
-_Form = tuple[TreeSpec, list[Any]]
-
 
 def capture(function: Callable[..., Any], sample: Example, *, training: bool) -> Callable[..., Any]:
     """Capture a forward and, for training, its backward.
 
-    For inference later calls leave earlier results alone. For training results live in fixed places, which the next
-    call overwrites: use an output before the next forward.
-
-    Args:
-        function: reads no tensor's value on the host. For training a module, whose other mode runs uncaptured.
-        sample: tensors on one accelerator; for training each with the `requires_grad` of real calls.
-        training: whether to capture the backward too.
+    For inference later calls leave earlier results alone. For training the function is a module, whose other mode runs
+    uncaptured, and results live in fixed places, which the next call overwrites: use them before the next forward.
 
     Raises:
         InputError: the sample's tensors are elsewhere, or there are none.
@@ -56,11 +49,11 @@ def capture(function: Callable[..., Any], sample: Example, *, training: bool) ->
         if form == captured and getattr(function, "training", None) is mode:
             results = graphed(*_tensors(leaves))
             return flat.output(results if training else [result.clone() for result in results])
-        if form != captured and (given := _shown(form)) not in warned:
+        if form != captured and (given := _shown(*form)) not in warned:
             warned.add(given)
             warnings.warn(
                 f"the CUDA graph is not replayed, the call runs uncaptured: it is of {given}, captured was "
-                f"{_shown(captured)}; pad the inputs to the captured form, or optimise with a sample of this one",
+                f"{_shown(*captured)}; pad the inputs to the captured form, or optimise with a sample of this one",
                 OptimizationWarning,
                 stacklevel=2,
             )
@@ -100,16 +93,13 @@ def _filled(leaves: list[Any], spec: TreeSpec, tensors: Iterable[Tensor]) -> Any
     return tree_unflatten([next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _form_of(leaves: list[Any], spec: TreeSpec) -> _Form:
+def _form_of(leaves: list[Any], spec: TreeSpec) -> tuple[TreeSpec, list[Any]]:
     """Return what must be the same in every call of a graph."""
     return spec, [(t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else t for t in leaves]
 
 
-def _shown(form: _Form) -> str:
-    def text(leaf: Any) -> str:
-        if not isinstance(leaf, tuple):
-            return repr(leaf)
-        shape, dtype, device, requires_grad = leaf
+def _shown(spec: TreeSpec, leaves: list[Any]) -> str:
+    def text(shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> str:
         return f"{dtype} {list(shape)} on {device}{' with gradient' if requires_grad else ''}"
 
-    return str(tree_unflatten([text(leaf) for leaf in form[1]], form[0]))
+    return str(tree_unflatten([text(*leaf) if isinstance(leaf, tuple) else repr(leaf) for leaf in leaves], spec))

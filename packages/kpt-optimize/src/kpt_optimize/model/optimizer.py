@@ -2,8 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,13 +16,12 @@ from kpt_optimize.accelerator.backend import AcceleratorBackend
 from kpt_optimize.measure import device_of
 from kpt_optimize.rewrite import check_level, check_model
 
-from .recipe import OptimizedModel, Recipe, example_on
+from .recipe import OptimizedModel, example_on
 from .recommendations import recommend
 from .report import OptimizationReport, OptimizationWarning, Recommendation
-from .search import search
 from .steps import STEPS, OptimizerConfig, Situation
-from .training import Loss, OptimizedTraining, default_loss, optimizer_for
-from .trials import Candidate, InferenceTrial, RecipeTrial, TrainingTrial
+from .training import Loss, OptimizedTraining, optimizer_for
+from .trials import RecipeTrial, search
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +87,20 @@ class ModelOptimizer:
         for name in sorted(self.config.skip.difference(names)):
             raise UnknownNameError("step", name, names)
 
-    def optimize_for_inference(
-        self, model: nn.Module, sample_inputs: object = None, *, inplace: bool = False
-    ) -> OptimizedInference:
+    def optimize_for_inference(self, model: nn.Module, sample_inputs: object = None) -> OptimizedInference:
         """Find what makes a forward faster, or the model smaller.
 
         Args:
-            model: deep-copied, and left as it is, unless `inplace`.
+            model: deep-copied, and left as it is.
             sample_inputs: a tensor, a sequence of arguments or a mapping of keyword arguments, as the model will get.
                 The model runs them many times, so it must give the same output each time: no cache that grows.
-            inplace: convert the model itself.
 
         Raises:
             InputError: no model, or the sample does not run, or not twice the same.
         """
-        working = self._working(model, inplace=inplace)
-        with _flags_of_failure(working):
-            situation = self._situation(working.eval(), sample_inputs)
-            trial = InferenceTrial(situation)
-            best, recipe, report = self._search(trial, situation)
-            if inplace:
-                best = trial.build(recipe, inplace=True)
-        return OptimizedInference(best, report)
+        situation = self._situation(self._copied(model).eval(), sample_inputs)
+        best, report = self._search(RecipeTrial(situation), situation)
+        return OptimizedInference(best.model, report)
 
     def optimize_for_training(
         self,
@@ -118,19 +108,16 @@ class ModelOptimizer:
         sample_inputs: object = None,
         loss: Loss | None = None,
         optimizer: Optimizer | None = None,
-        *,
-        inplace: bool = False,
     ) -> OptimizedTraining:
         """Find what makes a training step faster; outputs, gradients and the optimiser's update are compared.
 
         Args:
-            model: deep-copied, and left as it is, unless `inplace`.
+            model: deep-copied, and left as it is.
             sample_inputs: see `optimize_for_inference`.
             loss: gives a scalar of the model's output. None takes the output's own `loss`, as Hugging Face models have
                 it, or the mean square of the output to measure with.
-            optimizer: of this model's parameters; the result's has the same options and state over the result's
-                parameters. Left as it is unless `inplace`. None measures forward and backward alone.
-            inplace: convert the model itself and, unless it is to be fused, use the optimizer itself.
+            optimizer: of this model's parameters, left as it is; the result's has the same options and state over the
+                result's parameters. None measures forward and backward alone.
 
         Raises:
             InputError: no model, an objective other than latency, an optimizer of other parameters, or the sample does
@@ -140,22 +127,20 @@ class ModelOptimizer:
             raise InputError(
                 f"training is measured by its time: the objective must be 'latency', got {self.config.objective!r}"
             )
-        working = self._working(model, inplace=inplace)
-        if optimizer is not None and not inplace:
+        working = self._copied(model)
+        if optimizer is not None:
             optimizer = optimizer_for(optimizer, model, working)
-        with _flags_of_failure(working):
-            if not working.training:  # a frozen norm of a model in training mode stays as it is
-                working.train()
-            flags = _flags(working)
-            situation = self._situation(working, sample_inputs, optimizer, training=True)
-            trial = TrainingTrial(situation, loss or default_loss)
-            best, recipe, report = self._search(trial, situation)
+        if not working.training:  # a frozen norm of a model in training mode stays as it is
+            working.train()
+        flags = {name: module.training for name, module in working.named_modules()}
+        situation = self._situation(working, sample_inputs, optimizer, training=True)
+        trial = RecipeTrial(situation, loss)
+        best, report = self._search(trial, situation)
+        if best.model.recipe.cuda_graph:  # a graph is of the dropout that it was captured with, which was none
             _set_flags(working, flags)
-            # A graph is of the dropout that it was captured with, which was none.
-            if inplace or recipe.cuda_graph:
-                best = trial.build(recipe, inplace=inplace)
-            _set_flags(best.model.module, flags)
-            best.model.training, best.report = True, report
+            best = trial.build(best.model.recipe)
+        _set_flags(best.model.module, flags)
+        best.model.training, best.report = True, report
         return best
 
     def recommend(
@@ -174,11 +159,11 @@ class ModelOptimizer:
         check_model(model)
         return recommend(self._situation(model, sample_inputs, optimizer))
 
-    def _working(self, model: nn.Module, *, inplace: bool) -> nn.Module:
-        """Return the module to convert, where it is to run."""
+    def _copied(self, model: nn.Module) -> nn.Module:
+        """Return a copy where it is to run."""
         check_model(model)
-        working = model if inplace else copy.deepcopy(model)
-        return working if self.device is None else working.to(self.device)
+        copied = copy.deepcopy(model)
+        return copied if self.device is None else copied.to(self.device)
 
     def _situation(
         self, model: nn.Module, inputs: object, optimizer: Optimizer | None = None, *, training: bool = False
@@ -203,19 +188,13 @@ class ModelOptimizer:
             peaks=peaks,
         )
 
-    def _search(
-        self, trial: RecipeTrial[Candidate], situation: Situation
-    ) -> tuple[Candidate, Recipe, OptimizationReport]:
+    def _search(self, trial: RecipeTrial, situation: Situation) -> tuple[OptimizedTraining, OptimizationReport]:
         if situation.sample is None:
             told = "no step was tried: without sample inputs nothing can be measured; pass them"
             warnings.warn(told, OptimizationWarning, stacklevel=3)
-        best, recipe, report = search(trial, situation)
-        self.report = report = replace(report, recommendations=recommend(situation))
-        return best, recipe, report
-
-
-def _flags(model: nn.Module) -> dict[str, bool]:
-    return {name: module.training for name, module in model.named_modules()}
+        best, report = search(trial, situation)
+        self.report = replace(report, recommendations=recommend(situation))
+        return best, self.report
 
 
 def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
@@ -224,14 +203,3 @@ def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
         while name not in flags:
             name = name.rpartition(".")[0]
         module.training = flags[name]
-
-
-@contextmanager
-def _flags_of_failure(model: nn.Module) -> Iterator[None]:
-    """Put the training flags back if the block fails."""
-    flags = _flags(model)
-    try:
-        yield
-    except BaseException:
-        _set_flags(model, flags)
-        raise

@@ -22,24 +22,15 @@ from .cuda_graphs import capture
 
 #: The modes in which Inductor captures CUDA graphs of its own.
 CAPTURING_MODES = ("reduce-overhead", "max-autotune")
-#: Rank of the inputs that a memory format is for.
-RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
+#: Memory formats by the rank of what they are for.
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The kept steps.
+    """The kept steps: `memory_format` is for convolutions, `padded` for linear layers, `fused` for the optimiser.
 
-    Attributes:
-        plan: rewrites that `kpt_optimize.optimize` kept.
-        memory_format: of the weights and inputs of convolutions.
-        padded: whether linear layers of awkward sizes are padded.
-        weights: dtype that float32 weights and inputs are converted to.
-        autocast: dtype of `torch.autocast`.
-        tf32: whether float32 products may use TF32.
-        compile_mode: of `torch.compile`.
-        cuda_graph: whether forward (and backward, in training) are captured in CUDA graphs.
-        fused: whether the optimiser is the fused one.
+    Float32 weights and inputs are converted to the dtype `weights`.
     """
 
     plan: Plan | None = None
@@ -122,15 +113,11 @@ class _Body(nn.Module):
         if weights is not None:
             args, kwargs = _cast((args, kwargs), torch.float32, weights)
         if (form := recipe.memory_format) is not None:
-            args, kwargs = tree_map_only(
-                Tensor, lambda t: t.contiguous(memory_format=form) if t.dim() == RANK[form] else t, (args, kwargs)
-            )
-        if recipe.autocast is None:
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _formatted(tensor, form), (args, kwargs))
+        # A graph can't hold autocast's cache of converted weights.
+        cached, kind = not recipe.cuda_graph, self.device_type
+        with torch.autocast(kind, recipe.autocast, cache_enabled=cached) if recipe.autocast else nullcontext():
             output = self.module(*args, **kwargs)
-        else:
-            # A graph can't hold autocast's cache of converted weights.
-            with torch.autocast(self.device_type, recipe.autocast, cache_enabled=not recipe.cuda_graph):
-                output = self.module(*args, **kwargs)
         return output if weights is None else _cast(output, weights, torch.float32)
 
 
@@ -152,25 +139,17 @@ def prepare(
     *,
     training: bool = False,
     compile_backend: str | Callable[..., Any] = "inductor",
-    inplace: bool = False,
 ) -> OptimizedModel:
-    """Make a model that runs by a recipe.
+    """Make a model that runs by a recipe, of weights of its own where it converts them or is to train.
 
-    Args:
-        model: left as it is unless `inplace`; its copy has weights of its own.
-        recipe: what to do.
-        sample: the call that a CUDA graph is captured on.
-        training: whether gradients are wanted.
-        compile_backend: of `torch.compile`.
-        inplace: convert the weights of `model` itself.
+    A CUDA graph is captured on the sample.
     """
-    module = model if inplace else copy.deepcopy(model)
+    module = copy.deepcopy(model) if training or recipe != Recipe() else model
     if recipe.plan is not None:
         module = apply_plan(module, recipe.plan, inplace=True).model
     if recipe.memory_format is not None:
         for parameter in module.parameters():
-            if parameter.dim() == RANK[recipe.memory_format]:
-                parameter.data = parameter.data.contiguous(memory_format=recipe.memory_format)
+            parameter.data = _formatted(parameter.data, recipe.memory_format)
     if recipe.weights is not None:
         _convert_weights(module, recipe.weights)
     if recipe.padded:
@@ -204,6 +183,10 @@ def _convert_weights(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in child.named_buffers(recurse=False):
             if buffer.dtype is torch.float32 and name not in child._non_persistent_buffers_set:
                 child._buffers[name] = buffer.to(dtype)
+
+
+def _formatted(tensor: Tensor, form: torch.memory_format) -> Tensor:
+    return tensor.contiguous(memory_format=form) if FORMATS.get(tensor.dim()) is form else tensor
 
 
 def _cast(tree: Any, source: torch.dtype, target: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ from kpt_optimize.measure import synchronize
 from kpt_optimize.padding import advise
 from kpt_optimize.trial import first_run
 
+from .recipe import FORMATS
 from .report import Recommendation
 from .steps import FUSED, Situation, convolutions_of
 
@@ -54,9 +55,8 @@ def _of_parameters(situation: Situation) -> Iterator[Recommendation]:
             "kpt_optimize.padding.pad_model(model) pads linear layers; for others choose sizes that are multiples of "
             f"{awkward[0].multiple}",
         )
-    forms = {4: torch.channels_last, 5: torch.channels_last_3d}
     weights = [convolution.weight for convolution in convolutions_of(model)]
-    if strided := sum(not weight.is_contiguous(memory_format=forms[weight.dim()]) for weight in weights):
+    if strided := sum(not weight.is_contiguous(memory_format=FORMATS[weight.dim()]) for weight in weights):
         yield Recommendation(
             "store convolutions channels last",
             f"the weights of {strided} convolution(s) are channels first",

@@ -36,8 +36,7 @@ class StepOutcome:
         setting: what was set, such as the mode of `torch.compile`.
         status: `kept`, `rolled back` or `not tried`.
         reason: why, as a sentence with the figures that decided.
-        gain: seconds (or bytes, where the objective is memory) without it / with it, above 1 is better; None if it was
-            not measured.
+        gain: seconds (or bytes, for memory) without it / with it; None if it was not measured.
         error: of the model with it and the steps kept before, against the original; None if it was not compared.
         preparation_seconds: of making it and its first run, compilation included; None if it was not tried.
     """

@@ -16,7 +16,7 @@ from kpt_optimize.padding import advise
 from kpt_optimize.rewrite import LEVELS, check_max_error, check_objective, rewrites
 from kpt_optimize.trial import Example
 
-from .recipe import CAPTURING_MODES, Recipe
+from .recipe import CAPTURING_MODES, FORMATS, Recipe
 
 #: Optimisers whose update torch can run as one kernel.
 FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -36,8 +36,7 @@ class OptimizerConfig:
 
     Attributes:
         objective: `latency` (seconds of the sample) or `memory` (bytes of parameters and buffers; inference only).
-        max_error: error budget, as `max |after - before| / max |before|`. None gives that of the level, as
-            `kpt_core.optimize` does.
+        max_error: error budget, as `max |after - before| / max |before|`; None for that of the level.
         dtype: of `mixed_precision`, `torch.bfloat16` or `torch.float16`. Training in float16 scales the loss.
         compile_backend: handed to `torch.compile`. Modes are for `inductor`; another backend is called without one.
         seconds: about how long to time each step.
@@ -68,18 +67,8 @@ class OptimizerConfig:
 class Situation:
     """What a step may look at.
 
-    Attributes:
-        model: the original.
-        device: where it runs.
-        sample: the call that is measured; None if there is none.
-        level: how far the optimisation may go.
-        config: the user's choices.
-        training: whether the purpose is training.
-        optimizer: of the training, if given.
-        no_accelerator: why what only an accelerator has can't be tried on the device; None if it can.
-        capabilities: of the device.
-        peaks: of the device, if its vendor's data sheet is known.
-        recipe: the steps kept so far.
+    `no_accelerator` says why what only an accelerator has can't be tried, `peaks` are of the vendor's data sheet,
+    `recipe` has the steps kept so far.
     """
 
     model: nn.Module
@@ -97,16 +86,9 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One kind of change.
+    """One kind of change: its name, the lowest level that may try it, and how it changes a recipe.
 
-    Attributes:
-        name: what `OptimizerConfig.skip` and the report call it.
-        level: the lowest level that may try it.
-        lossless: the numerics class stays: same dtypes, another order of sums.
-        change: gives the recipes to try, or why there are none.
-        inference: whether it is for inference.
-        training: whether it is for training.
-        memory: whether it can make a model smaller.
+    A `lossless` one keeps the numerics class: same dtypes, another order of sums. `memory`: it makes models smaller.
     """
 
     name: str
@@ -119,16 +101,13 @@ class Step:
 
     def propose(self, situation: Situation) -> Proposal:
         """Return the recipes to try, or why there are none."""
-        config = situation.config
-        if self.name in config.skip:
+        if self.name in situation.config.skip:
             return "skipped, as the configuration says"
         if LEVELS.index(self.level) > LEVELS.index(situation.level):
             return f"belongs to level {self.level!r}; this is {situation.level!r}"
-        if config.objective == "memory" and not self.memory:
+        if situation.config.objective == "memory" and not self.memory:
             return "changes nothing of the objective 'memory'"
-        if situation.sample is None:
-            return "needs sample inputs to be measured on"
-        return self.change(situation)
+        return "needs sample inputs to be measured on" if situation.sample is None else self.change(situation)
 
 
 def _rewrites(situation: Situation) -> Proposal:
@@ -148,11 +127,11 @@ def _rewrites(situation: Situation) -> Proposal:
 
 
 def _channels_last(situation: Situation) -> Proposal:
-    convolutions = convolutions_of(situation.model)
-    for kind, form in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
-        if any(isinstance(module, kind) for module in convolutions):
-            return {_short(form): replace(situation.recipe, memory_format=form)}
-    return "the model has no Conv2d or Conv3d"
+    ranks = {convolution.weight.dim() for convolution in convolutions_of(situation.model)}
+    if not ranks:
+        return "the model has no Conv2d or Conv3d"
+    form = FORMATS[min(ranks)]
+    return {_short(form): replace(situation.recipe, memory_format=form)}
 
 
 def _padding(situation: Situation) -> Proposal:

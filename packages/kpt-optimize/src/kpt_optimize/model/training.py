@@ -40,14 +40,11 @@ class OptimizedTraining:
     report: OptimizationReport | None = None
 
     def step(self, inputs: object, loss: Loss | None = None) -> Tensor:
-        """Clear gradients, compute them, and apply them if there is an optimizer.
+        """Clear gradients, compute them, apply them if there is an optimizer, and return the loss, detached.
 
         Args:
             inputs: a tensor, a sequence of arguments or a mapping of keyword arguments for the model.
             loss: of the model's output, a scalar; None takes that of `optimize_for_training`.
-
-        Returns:
-            The loss, detached, of shape [].
         """
         return self.run(example_on(device_of(self.model), inputs), loss)[1].detach()
 
@@ -91,13 +88,9 @@ def default_loss(output: Any) -> Tensor:
 
 
 def optimizer_for(optimizer: Optimizer, source: nn.Module, target: nn.Module, *, fused: bool = False) -> Optimizer:
-    """Return the same optimiser, its options and state included, over the parameters of a copy of its model.
+    """Return a copy of the optimiser of a model, options and state included, for a copy of the model.
 
-    Args:
-        optimizer: of `source`; left as it is.
-        source: the model that the optimizer was made for.
-        target: its copy; parameters are matched by name.
-        fused: make it the fused one.
+    Parameters are matched by name; `fused` makes it the fused one.
 
     Raises:
         InputError: a parameter of the optimizer is not in the model, or has no namesake in its copy.

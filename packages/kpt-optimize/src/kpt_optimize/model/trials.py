@@ -1,92 +1,43 @@
-"""What a recipe must show before it is kept: its error, and what it gains."""
+"""The search for a recipe: each step is tried on top of those kept before, and must show its error and its gain."""
 
 import copy
 import math
+import statistics
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kpt_optimize.measure import interleaved_times, parameter_bytes, relative_error
-from kpt_optimize.trial import Example, Trial, UnsteadyError, budget_of, repeatable
+from kpt_optimize.trial import Example, UnsteadyError, attempt, budget_of, failed, repeatable, setback
 
-from .recipe import OptimizedModel, Recipe, prepare
-from .steps import Situation
-from .training import Loss, OptimizedTraining, optimizer_for, scaler_for
-
-Candidate = TypeVar("Candidate")
-
-
-class RecipeTrial(Trial[Candidate], Protocol[Candidate]):
-    """A trial whose candidates are made by recipes."""
-
-    def build(self, recipe: Recipe, *, inplace: bool = False) -> Candidate:
-        """Make a candidate, of weights of its own unless `inplace`."""
+from .recipe import Recipe, prepare
+from .report import KEPT, NOT_TRIED, ROLLED_BACK, OptimizationReport, OptimizationWarning, StepOutcome
+from .steps import STEPS, Situation
+from .training import Loss, OptimizedTraining, default_loss, optimizer_for, scaler_for
 
 
-class _SampleTrial:
-    """What trials on a sample share; without one nothing is run.
+class RecipeTrial:
+    """Candidates made by recipes; without a sample nothing is run.
+
+    For inference outputs are compared and a forward is timed. For training gradients and the optimiser's update are
+    compared too and a step is timed; dropout modules are off meanwhile, and if outputs still differ from run to run,
+    the model is measured in evaluation mode. The caller puts the model's flags back.
 
     Raises:
         InputError: the original does not run on the sample, or not twice the same.
     """
 
-    def __init__(self, situation: Situation) -> None:
-        self._situation = situation
-        self._model = situation.model
+    def __init__(self, situation: Situation, loss: Loss | None = None) -> None:
+        self._situation, self._model, self._loss = situation, situation.model, loss or default_loss
         self._sample = situation.sample or Example((), {})
         #: What the original gives.
         self._expected: Any = None
-
-    def budget(self, *, lossless: bool) -> float:
-        """Return the level's budget, at least what rounding explains where the numerics class stays."""
-        return budget_of(self._expected, self._situation.level, self._situation.config.max_error, lossless=lossless)
-
-    def _prepared(self, recipe: Recipe, *, inplace: bool) -> OptimizedModel:
-        training, backend = self._situation.training, self._situation.config.compile_backend
-        return prepare(self._model, recipe, self._sample, training=training, compile_backend=backend, inplace=inplace)
-
-
-class InferenceTrial(_SampleTrial):
-    """Candidates are compared by their outputs and timed by a forward; the model is in evaluation mode."""
-
-    def __init__(self, situation: Situation) -> None:
-        super().__init__(situation)
-        if situation.sample is not None:
-            original = self.build(Recipe())
-            self._expected = repeatable(lambda: self._sample(original), "sample")
-
-    def build(self, recipe: Recipe, *, inplace: bool = False) -> OptimizedModel:
-        """Make the model by a recipe; with nothing to convert the original's weights serve."""
-        return self._prepared(recipe, inplace=inplace or recipe == Recipe())
-
-    def error(self, candidate: OptimizedModel) -> float:
-        """Return that of its output, as `max |after - before| / max |before|`."""
-        return relative_error(self._sample(candidate), self._expected)
-
-    def times(self, before: OptimizedModel, after: OptimizedModel) -> Sequence[Sequence[float]]:
-        """Time a forward of each, in turn."""
-        runs = (lambda: self._sample(before), lambda: self._sample(after))
-        return interleaved_times(runs, self._situation.device, seconds=self._situation.config.seconds)
-
-    def bytes(self, candidate: OptimizedModel) -> int:
-        """Return the bytes of parameters and buffers."""
-        return parameter_bytes(candidate)
-
-
-class TrainingTrial(_SampleTrial):
-    """Candidates are compared by outputs, gradients and the optimiser's update, and timed by a training step.
-
-    Dropout modules are off meanwhile; if outputs still differ from run to run, the model is measured in evaluation
-    mode. The caller puts the model's flags back.
-    """
-
-    def __init__(self, situation: Situation, loss: Loss) -> None:
-        super().__init__(situation)
-        self._loss = loss
         if situation.sample is None:
             return
         for module in self._model.modules():
@@ -95,18 +46,22 @@ class TrainingTrial(_SampleTrial):
         try:
             self._run_original()
         except UnsteadyError:
+            if not self._model.training:
+                raise
             self._model.eval()
             self._run_original()
 
-    def build(self, recipe: Recipe, *, inplace: bool = False) -> OptimizedTraining:
-        """Make the training by a recipe."""
-        prepared, optimizer = self._prepared(recipe, inplace=inplace), self._situation.optimizer
-        if optimizer is not None and not (inplace and not recipe.fused):
-            optimizer = optimizer_for(optimizer, self._model, prepared.module, fused=recipe.fused)
-        return OptimizedTraining(prepared, optimizer, self._loss, scaler_for(prepared))
+    def build(self, recipe: Recipe) -> OptimizedTraining:
+        """Make the model by a recipe, and the optimiser of its parameters."""
+        situation, optimizer = self._situation, self._situation.optimizer
+        backend = situation.config.compile_backend
+        model = prepare(self._model, recipe, self._sample, training=situation.training, compile_backend=backend)
+        if optimizer is not None:
+            optimizer = optimizer_for(optimizer, self._model, model.module, fused=recipe.fused)
+        return OptimizedTraining(model, optimizer, self._loss, scaler_for(model))
 
     def error(self, candidate: OptimizedTraining) -> float:
-        """Return the largest of the output's, the gradient's and the update's.
+        """Return the largest of the output's and, for training, the gradient's and the update's.
 
         The output's is `max |after - before| / max |before|`; the gradient's, over all parameters at once, is
         `|after - before| / |before|` in the Euclidean norm; the update's likewise, for the same gradients, where the
@@ -122,12 +77,20 @@ class TrainingTrial(_SampleTrial):
             errors.append(max(unexplained, 0.0))
         return max(errors)
 
+    def budget(self, *, lossless: bool) -> float:
+        """Return the level's budget, at least what rounding explains where the numerics class stays."""
+        situation = self._situation
+        return budget_of(self._expected, situation.level, situation.config.max_error, lossless=lossless)
+
     def times(self, before: OptimizedTraining, after: OptimizedTraining) -> Sequence[Sequence[float]]:
-        """Time a training step of each, in turn; both are put back to where they were."""
-        scratch = [_with_scratch_optimizer(training) for training in (before, after)]
-        runs = [lambda training=training: training.run(self._sample) for training in scratch]
+        """Time each in turn; parameters and optimisers are put back to where they were."""
+        device, seconds, sample = self._situation.device, self._situation.config.seconds, self._sample
+        if not self._situation.training:
+            return interleaved_times((lambda: sample(before.model), lambda: sample(after.model)), device, seconds)
+        scratch = [_scratch(training) for training in (before, after)]
+        runs = [lambda training=training: training.run(sample) for training in scratch]
         with _restored(before.model, after.model):
-            return interleaved_times(runs, self._situation.device, seconds=self._situation.config.seconds)
+            return interleaved_times(runs, device, seconds)
 
     def bytes(self, candidate: OptimizedTraining) -> int:
         """Return the bytes of parameters and buffers."""
@@ -139,6 +102,8 @@ class TrainingTrial(_SampleTrial):
 
     def _probe(self, candidate: OptimizedTraining) -> tuple[Any, dict[str, Tensor]]:
         """Return output and gradients; a loss scaled too much for float16 is scaled by half, as in training."""
+        if not self._situation.training:
+            return self._sample(candidate.model), {}
         while True:
             with _restored(candidate.model):
                 output, _ = candidate.run(self._sample, update=False)
@@ -151,7 +116,7 @@ class TrainingTrial(_SampleTrial):
 
     def _update(self, candidate: OptimizedTraining) -> dict[str, Tensor]:
         """Return how one update by the original's gradients moves the parameters."""
-        training, gradients = _with_scratch_optimizer(candidate), self._expected[1]
+        training, gradients = _scratch(candidate), self._expected[1]
         named = dict(training.model.module.named_parameters())
         assert training.optimizer is not None
         with _restored(training.model):
@@ -175,11 +140,11 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(tensor.detach().double().square().sum().item() for tensor in tensors))
 
 
-def _with_scratch_optimizer(training: OptimizedTraining) -> OptimizedTraining:
+def _scratch(training: OptimizedTraining) -> OptimizedTraining:
     """Return the same training with an optimiser and a scaler that leave the real ones' state alone."""
-    own = {id(parameter): parameter for parameter in training.model.parameters()}
-    optimizer = copy.deepcopy(training.optimizer, dict[int, Any](own))
-    return replace(training, optimizer=optimizer, scaler=scaler_for(training.model, training.scaler.get_scale()))
+    own: dict[int, Any] = {id(parameter): parameter for parameter in training.model.parameters()}
+    scaler = scaler_for(training.model, training.scaler.get_scale())
+    return replace(training, optimizer=copy.deepcopy(training.optimizer, own), scaler=scaler)
 
 
 @contextmanager
@@ -194,3 +159,54 @@ def _restored(*modules: nn.Module) -> Iterator[None]:
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
                 tensor.grad = None
+
+
+def search(trial: RecipeTrial, situation: Situation) -> tuple[OptimizedTraining, OptimizationReport]:
+    """Try every step on top of those kept before; where the result is slower than the original, that is the result."""
+    objective, outcomes, lossless = situation.config.objective, list[StepOutcome](), True
+    original = best = trial.build(Recipe())
+    for step in [step for step in STEPS if (step.training if situation.training else step.inference)]:
+        try:
+            proposal = step.propose(situation)
+        except Exception as failure:
+            outcomes.append(StepOutcome(step.name, "", ROLLED_BACK, _warned(step.name, failed(failure))))
+            continue
+        if isinstance(proposal, str):
+            outcomes.append(StepOutcome(step.name, "", NOT_TRIED, proposal))
+            continue
+        for setting, recipe in proposal.items():
+            build = partial(trial.build, recipe)
+            verdict, best = attempt(trial, build, best, objective, lossless=lossless and step.lossless)
+            if verdict.failed:
+                _warned(step.name, verdict.reason)
+            status, figures = ROLLED_BACK, (verdict.reason, verdict.gain, verdict.error, verdict.seconds)
+            if verdict.kept:
+                status, better = KEPT, f", but {setting} is better"
+                outcomes = [_back(o, o.reason + better) if o.step == step.name else o for o in outcomes]
+                situation, lossless = replace(situation, recipe=recipe), lossless and step.lossless
+            outcomes.append(StepOutcome(step.name, setting, status, *figures))
+    recipe, sizes = situation.recipe, (trial.bytes(original), trial.bytes(best))
+    seconds: tuple[float | None, float | None] = None, None
+    if situation.sample is not None:
+        before, after = trial.times(original, best)
+        if best is original:
+            after = before  # their difference is noise
+        elif (reason := setback((before, after), sizes, objective, "steps")) is not None:
+            outcomes = [_back(outcome, reason) for outcome in outcomes]
+            best, recipe, after, sizes = original, Recipe(), before, (sizes[0], sizes[0])
+        seconds = statistics.median(before), statistics.median(after)
+    about = type(situation.model).__name__, "training" if situation.training else "inference", situation.level
+    error = None if situation.sample is None else trial.error(best)
+    kept = tuple(outcomes), recipe.plan, ()
+    return best, OptimizationReport(*about, objective, str(situation.device), *kept, *seconds, *sizes, error)
+
+
+def _warned(step: str, reason: str) -> str:
+    """Tell of a step that raised at once: it may be a fault of this machine."""
+    warnings.warn(f"step {step!r} was rolled back: {reason}", OptimizationWarning, stacklevel=3)
+    return reason
+
+
+def _back(outcome: StepOutcome, reason: str) -> StepOutcome:
+    """Roll a step back that was kept."""
+    return replace(outcome, status=ROLLED_BACK, reason=reason) if outcome.status == KEPT else outcome
