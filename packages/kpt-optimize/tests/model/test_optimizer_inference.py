@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, relative, sample
+from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, only, relative, sample
 from torch import Tensor, nn
 
 import kpt_core
@@ -17,12 +17,6 @@ from kpt_optimize.model import ModelOptimizer, OptimizationReport, OptimizationW
 from kpt_optimize.model.steps import STEPS
 
 NAMES = {step.name for step in STEPS if step.inference}
-
-
-def only(*steps: str, **options: Any) -> OptimizerConfig:
-    """A configuration that tries these steps alone."""
-    skip = frozenset(step.name for step in STEPS) - set(steps)
-    return OptimizerConfig(skip=skip, seconds=0.05, **{"compile_backend": "eager", **options})
 
 
 def outcome(report: OptimizationReport | None, step: str) -> Any:

@@ -6,21 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, relative, sample
+from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, only, relative, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from kpt_optimize.model import ModelOptimizer, OptimizationWarning, OptimizerConfig
-from kpt_optimize.model.steps import STEPS
+from kpt_optimize.model import ModelOptimizer, OptimizationWarning
 from kpt_optimize.model.training import optimizer_for
-
-
-def only(*steps: str, **options: Any) -> OptimizerConfig:
-    """A configuration that tries these steps alone."""
-    skip = frozenset(step.name for step in STEPS) - set(steps)
-    return OptimizerConfig(skip=skip, seconds=0.05, **{"compile_backend": "eager", **options})
 
 
 def status(found: Any, step: str) -> tuple[str, str]:

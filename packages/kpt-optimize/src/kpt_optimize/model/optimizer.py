@@ -26,12 +26,7 @@ from .trials import RecipeTrial, search
 
 @dataclass(frozen=True, slots=True)
 class OptimizedInference:
-    """A model for inference, and how it came about.
-
-    Attributes:
-        model: in evaluation mode, and without gradients. Its module, with the usual parameters, is `model.module`.
-        report: what was tried, kept, gained and lost.
-    """
+    """A model in evaluation mode, without gradients, and how it came about; `model.module` has the usual parameters."""
 
     model: OptimizedModel
     report: OptimizationReport
@@ -148,10 +143,7 @@ class ModelOptimizer:
     ) -> tuple[Recommendation, ...]:
         """Say what may be done for speed, and which figure of the model tells so. Nothing is changed.
 
-        Args:
-            model: looked at; with sample inputs it runs three times, in evaluation mode.
-            sample_inputs: see `optimize_for_inference`; without them nothing is said of what depends on a forward.
-            optimizer: of the model's training.
+        With sample inputs the model runs three times, in evaluation mode, to count what a forward does.
 
         Raises:
             InputError: no model, or it does not run on the sample.

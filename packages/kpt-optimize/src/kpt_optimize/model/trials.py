@@ -185,20 +185,33 @@ def search(trial: RecipeTrial, situation: Situation) -> tuple[OptimizedTraining,
                 outcomes = [_back(o, o.reason + better) if o.step == step.name else o for o in outcomes]
                 situation, lossless = replace(situation, recipe=recipe), lossless and step.lossless
             outcomes.append(StepOutcome(step.name, setting, status, *figures))
-    recipe, sizes = situation.recipe, (trial.bytes(original), trial.bytes(best))
-    seconds: tuple[float | None, float | None] = None, None
+    seconds_before = seconds_after = error = None
     if situation.sample is not None:
         before, after = trial.times(original, best)
-        if best is original:
-            after = before  # their difference is noise
-        elif (reason := setback((before, after), sizes, objective, "steps")) is not None:
+        reason = setback((before, after), (trial.bytes(original), trial.bytes(best)), objective, "steps")
+        if best is not original and reason is not None:
             outcomes = [_back(outcome, reason) for outcome in outcomes]
-            best, recipe, after, sizes = original, Recipe(), before, (sizes[0], sizes[0])
-        seconds = statistics.median(before), statistics.median(after)
-    about = type(situation.model).__name__, "training" if situation.training else "inference", situation.level
-    error = None if situation.sample is None else trial.error(best)
-    kept = tuple(outcomes), recipe.plan, ()
-    return best, OptimizationReport(*about, objective, str(situation.device), *kept, *seconds, *sizes, error)
+            best, situation = original, replace(situation, recipe=Recipe())
+        # Two of one kind differ by noise alone.
+        seconds_before = statistics.median(before)
+        seconds_after = seconds_before if best is original else statistics.median(after)
+        error = trial.error(best)
+    report = OptimizationReport(
+        model=type(situation.model).__name__,
+        purpose="training" if situation.training else "inference",
+        level=situation.level,
+        objective=objective,
+        device=str(situation.device),
+        outcomes=tuple(outcomes),
+        plan=situation.recipe.plan,
+        recommendations=(),
+        seconds_before=seconds_before,
+        seconds_after=seconds_after,
+        bytes_before=trial.bytes(original),
+        bytes_after=trial.bytes(best),
+        error=error,
+    )
+    return best, report
 
 
 def _warned(step: str, reason: str) -> str:
