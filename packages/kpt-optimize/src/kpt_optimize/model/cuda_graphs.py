@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from kpt_core.errors import InputError
 from kpt_optimize.trial import Example
@@ -30,13 +30,13 @@ def capture(function: Callable[..., Any], sample: Example, *, training: bool) ->
         RuntimeError: from the driver, where the function does what can't be captured.
     """
     flat, mode, warned = _Flat(function, sample), getattr(function, "training", None), set[str]()
-    captured = _form_of(flat.leaves, flat.spec)
-    devices = {tensor.device for tensor in _tensors(flat.leaves)}
+    captured, captured_text = _form_of(flat.inputs), _shown(flat.inputs)
+    devices = {tensor.device for tensor in _tensors(flat.inputs)}
     if len(devices) != 1 or any(device.type in ("cpu", "meta") for device in devices):
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise InputError(f"a CUDA graph takes tensors on one accelerator; got {found}: move them there")
     # The tensors that torch is given become the fixed places.
-    places = [t.detach().clone().requires_grad_(training and t.requires_grad) for t in _tensors(flat.leaves)]
+    places = [t.detach().clone().requires_grad_(training and t.requires_grad) for t in _tensors(flat.inputs)]
     of = torch.get_device_module(device := devices.pop())
     with of.device(device), nullcontext() if training else torch.no_grad():
         # Only of a module does torch capture gradients of the parameters.
@@ -44,16 +44,15 @@ def capture(function: Callable[..., Any], sample: Example, *, training: bool) ->
         graphed = make(flat if training else flat.forward, tuple(places), allow_unused_input=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        form = _form_of(leaves, spec)
+        form = _form_of((args, kwargs))
         if form == captured and getattr(function, "training", None) is mode:
-            results = graphed(*_tensors(leaves))
-            return flat.output(results if training else [result.clone() for result in results])
-        if form != captured and (given := _shown(*form)) not in warned:
+            results = graphed(*_tensors((args, kwargs)))
+            return _filled(flat.results, results if training else [result.clone() for result in results])
+        if form != captured and (given := _shown((args, kwargs))) not in warned:
             warned.add(given)
             warnings.warn(
                 f"the CUDA graph is not replayed, the call runs uncaptured: it is of {given}, captured was "
-                f"{_shown(*captured)}; pad the inputs to the captured form, or optimise with a sample of this one",
+                f"{captured_text}; pad the inputs to the captured form, or optimise with a sample of this one",
                 OptimizationWarning,
                 stacklevel=2,
             )
@@ -68,38 +67,37 @@ class _Flat(nn.Module):
     def __init__(self, function: Callable[..., Any], sample: Example) -> None:
         super().__init__()
         self.function = function
-        self.leaves, self.spec = tree_flatten((sample.args, dict(sample.kwargs)))
-        self._results: tuple[list[Any], TreeSpec]
+        self.inputs = sample.args, dict(sample.kwargs)
+        self.results: Any = None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = _filled(self.leaves, self.spec, tensors)
-        leaves, spec = tree_flatten(self.function(*args, **kwargs))
+        args, kwargs = _filled(self.inputs, tensors)
+        results = self.function(*args, **kwargs)
         # What is not a tensor comes back as it was; tensors aren't held.
-        self._results = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        return tuple(_tensors(leaves))
-
-    def output(self, tensors: Iterable[Tensor]) -> Any:
-        """Return the function's result with these tensors."""
-        return _filled(*self._results, tensors)
+        self.results = tree_map_only(Tensor, lambda _: torch.empty(0), results)
+        return tuple(_tensors(results))
 
 
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _filled(leaves: list[Any], spec: TreeSpec, tensors: Iterable[Tensor]) -> Any:
+def _filled(tree: Any, tensors: Iterable[Tensor]) -> Any:
     """Return the tree with other tensors in the places of its own."""
     others = iter(tensors)
-    return tree_unflatten([next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return tree_map_only(Tensor, lambda _: next(others), tree)
 
 
-def _form_of(leaves: list[Any], spec: TreeSpec) -> tuple[TreeSpec, list[Any]]:
+def _form_of(tree: Any) -> tuple[TreeSpec, list[Any]]:
     """Return what must be the same in every call of a graph."""
+    leaves, spec = tree_flatten(tree)
     return spec, [(t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else t for t in leaves]
 
 
-def _shown(spec: TreeSpec, leaves: list[Any]) -> str:
-    def text(shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> str:
-        return f"{dtype} {list(shape)} on {device}{' with gradient' if requires_grad else ''}"
+def _shown(tree: Any) -> str:
+    def text(leaf: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        return f"{leaf.dtype} {list(leaf.shape)} on {leaf.device}{' with gradient' if leaf.requires_grad else ''}"
 
-    return str(tree_unflatten([text(*leaf) if isinstance(leaf, tuple) else repr(leaf) for leaf in leaves], spec))
+    return str(tree_map(text, tree))

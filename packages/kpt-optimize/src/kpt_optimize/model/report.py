@@ -74,7 +74,7 @@ class OptimizationReport:
 
     @property
     def kept(self) -> tuple[StepOutcome, ...]:
-        """The steps in force."""
+        """Return the steps in force."""
         return tuple(outcome for outcome in self.outcomes if outcome.status == KEPT)
 
     def as_dict(self) -> dict[str, Any]:

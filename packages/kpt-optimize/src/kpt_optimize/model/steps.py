@@ -119,10 +119,9 @@ def _rewrites(situation: Situation) -> Proposal:
     level = "conservative" if situation.training else situation.level
     inputs = sample.kwargs or sample.args
     plan = optimize(model, level, config.objective, example_inputs=inputs, max_error=config.max_error).plan
-    if not plan.entries:
-        return "no rewrite that this level allows applies to this model"
     if not plan.kept:
-        return f"optimize kept none of {len(plan.entries)} rewrites it tried: {plan.entries[0].reason}"
+        reason = plan.entries[0].reason if plan.entries else "this level allows none that applies"
+        return f"optimize kept none of {len(plan.entries)} rewrites it tried: {reason}"
     return {f"{len(plan.kept)} modules": replace(situation.recipe, plan=plan)}
 
 

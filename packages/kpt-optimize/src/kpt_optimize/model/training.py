@@ -95,17 +95,15 @@ def optimizer_for(optimizer: Optimizer, source: nn.Module, target: nn.Module, *,
     Raises:
         InputError: a parameter of the optimizer is not in the model, or has no namesake in its copy.
     """
-    names = {id(parameter): name for name, parameter in source.named_parameters()}
     parameters = dict(target.named_parameters())
+    matched: dict[int, Any] = {id(p): parameters[name] for name, p in source.named_parameters() if name in parameters}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    matched: dict[int, Any] = {}
     for parameter in given:
-        if (name := names.get(id(parameter))) not in parameters:
+        if id(parameter) not in matched:
             raise InputError(
                 f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: make it "
                 "from model.parameters()"
             )
-        matched[id(parameter)] = parameters[name]
     moved = any(parameter.device != matched[id(parameter)].device for parameter in given)
     new: Any = copy.deepcopy(optimizer, matched)
     if fused:
