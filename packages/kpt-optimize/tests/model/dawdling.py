@@ -1,11 +1,14 @@
 """A model that dawdles by a clock that only moves when told: what ends that gains for certain."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clock import Clock
+from kpt_optimize.model import OptimizerConfig
+from kpt_optimize.model.steps import STEPS
 
 
 class Dawdling(nn.Module):
@@ -45,6 +48,12 @@ def in_float32(module: nn.Module, x: Tensor) -> bool:
 def not_in_float32(module: nn.Module, x: Tensor) -> bool:
     """Slow in reduced precision."""
     return not in_float32(module, x)
+
+
+def only(*steps: str, **options: Any) -> OptimizerConfig:
+    """A configuration that tries these steps alone."""
+    skip = frozenset(step.name for step in STEPS) - set(steps)
+    return OptimizerConfig(skip=skip, seconds=0.05, **{"compile_backend": "eager", **options})
 
 
 def sample(seed: int = 1, width: int = 24) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from kpt_core import InputError
 from kpt_optimize import Example
-from kpt_optimize.model import OptimizationWarning, Recipe, capture, prepare
+from kpt_optimize.model import OptimizationWarning
+from kpt_optimize.model.cuda_graphs import capture
+from kpt_optimize.model.recipe import Recipe, prepare
 
 
 class OnCuda(Tensor):

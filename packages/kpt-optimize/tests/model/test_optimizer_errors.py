@@ -9,7 +9,8 @@ from dawdling import sample
 from torch import Tensor, nn
 
 from kpt_core import InputError, UnknownNameError
-from kpt_optimize.model import ModelOptimizer, OptimizationWarning, OptimizerConfig, search
+from kpt_optimize.model import ModelOptimizer, OptimizationWarning, OptimizerConfig
+from kpt_optimize.model.steps import STEPS
 
 METHODS = ("optimize_for_inference", "optimize_for_training", "recommend")
 
@@ -97,8 +98,8 @@ def test_a_step_that_fails_while_it_is_proposed_is_rolled_back_and_said(monkeypa
     def fail(situation: Any) -> str:
         raise RuntimeError("no such luck")
 
-    steps = tuple(replace(step, propose=fail) if step.name == "mixed_precision" else step for step in search.STEPS)
-    monkeypatch.setattr(search, "STEPS", steps)
+    steps = tuple(replace(step, change=fail) if step.name == "mixed_precision" else step for step in STEPS)
+    monkeypatch.setattr("kpt_optimize.model.trials.STEPS", steps)
     skipped = frozenset(step.name for step in steps) - {"mixed_precision"}
     optimizer = ModelOptimizer("balanced", config=OptimizerConfig(skip=skipped))
     with pytest.warns(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, relative, sample
+from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, only, relative, sample
 from torch import Tensor, nn
 
 import kpt_core
@@ -17,12 +17,6 @@ from kpt_optimize.model import ModelOptimizer, OptimizationReport, OptimizationW
 from kpt_optimize.model.steps import STEPS
 
 NAMES = {step.name for step in STEPS if step.inference}
-
-
-def only(*steps: str, **options: Any) -> OptimizerConfig:
-    """A configuration that tries these steps alone."""
-    skip = frozenset(step.name for step in STEPS) - set(steps)
-    return OptimizerConfig(skip=skip, seconds=0.05, **{"compile_backend": "eager", **options})
 
 
 def outcome(report: OptimizationReport | None, step: str) -> Any:
@@ -144,20 +138,6 @@ def test_the_original_stays_as_it_is(clock: Clock, training: bool) -> None:
     assert dict(model.named_modules()) == modules
     assert all(module.training is training for module in model.modules())
     assert not {id(p) for p in found.model.parameters()} & {id(p) for p in model.parameters()}
-
-
-def test_in_place_converts_the_model_itself(clock: Clock) -> None:
-    model = Dawdling(clock, in_float32)
-    found = ModelOptimizer(config=only("mixed_precision")).optimize_for_inference(model, sample(), inplace=True)
-    assert found.model.module is model
-    assert model.first.weight.dtype is torch.bfloat16
-
-
-def test_in_place_leaves_a_model_as_it_was_when_the_sample_fails(clock: Clock) -> None:
-    model = Dawdling(clock, never).train()
-    with pytest.raises(kpt_core.InputError, match="does not run on the sample inputs"):
-        ModelOptimizer().optimize_for_inference(model, sample(width=3), inplace=True)
-    assert all(module.training for module in model.modules())
 
 
 def test_a_compiled_model_runs_what_the_compiler_made(clock: Clock) -> None:

@@ -2,21 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from kpt_optimize import Example
-from kpt_optimize.model import OptimizationWarning, OptimizedModel, OptimizerConfig, Recipe
-from kpt_optimize.model.search import search
+from kpt_optimize.model import OptimizationWarning, OptimizedModel, OptimizerConfig
+from kpt_optimize.model.recipe import Recipe
 from kpt_optimize.model.steps import STEPS, Situation
+from kpt_optimize.model.trials import search
 
 
 def situation(level: str = "aggressive", device: str = "cuda", **changes: object) -> Situation:
     found = Situation(
-        nn.Sequential(nn.Linear(8, 8)), Recipe(), torch.device(device), Example((torch.ones(2, 8),), {}), False, level,
-        OptimizerConfig(),
+        model=nn.Sequential(nn.Linear(8, 8)), device=torch.device(device), sample=Example((torch.ones(2, 8),), {}),
+        level=level, config=OptimizerConfig(),
     )  # fmt: skip
     if device == "cuda":
         changes = {"no_accelerator": None, "capabilities": frozenset({"tf32"})} | changes
@@ -92,7 +94,7 @@ class FakeTrial:
     errors: dict[Recipe, float] = field(default_factory=dict)
     failing: frozenset[Recipe] = frozenset()
 
-    def build(self, recipe: Recipe, *, inplace: bool = False) -> Recipe:
+    def build(self, recipe: Recipe) -> Recipe:
         if recipe in self.failing:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return recipe
@@ -116,10 +118,10 @@ TUNED = replace(HALF, compile_mode="max-autotune")
 GRAPH = replace(HALF, cuda_graph=True)
 
 
-def tried(trial: FakeTrial) -> tuple[Recipe, dict[str, str]]:
+def tried(trial: FakeTrial) -> tuple[Any, dict[str, str]]:
     of = situation(config=OptimizerConfig(skip=frozenset({"tf32", "rewrites"})))
-    result = search(trial, of)
-    return result.recipe, {f"{o.step} {o.setting}".strip(): f"{o.status}: {o.reason}" for o in result.outcomes}
+    recipe, report = search(trial, of)  # type: ignore[arg-type]
+    return recipe, {f"{o.step} {o.setting}".strip(): f"{o.status}: {o.reason}" for o in report.outcomes}
 
 
 def test_simulated_steps_build_on_each_other_and_the_best_mode_stays() -> None:

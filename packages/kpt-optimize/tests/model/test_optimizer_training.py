@@ -6,21 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, relative, sample
+from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32, only, relative, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from kpt_optimize.model import ModelOptimizer, OptimizationWarning, OptimizerConfig
-from kpt_optimize.model.steps import STEPS
+from kpt_optimize.model import ModelOptimizer, OptimizationWarning
 from kpt_optimize.model.training import optimizer_for
-
-
-def only(*steps: str, **options: Any) -> OptimizerConfig:
-    """A configuration that tries these steps alone."""
-    skip = frozenset(step.name for step in STEPS) - set(steps)
-    return OptimizerConfig(skip=skip, seconds=0.05, **{"compile_backend": "eager", **options})
 
 
 def status(found: Any, step: str) -> tuple[str, str]:
@@ -238,22 +231,6 @@ def test_the_output_s_own_loss_is_taken(clock: Clock) -> None:
     losses = [found.step(call).item() for _ in range(5)]
     assert losses[0] == pytest.approx(F.cross_entropy(Dawdling.forward(model, sample()), torch.arange(8)).item())
     assert losses[-1] < losses[0]
-
-
-def test_in_place_trains_the_model_and_the_optimizer_that_were_given(clock: Clock) -> None:
-    model = quiet(Dawdling(clock, in_float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    start = model.first.weight.detach().clone()
-    found = ModelOptimizer(config=only("mixed_precision")).optimize_for_training(
-        model, sample(), square, optimizer, inplace=True
-    )
-    assert found.report is not None
-    assert found.report.kept
-    assert found.model.module is model
-    assert found.optimizer is optimizer
-    assert torch.equal(model.first.weight, start)
-    found.step(sample())
-    assert not torch.equal(model.first.weight, start)
 
 
 def test_the_loss_of_a_step_may_be_another(clock: Clock) -> None:

@@ -1,66 +1,58 @@
-"""Functions whose GPU work is captured once and replayed: a call costs one launch instead of one per kernel.
+"""CUDA graphs by `torch.cuda.make_graphed_callables`: a call costs one launch instead of one per kernel.
 
-A CUDA graph replays the very kernels on the very addresses that it saw, so a call of another form (shapes, dtypes,
-devices, plain values) runs uncaptured, with a warning.
-
-Source: `torch.cuda.make_graphed_callables`. Not run on a GPU by the tests of this package, which have none: they check
-the copies and the form with that function simulated.
+A graph replays the very kernels on the very addresses that it saw, so a call of another form (shapes, dtypes, devices,
+plain values) runs uncaptured, with a warning. The tests of this package have no GPU: they simulate torch's function.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from kpt_core.errors import InputError
 from kpt_optimize.trial import Example
 
-from .config import OptimizationWarning
+from .report import OptimizationWarning
 
 
 def capture(function: Callable[..., Any], sample: Example, *, training: bool) -> Callable[..., Any]:
     """Capture a forward and, for training, its backward.
 
-    For inference later calls leave earlier results alone. For training results live in fixed places, which the next
-    call overwrites: use an output before the next forward.
-
-    Args:
-        function: reads no tensor's value on the host, and allocates the same each time. For training a module, whose
-            other mode runs uncaptured.
-        sample: at least one tensor on an accelerator, and none elsewhere; for training each with the `requires_grad`
-            of real calls. Plain values are part of the graph, and of its form.
-        training: whether to capture the backward too.
+    For inference later calls leave earlier results alone. For training the function is a module, whose other mode runs
+    uncaptured, and results live in fixed places, which the next call overwrites: use them before the next forward.
 
     Raises:
-        InputError: a tensor of the sample is not on the accelerator, or there is none.
+        InputError: the sample's tensors are elsewhere, or there are none.
         RuntimeError: from the driver, where the function does what can't be captured.
     """
-    device, mode = _device_of(sample), getattr(function, "training", None)
-    captured, warned, flat = _form(sample.args, dict(sample.kwargs)), set[str](), _Flat(function, sample)
+    flat, mode, warned = _Flat(function, sample), getattr(function, "training", None), set[str]()
+    captured, captured_text = _form_of(flat.inputs), _shown(flat.inputs)
+    devices = {tensor.device for tensor in _tensors(flat.inputs)}
+    if len(devices) != 1 or any(device.type in ("cpu", "meta") for device in devices):
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise InputError(f"a CUDA graph takes tensors on one accelerator; got {found}: move them there")
     # The tensors that torch is given become the fixed places.
-    places = [t.detach().clone().requires_grad_(training and t.requires_grad) for t in _tensors(flat.leaves)]
-    of = torch.get_device_module(device)
+    places = [t.detach().clone().requires_grad_(training and t.requires_grad) for t in _tensors(flat.inputs)]
+    of = torch.get_device_module(device := devices.pop())
     with of.device(device), nullcontext() if training else torch.no_grad():
-        # Without the parameters of the module torch captures no gradients of them.
-        graphed: Any = of.make_graphed_callables(
-            flat if training else flat.forward, tuple(places), allow_unused_input=True
-        )
+        # Only of a module does torch capture gradients of the parameters.
+        make: Any = of.make_graphed_callables
+        graphed = make(flat if training else flat.forward, tuple(places), allow_unused_input=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        form = _form(args, kwargs)
+        form = _form_of((args, kwargs))
         if form == captured and getattr(function, "training", None) is mode:
-            results = graphed(*_tensors(tree_leaves((args, kwargs))))
-            return flat.output(results if training else [result.clone() for result in results])
-        given = _shown(form)
-        if form != captured and given not in warned:
+            results = graphed(*_tensors((args, kwargs)))
+            return _filled(flat.results, results if training else [result.clone() for result in results])
+        if form != captured and (given := _shown((args, kwargs))) not in warned:
             warned.add(given)
             warnings.warn(
                 f"the CUDA graph is not replayed, the call runs uncaptured: it is of {given}, captured was "
-                f"{_shown(captured)}; pad the inputs to the captured form, or optimise with a sample of this one",
+                f"{captured_text}; pad the inputs to the captured form, or optimise with a sample of this one",
                 OptimizationWarning,
                 stacklevel=2,
             )
@@ -75,56 +67,37 @@ class _Flat(nn.Module):
     def __init__(self, function: Callable[..., Any], sample: Example) -> None:
         super().__init__()
         self.function = function
-        self.leaves, self._spec = tree_flatten((sample.args, dict(sample.kwargs)))
-        self._results: list[Any] = []
-        self._results_spec: TreeSpec | None = None
+        self.inputs = sample.args, dict(sample.kwargs)
+        self.results: Any = None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = tree_unflatten(_filled(self.leaves, tensors), self._spec)
-        results, self._results_spec = tree_flatten(self.function(*args, **kwargs))
-        self._results = [torch.empty(0) if isinstance(result, Tensor) else result for result in results]
+        args, kwargs = _filled(self.inputs, tensors)
+        results = self.function(*args, **kwargs)
+        # What is not a tensor comes back as it was; tensors aren't held.
+        self.results = tree_map_only(Tensor, lambda _: torch.empty(0), results)
         return tuple(_tensors(results))
 
-    def output(self, tensors: Any) -> Any:
-        """The function's result with these tensors."""
-        assert self._results_spec is not None
-        return tree_unflatten(_filled(self._results, tensors), self._results_spec)
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _filled(leaves: list[Any], tensors: Any) -> list[Any]:
-    """Leaves with other tensors in the places of theirs."""
+def _filled(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return the tree with other tensors in the places of its own."""
     others = iter(tensors)
-    return [next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tree_map_only(Tensor, lambda _: next(others), tree)
 
 
-def _device_of(sample: Example) -> torch.device:
-    """Return the accelerator of the sample's tensors."""
-    devices = {tensor.device for tensor in _tensors(tree_leaves((sample.args, dict(sample.kwargs))))}
-    if len(devices) != 1 or any(device.type in ("cpu", "meta") for device in devices):
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise InputError(f"a CUDA graph takes tensors on one accelerator; got {found}: move them there")
-    return devices.pop()
+def _form_of(tree: Any) -> tuple[TreeSpec, list[Any]]:
+    """Return what must be the same in every call of a graph."""
+    leaves, spec = tree_flatten(tree)
+    return spec, [(t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else t for t in leaves]
 
 
-def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TreeSpec, list[Any]]:
-    """What must be the same in every call of a graph: the nesting, what tensors are like, and the other values."""
-    leaves, spec = tree_flatten((args, kwargs))
-    described = [
-        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    return spec, described
-
-
-def _shown(form: tuple[TreeSpec, list[Any]]) -> str:
+def _shown(tree: Any) -> str:
     def text(leaf: Any) -> str:
-        if not isinstance(leaf, tuple):
+        if not isinstance(leaf, Tensor):
             return repr(leaf)
-        shape, dtype, device, requires_grad = leaf
-        return f"{dtype} {list(shape)} on {device}{' with gradient' if requires_grad else ''}"
+        return f"{leaf.dtype} {list(leaf.shape)} on {leaf.device}{' with gradient' if leaf.requires_grad else ''}"
 
-    return str(tree_unflatten([text(leaf) for leaf in form[1]], form[0]))
+    return str(tree_map(text, tree))

@@ -1,14 +1,30 @@
-"""What an optimisation did, and why."""
+"""The report of an optimisation: what was kept, rolled back or not tried, and why."""
 
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kpt_core.errors import KptWarning
 from kpt_optimize.plan import Plan, table
 
-from .recommendations import Recommendation
-
 KEPT, ROLLED_BACK, NOT_TRIED = "kept", "rolled back", "not tried"
+
+
+class OptimizationWarning(KptWarning):
+    """A step of an optimisation failed and was rolled back, or nothing could be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """One thing that the model's owner may do: `why` has the figure that led to it, `effect` what to expect."""
+
+    what: str
+    why: str
+    effect: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}; {self.effect}. {self.how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +36,9 @@ class StepOutcome:
         setting: what was set, such as the mode of `torch.compile`.
         status: `kept`, `rolled back` or `not tried`.
         reason: why, as a sentence with the figures that decided.
-        gain: seconds (or bytes, where the objective is memory) without it / with it, above 1 is better; None if it was
-            not measured.
+        gain: seconds (or bytes, for memory) without it / with it; None if it was not measured.
         error: of the model with it and the steps kept before, against the original; None if it was not compared.
-        preparation_seconds: what making it and its first run took, compilation included; None if it was not tried.
+        preparation_seconds: of making it and its first run, compilation included; None if it was not tried.
     """
 
     step: str
@@ -37,23 +52,10 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class OptimizationReport:
-    """Every step, and the effect of the kept ones together.
+    """Every step in the order of trial, and the effect of the kept ones together.
 
-    Attributes:
-        model: class name of the model.
-        purpose: `inference` or `training`.
-        level: `conservative`, `balanced` or `aggressive`.
-        objective: `latency` or `memory`.
-        device: where it was measured.
-        outcomes: of the steps, in the order of trial.
-        plan: what `kpt_core.optimize` said of the module rewrites, if it was asked.
-        recommendations: what the model's owner may do beyond.
-        seconds_before: median seconds of the original on the sample (a forward, or a training step); None if nothing
-            was measured.
-        seconds_after: the same with the kept steps.
-        bytes_before: parameters and buffers of the original.
-        bytes_after: the same with the kept steps.
-        error: of the result against the original, on the sample; None if nothing was measured.
+    `seconds_*` are medians of a forward or a training step on the sample, `bytes_*` are parameters and buffers, `plan`
+    is of the module rewrites, if any applied. Without sample inputs seconds and error are None.
     """
 
     model: str
@@ -72,11 +74,11 @@ class OptimizationReport:
 
     @property
     def kept(self) -> tuple[StepOutcome, ...]:
-        """The steps in force."""
+        """Return the steps in force."""
         return tuple(outcome for outcome in self.outcomes if outcome.status == KEPT)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no infinity: an infinite error is None."""
+        """Return what JSON can hold, which knows no infinity: an infinite error is None."""
         data = asdict(self)
         for part in (data, *data["outcomes"]):
             part["error"] = None if part["error"] is None or math.isinf(part["error"]) else part["error"]
@@ -84,23 +86,19 @@ class OptimizationReport:
         return data
 
     def __str__(self) -> str:
-        head = ("step", "setting", "", "gain", "error", "reason")
         rows = [
             (o.step, o.setting, o.status, _shown(o.gain, ".2f", "x"), _shown(o.error, ".1e"), o.reason)
             for o in self.outcomes
         ]
-        lines = table(head, *rows)
-        sizes = f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after"
+        lines = table(("step", "setting", "", "gain", "error", "reason"), *rows)
+        effect = f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after"
         if self.seconds_before is None or self.seconds_after is None:
-            effect = f"nothing was measured: pass sample inputs; {sizes}"
+            effect = f"nothing was measured: pass sample inputs; {effect}"
         else:
-            effect = (
-                f"{self.seconds_before * 1e3:.2f} ms before, {self.seconds_after * 1e3:.2f} ms after; {sizes}; "
-                f"error {_shown(self.error, '.1e')}"
-            )
+            times = f"{self.seconds_before * 1e3:.2f} ms before, {self.seconds_after * 1e3:.2f} ms after"
+            effect = f"{times}; {effect}; error {_shown(self.error, '.1e')}"
         lines.append(f"{self.model} for {self.purpose} on {self.device}, level {self.level}: {effect}")
-        lines += [f"- {recommendation}" for recommendation in self.recommendations]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"- {recommendation}" for recommendation in self.recommendations)])
 
 
 def _shown(value: float | None, form: str, unit: str = "") -> str:

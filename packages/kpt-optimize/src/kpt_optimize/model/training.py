@@ -1,8 +1,7 @@
 """A training step by a recipe."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from kpt_core.errors import InputError
 from kpt_optimize.measure import device_of
 from kpt_optimize.trial import Example
 
-from .optimized_model import OptimizedModel, example_on
+from .recipe import OptimizedModel, example_on
 from .report import OptimizationReport
 
 Loss = Callable[[Any], Any]
@@ -26,10 +25,11 @@ class OptimizedTraining:
     """A model, its optimiser and the step that was measured.
 
     Attributes:
-        model: forwards by the recipe; the parameters are those of `model.module`.
+        model: forwards by the recipe; the parameters are those of `model.module`. For a training loop of your own put
+            forward and backward inside `model.settings()`.
         optimizer: holds these parameters; None if none was given. Make learning-rate schedulers for this one.
         loss: the loss of a model's output.
-        scaler: scales the loss in float16; does nothing else.
+        scaler: scales the loss in float16, where gradients underflow; does nothing else.
         report: what was tried, kept, gained and lost.
     """
 
@@ -40,24 +40,17 @@ class OptimizedTraining:
     report: OptimizationReport | None = None
 
     def step(self, inputs: object, loss: Loss | None = None) -> Tensor:
-        """One training step: gradients are cleared, computed, and applied if there is an optimizer.
+        """Clear gradients, compute them, apply them if there is an optimizer, and return the loss, detached.
 
         Args:
             inputs: a tensor, a sequence of arguments or a mapping of keyword arguments for the model.
             loss: of the model's output, a scalar; None takes that of `optimize_for_training`.
-
-        Returns:
-            The loss, detached, of shape [].
         """
         return self.run(example_on(device_of(self.model), inputs), loss)[1].detach()
 
-    def settings(self) -> AbstractContextManager[None]:
-        """The recipe's settings of the process, for a training loop of your own: forward and backward belong inside."""
-        return self.model.settings()
-
     def run(self, call: Example, loss: Loss | None = None, *, update: bool = True) -> tuple[Any, Tensor]:
-        """One training step's output and loss; without `update` gradients are left in the parameters, unscaled."""
-        with self.settings():
+        """Return a step's output and loss; without `update` gradients are left in the parameters, unscaled."""
+        with self.model.settings():
             for parameter in self.model.parameters():
                 parameter.grad = None
             output = call(self.model)
@@ -77,12 +70,12 @@ class OptimizedTraining:
 
 
 def scaler_for(model: OptimizedModel, scale: float = 65536.0) -> torch.amp.GradScaler:
-    """Gradients underflow in float16 alone: for anything else the scaler does nothing."""
+    """Return a scaler that is at work for float16 alone."""
     return torch.amp.GradScaler(device_of(model).type, scale, enabled=model.recipe.autocast is torch.float16)
 
 
 def default_loss(output: Any) -> Tensor:
-    """The output's own `loss` (Hugging Face models given labels), else its mean square.
+    """Return the output's own `loss` (Hugging Face models given labels), else its mean square.
 
     The mean square stands in for a loss to measure with; it's no goal to train for.
     """
@@ -95,57 +88,28 @@ def default_loss(output: Any) -> Tensor:
 
 
 def optimizer_for(optimizer: Optimizer, source: nn.Module, target: nn.Module, *, fused: bool = False) -> Optimizer:
-    """The same optimiser, its options and state included, over the parameters of a copy of its model.
+    """Return a copy of the optimiser of a model, options and state included, for a copy of the model.
 
-    Args:
-        optimizer: of `source`; left as it is.
-        source: the model that the optimizer was made for.
-        target: its copy; parameters are matched by name.
-        fused: make it the fused one.
+    Parameters are matched by name; `fused` makes it the fused one.
 
     Raises:
-        InputError: a parameter of the optimizer is not in the model, or not in its copy.
+        InputError: a parameter of the optimizer is not in the model, or has no namesake in its copy.
     """
-    names = {id(parameter): name for name, parameter in source.named_parameters()}
     parameters = dict(target.named_parameters())
-    matched: dict[int, Any] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                raise InputError(
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: make it "
-                    "from model.parameters()"
-                )
-            if name not in parameters:
-                raise InputError(f"parameter {name!r} of the optimizer is not in the changed model")
-            matched[id(parameter)] = parameters[name]
-    if not fused:
-        moved = any(p.device != matched[id(p)].device for group in optimizer.param_groups for p in group["params"])
-        new: Optimizer = copy.deepcopy(optimizer, matched)
-        if moved:  # its state is still where it was
-            new.load_state_dict(new.state_dict())
-        return new
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        group.update(fused=True, foreach=None)
-    # `load_state_dict` puts each option of the group back; it moves the step counts to where a fused update wants them.
-    groups = [{"params": [matched[id(p)] for p in group["params"]], "fused": True} for group in optimizer.param_groups]
-    kind: Any = type(optimizer)
-    new = kind(groups)
-    new.load_state_dict(state)
-    return new
-
-
-@contextmanager
-def restored(*modules: nn.Module) -> Iterator[None]:
-    """Afterwards parameters and buffers have the values that they had before, and no gradients."""
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    values = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-                tensor.grad = None
+    matched: dict[int, Any] = {id(p): parameters[name] for name, p in source.named_parameters() if name in parameters}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in given:
+        if id(parameter) not in matched:
+            raise InputError(
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: make it "
+                "from model.parameters()"
+            )
+    moved = any(parameter.device != matched[id(parameter)].device for parameter in given)
+    new: Any = copy.deepcopy(optimizer, matched)
+    if fused:
+        new._step_supports_amp_scaling = True  # as the constructor sets it
+        for group in new.param_groups:
+            group.update(fused=True, foreach=None)
+    if fused or moved:  # state, step counts among it, goes where the update wants it
+        new.load_state_dict(new.state_dict())
+    return new  # type: ignore[no-any-return]
