@@ -17,10 +17,10 @@ from torch import Tensor
 import kpt_core
 
 try:
-    registry = importlib.import_module("kpt_core.registry")
-except ImportError:  # before contract 2
-    registry = kpt_core
-TABLES = registry.case_tables()
+    cases: Any = importlib.import_module("kpt_optimize.cases")
+except ImportError:  # of an older revision
+    cases = importlib.import_module("kpt_core.registry")
+TABLES = cases.case_tables()
 
 
 def entries() -> list[list[object]]:

@@ -25,9 +25,9 @@ from kpt_backend_nvidia import (
     wave_efficiency,
 )
 from kpt_backend_nvidia.chips import compute_capability
-from kpt_core.registry import case_tables
 from kpt_moe import MoEConfig, MoELayer
 from kpt_optimize import gain_of, interleaved_times
+from kpt_optimize.cases import case_tables
 from kpt_optimize.memory import format_bytes
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kpt_backend_nvidia import BACKEND, device_info, environment
 from kpt_conformance.report import chip_name, versions
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import case_tables
 
 
 def facts(device: torch.device) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import kpt_moe
 from kpt_backend_nvidia import BACKEND, NVIDIABackend, NVIDIAConfig, NVIDIAOptimizer, OptimizerConfig
 from kpt_conformance.suite import subjects
 from kpt_conformance.trial import Subject, Trial
-from kpt_core.cases import Case, CaseTable
 from kpt_moe.grouped_mm import grouped_mm
+from kpt_optimize.cases import Case, CaseTable
 
 #: The cases that are tried, where a table has them; the first alone in tiny runs.
 _CASES = (

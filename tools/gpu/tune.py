@@ -18,12 +18,11 @@ from setting import Setting, read_setting
 
 import kpt_core
 from kpt_cli.bench.moe import Shape
-from kpt_core.cases import Arguments, Case, CaseTable
 from kpt_core.contract import Call, load
 from kpt_core.dispatch.autograd import wanted
 from kpt_core.dispatch.candidates import Candidate
 from kpt_core.dispatch.run import run as run_kernel
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import Arguments, Case, CaseTable, case_tables
 from kpt_optimize.tuning import device_name
 from kpt_optimize.tuning.files import merge_into
 from kpt_optimize.tuning.tables import table_name

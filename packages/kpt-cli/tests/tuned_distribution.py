@@ -17,7 +17,7 @@ SOURCE = """
 
     import kpt_core
     from kpt_core import Kernel
-    from kpt_core.cases import Case, CaseTable
+    from kpt_optimize.cases import Case, CaseTable
     from kpt_core.policy import next_power_of_two
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Call, op
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes
 
 CASES = (Case(name="small"), Case(name="one row", sizes={"rows": 1}), Case(name="63 rows", sizes={"rows": 63}))
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Call, op
-from kpt_core.cases import Arguments, Case, CaseTable
+from kpt_optimize.cases import Arguments, Case, CaseTable
 
 
 def _saves(call: Call) -> tuple[Tensor]:

@@ -20,10 +20,9 @@ from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, device_of, subjects, trials
 from kpt_conformance.trial import Subject, Trial
 from kpt_core import Call
-from kpt_core.cases import Accuracy, Case, CaseTable
 from kpt_core.contract import TORCH
-from kpt_core.registry import case_tables
 from kpt_core.selection import REFERENCE
+from kpt_optimize.cases import Accuracy, Case, CaseTable, case_tables
 from scaled_mm import SCALED_MM, scaled_mm
 
 TABLES = {**case_tables(), SCALED_MM.op: SCALED_MM}

@@ -18,8 +18,7 @@ from kpt_conformance import coverage, generation, suite
 from kpt_conformance.coverage import Coverage, absent, nothing_of, planned
 from kpt_conformance.refusals import Refusals
 from kpt_conformance.suite import CHECKS
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, case_tables
 
 pytest_plugins = ["pytester"]
 
@@ -144,8 +143,9 @@ import honest
 from kpt_conformance import generation, suite
 from kpt_conformance.checks import results
 from kpt_conformance.loopback import Loopback
-from kpt_core.cases import Domain
-from kpt_core.registry import add_backend, case_tables
+from kpt_optimize.cases import Domain
+from kpt_core.registry import add_backend
+from kpt_optimize.cases import case_tables
 
 
 def refuse(call):

@@ -12,8 +12,7 @@ import torch
 
 from kpt_conformance.drawing import completions, covered, drawn_cases
 from kpt_conformance.extent import Extent
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, case_tables
 
 OPS = sorted(op for op, table in case_tables().items() if table.domain is not None)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -112,7 +111,7 @@ def test_cases_can_be_made_and_are_small(op: str) -> None:
 
 def test_other_processes_draw_the_same() -> None:
     code = (
-        "from kpt_conformance.drawing import drawn_cases; from kpt_core.registry import case_tables; "
+        "from kpt_conformance.drawing import drawn_cases; from kpt_optimize.cases import case_tables; "
         "print([(c.name, dict(c.sizes)) for t in case_tables().values() for c in drawn_cases(t)])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import kpt_core
 from kpt_conformance import fake_device
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import case_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs in plain PyTorch:kpt_core.FallbackWarning")
 

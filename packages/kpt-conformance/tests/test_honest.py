@@ -18,7 +18,7 @@ from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, trials
 from kpt_conformance.trial import Subject
 from kpt_core import Call, Refusal
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import case_tables
 from mutants import fp8
 from scaled_mm import SCALED_MM
 

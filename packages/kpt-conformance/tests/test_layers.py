@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_conformance.layers import LAYER_CHECKS
-from kpt_core.cases import LayerCase
-from kpt_core.registry import layer_cases
+from kpt_optimize.cases import LayerCase, layer_cases
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from kpt_conformance.interpreter import interpreting
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.suite import CHECKS, trials
 from kpt_conformance.trial import Subject, Trial
-from kpt_core.cases import CaseTable
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import CaseTable, case_tables
 from mutants import MUTANTS, coming_ops, fp8, top_k_gating
 from mutants.mutant import Functions, Mutant, Parts, combined
 from sample_ops import SAMPLES

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import kpt_core
 import toy_ops
 from kpt_core import Backend, InputError, KernelFailedWarning
-from kpt_core.cases import Arguments, Case
 from loopback import Loopback
-from toy_cases import TABLES
+from toy_cases import TABLES, Arguments, Case
 from toy_ops import KERNELS, RAN, append, clear
 
 Add = Callable[[Backend], Backend]

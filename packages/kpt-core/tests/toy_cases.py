@@ -1,10 +1,33 @@
-"""Case tables of the toy ops, as a feature package would list them."""
+"""Arguments of the toy ops, by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import toy_ops
-from kpt_core.cases import Arguments, Case, CaseTable
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    sizes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    op: str
+    build: Callable[..., Arguments]
+    cases: tuple[Case, ...]
+    gradients: tuple[str, ...] = ()
+
+    def arguments(self, case: Case, dtype: torch.dtype = torch.float32) -> Arguments:
+        made = self.build(torch.Generator().manual_seed(0), **case.sizes)
+        return {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in made.items()}
 
 
 def _numbers(generator: torch.Generator, *shape: int) -> Tensor:
@@ -61,36 +84,35 @@ def _cases(**rows: dict[str, object]) -> tuple[Case, ...]:
 TABLES = {
     table.op: table
     for table in (
-        CaseTable(
+        Table(
             op=toy_ops.append.name,
             build=_append,
             cases=_cases(few={}, none={"new": 0}, one={"new": 1}, many={"new": 63, "position": 9}),
         ),
-        CaseTable(op=toy_ops.clear.name, build=_clear, cases=_cases(all={}, none={"rows": 0}, some={"some": True})),
-        CaseTable(
+        Table(op=toy_ops.clear.name, build=_clear, cases=_cases(all={}, none={"rows": 0}, some={"some": True})),
+        Table(
             op=toy_ops.best.name,
             build=_best,
             cases=_cases(few={}, none={"rows": 0}, one={"rows": 1, "count": 1}, many={"rows": 63}),
             gradients=("x",),
         ),
-        CaseTable(
+        Table(
             op=toy_ops.attend.name,
             build=_attend,
             cases=_cases(few={}, none={"rows": 0}, with_lse={"lse": True}, no_cache={"cached": False, "lse": True}),
             gradients=("q", "k"),
         ),
-        CaseTable(
+        Table(
             op=toy_ops.dropout.name,
             build=_dropout,
             cases=_cases(few={}, none={"rows": 0}, many={"rows": 63, "seed": 1, "offset": 64}),
             gradients=("x",),
         ),
-        CaseTable(
+        Table(
             op=toy_ops.layer.name,
             build=_layer,
             cases=_cases(few={}, none={"rows": 0}, one={"rows": 1}, many={"rows": 65}, no_bias={"bias": False}),
             gradients=("x", "weight", "bias"),
-            reduction=lambda arguments: 65,
         ),
     )
 }

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kpt_core import Op
-from kpt_core.cases import Case, CaseTable
 from kpt_moe import cases, ops
 from kpt_moe.experts import experts
 from kpt_moe.grouped_mm import grouped_mm, grouped_mm_wgrad
+from kpt_optimize.cases import Case, CaseTable
 
 OPS = {op.name: op for op in ops.OPS if isinstance(op, Op)}
 TABLES = [table for table in cases.TABLES if isinstance(table, CaseTable)]

@@ -10,8 +10,8 @@ import torch
 import kpt_core
 import tuning_kernels
 from kpt_core import Backend, InputError, UnknownNameError
-from kpt_core.cases import Case, CaseTable
 from kpt_core.policy import next_power_of_two
+from kpt_optimize.cases import Case, CaseTable
 from kpt_optimize.tuning import TuningEntry, TuningWarning, device_name, tables
 from kpt_optimize.tuning.run import model_cases
 from tuning_kernels import FEW, WEIGHT, kernel, named, product, tune, two

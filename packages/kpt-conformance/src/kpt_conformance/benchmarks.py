@@ -10,8 +10,8 @@ import torch
 
 import kpt_core
 from kpt_core import InputError, UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable
 from kpt_core.registry import backend_of
+from kpt_optimize.cases import Arguments, Case, CaseTable
 
 from .checks.values import values
 from .suite import subjects

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from kpt_core.cases import Accuracy
+from kpt_optimize.cases import Accuracy
 
 from .tolerances import CANCELLED, PERTURBATION, RATIO, Tolerance, own_error, reference_bound, rounding
 

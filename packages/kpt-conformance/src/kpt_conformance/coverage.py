@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 import kpt_core
-from kpt_core.cases import Case, CaseTable, Domain, Sizes
-from kpt_core.registry import case_tables
+from kpt_optimize.cases import Case, CaseTable, Domain, Sizes, case_tables
 
 from .drawing import Meeting, completions, covered, drawn_cases, same
 from .extent import extent_of

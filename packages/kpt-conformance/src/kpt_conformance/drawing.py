@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from kpt_core.cases import Case, CaseTable, Domain
+from kpt_optimize.cases import Case, CaseTable, Domain
 
 Meeting = tuple[tuple[str, int], ...]
 """Some options, and the place of a value of each."""

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from kpt_core.cases import Case
+from kpt_optimize.cases import Case
 
 Check = TypeVar("Check", bound=Callable[..., None])
 #: Of so many cases one is tried in a rare dtype; of those that somebody wrote the check of values tries all.

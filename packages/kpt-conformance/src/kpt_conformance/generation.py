@@ -7,8 +7,8 @@ import pytest
 
 import kpt_core
 from kpt_core import InputError, UnknownNameError
-from kpt_core.registry import layer_cases
 from kpt_core.selection import REFERENCE
+from kpt_optimize.cases import layer_cases
 
 from .extent import extent_of
 from .layers import LAYER_CHECKS

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kpt_core import FallbackWarning
-from kpt_core.cases import LayerCase
+from kpt_optimize.cases import LayerCase
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -1,7 +1,7 @@
 """What every layer must do: be at home on any device, and take with it whatever it will ever touch.
 
-Each check takes a `kpt_core.cases.LayerCase` and raises `AssertionError` with what was done and expected. The checks on
-a device use the fake one (`kpt_conformance.fake_device`), which stays in the process once a check has run.
+Each check takes a `kpt_optimize.cases.LayerCase` and raises `AssertionError` with what was done and expected. Checks
+on a device use the fake one (`kpt_conformance.fake_device`), which stays in the process once a check has run.
 """
 
 import copy
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from kpt_core.cases import LayerCase
+from kpt_optimize.cases import LayerCase
 
 from . import fake_device
 from .layer_runs import (

@@ -8,10 +8,9 @@ import torch
 
 import kpt_core
 from kpt_core import InputError, Kernel, UnknownNameError
-from kpt_core.cases import CaseTable, LayerCase, WrongInput
 from kpt_core.contract import TORCH
-from kpt_core.registry import case_tables
 from kpt_core.selection import REFERENCE
+from kpt_optimize.cases import CaseTable, LayerCase, WrongInput, case_tables
 
 from .checks import (
     accelerators,
@@ -162,7 +161,7 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
     if served - tables.keys():
         raise InputError(
             f"no case table for {', '.join(sorted(served - tables.keys()))}, whose kernels can't be tried so; "
-            "see kpt_core.cases.CaseTable"
+            "see kpt_optimize.cases.CaseTable"
         )
     direct = not found.serves(place.type)
 

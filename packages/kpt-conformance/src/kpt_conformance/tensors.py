@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core.cases import Arguments
+from kpt_optimize.cases import Arguments
 
 
 def with_tensors(arguments: Arguments, change: Callable[[str, Tensor], Any]) -> Arguments:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import kpt_core
 from kpt_core import Call, Kernel, NoKernelError, Op
-from kpt_core.cases import Arguments, Case, CaseTable
 from kpt_core.contract import TORCH, identity, load
 from kpt_core.dispatch import force
 from kpt_core.selection import REFERENCE
+from kpt_optimize.cases import Arguments, Case, CaseTable
 
 from .comparison import Outcome, assert_right, outputs_of, terms_of
 from .drawing import drawn_cases

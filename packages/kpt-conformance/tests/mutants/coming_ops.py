@@ -7,7 +7,7 @@ from torch import Tensor
 
 import kpt_core
 import sample_ops
-from kpt_core.cases import Case, CaseTable
+from kpt_optimize.cases import Case, CaseTable
 
 from .mutant import Functions, Mutant
 

@@ -13,7 +13,6 @@ from .selection import REFERENCE
 BACKENDS_GROUP = "kpt.backends"
 OPS_GROUP = "kpt.ops"
 POLICIES_GROUP = "kpt.policies"
-CASES_GROUP = "kpt.cases"
 
 
 @dataclass(frozen=True, slots=True)

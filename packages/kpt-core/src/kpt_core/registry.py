@@ -1,4 +1,4 @@
-"""List what is there: ops, backends, policies and cases, of installed packages and of this process."""
+"""List what is there: ops, backends and policies, of installed packages and of this process."""
 
 import os
 import threading
@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from .cases import CaseTable, LayerCase
 from .contract import TORCH, Backend, Kernel, Op, TorchBackend, identity
 from .discovery import (
     BACKENDS_GROUP,
-    CASES_GROUP,
     OPS_GROUP,
     POLICIES_GROUP,
     Problem,
@@ -30,7 +28,7 @@ from .errors import RegistrationError, UnknownNameError
 from .policy import Policy
 from .selection import REFERENCE
 
-__all__ = ["Problem", "add_backend", "backends", "case_tables", "get_op", "layer_cases", "ops", "problems"]
+__all__ = ["Problem", "add_backend", "backends", "get_op", "ops", "problems"]
 
 
 @dataclass
@@ -40,7 +38,6 @@ class _Found:
     backends: dict[str, Backend] | None = None
     torch_kernels: list[Kernel] | None = None
     policies: list[Policy] | None = None
-    cases: dict[str, CaseTable | LayerCase] | None = None
     origins: dict[str, str] = field(default_factory=dict)
 
 
@@ -270,42 +267,11 @@ def policies() -> list[Policy]:
     return state.policies or []
 
 
-def _cases() -> dict[str, CaseTable | LayerCase]:
-    state = _found
-    if state.cases is None:
-        found: dict[str, CaseTable | LayerCase] = {}
-
-        def accept(entry: EntryPoint, value: Any) -> None:
-            offered: dict[str, CaseTable | LayerCase] = {}
-            for table in value:
-                if not isinstance(table, CaseTable | LayerCase):
-                    raise RegistrationError(f"{entry.value} lists {table!r}; expected CaseTables and LayerCases")
-                name = table.op if isinstance(table, CaseTable) else table.name
-                if name in found or name in offered:
-                    raise RegistrationError(f"cases of {name!r} exist already")
-                offered[name] = table
-            found.update(offered)
-
-        if load_group(CASES_GROUP, accept, _problems):
-            state.cases = found
-    return state.cases or {}
-
-
-def case_tables() -> dict[str, CaseTable]:
-    """Case tables of installed packages by the name of their op (entry points of the group `kpt.cases`)."""
-    return {name: table for name, table in _cases().items() if isinstance(table, CaseTable)}
-
-
-def layer_cases() -> dict[str, LayerCase]:
-    """Layers of installed packages by name (entry points of the group `kpt.cases`)."""
-    return {name: layer for name, layer in _cases().items() if isinstance(layer, LayerCase)}
-
-
 def problems() -> tuple[Problem, ...]:
     """Every plug-in that could not be used so far; discovers everything first."""
     for name in ops():
         kernels(name)
-    policies(), _cases()
+    policies()
     for discover in _discovering:
         discover()
     return tuple(_problems)

@@ -48,7 +48,8 @@ def lock(
     from dataclasses import asdict
 
     from kpt_cli.optimize.choices import check_device
-    from kpt_core.registry import case_tables, ops
+    from kpt_core.registry import ops
+    from kpt_optimize.cases import case_tables
     from kpt_optimize.lock import write_lock
 
     with progress() as tell:
@@ -74,7 +75,8 @@ def _selections(
     device: "torch.device", dtypes: "list[torch.dtype]", tell: Callable[[int, int | None, str], None]
 ) -> "list[Selection]":
     """What the cases of every op would run."""
-    from kpt_core.registry import case_tables, ops
+    from kpt_core.registry import ops
+    from kpt_optimize.cases import case_tables
     from kpt_optimize.tuning.run import model_cases
 
     tables = case_tables()

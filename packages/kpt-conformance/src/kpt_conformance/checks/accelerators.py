@@ -15,8 +15,8 @@ from kpt_conformance.extent import over
 from kpt_conformance.tensors import cotangent_like, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 from kpt_core import KptError
-from kpt_core.cases import Arguments
 from kpt_core.contract import TORCH
+from kpt_optimize.cases import Arguments
 
 #: Cycles that a stream is kept busy, some ten milliseconds: longer than a kernel that does not wait for it.
 _BUSY = 20_000_000

@@ -22,7 +22,7 @@ from kpt_conformance.extent import over
 from kpt_conformance.interpreter import interpreting
 from kpt_conformance.tensors import noted_in, tensors_of
 from kpt_conformance.trial import Trial
-from kpt_core.cases import Arguments
+from kpt_optimize.cases import Arguments
 
 _CALLS = 4
 _SEED = 20_261

@@ -11,8 +11,8 @@ import torch
 import kpt_core
 from kpt_conformance.trial import Subject, Trial
 from kpt_core import Refusal
-from kpt_core.cases import CaseTable, WrongInput
 from kpt_core.contract import load
+from kpt_optimize.cases import CaseTable, WrongInput
 
 
 def declaration(subject: Subject, table: CaseTable) -> None:

@@ -11,7 +11,7 @@ from kpt_conformance.comparison import Outcome, assert_right
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import fresh, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
-from kpt_core.cases import Arguments, Case
+from kpt_optimize.cases import Arguments, Case
 
 #: Rows that no case has.
 _UNSEEN = 53

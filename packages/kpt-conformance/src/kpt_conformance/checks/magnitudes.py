@@ -13,7 +13,7 @@ from kpt_conformance.comparison import Outcome, assert_right
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import scalable, tensors_of, with_one, with_tensors
 from kpt_conformance.trial import Trial
-from kpt_core.cases import Arguments
+from kpt_optimize.cases import Arguments
 
 _SATURATING = "64 times larger"
 #: What numbers around one are multiplied by, for a dtype's smallest normal number; exact in every dtype.

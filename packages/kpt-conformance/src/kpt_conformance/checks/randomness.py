@@ -11,8 +11,8 @@ import kpt_core
 from kpt_conformance.comparison import assert_same_bits, same_bits
 from kpt_conformance.extent import over
 from kpt_conformance.trial import Trial
-from kpt_core.cases import Arguments
 from kpt_core.selection import REFERENCE
+from kpt_optimize.cases import Arguments
 
 _SEEDS = 200
 #: Seeds and offsets this far apart have to differ: none of their bits is left out.

@@ -8,8 +8,8 @@ import kpt_core
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import tensors_of, with_tensors
 from kpt_conformance.trial import Trial
-from kpt_core.cases import Arguments
 from kpt_core.selection import REFERENCE
+from kpt_optimize.cases import Arguments
 
 
 def _described(outputs: dict[str, Tensor]) -> dict[str, str]:

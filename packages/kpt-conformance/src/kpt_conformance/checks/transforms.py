@@ -16,7 +16,7 @@ from kpt_conformance.comparison import assert_right, outputs_of
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import parted, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
-from kpt_core.cases import Arguments
+from kpt_optimize.cases import Arguments
 
 #: Inductor, which takes seconds a case, has a check of its own.
 COMPILER = "aot_eager"

@@ -12,7 +12,7 @@ from kpt_conformance.comparison import assert_reference_sound, assert_right, ass
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import scalable, tensors_of, with_one, with_tensors
 from kpt_conformance.trial import Trial
-from kpt_core.cases import Arguments
+from kpt_optimize.cases import Arguments
 
 
 @over(models="all", drawn="all", dtypes=True)

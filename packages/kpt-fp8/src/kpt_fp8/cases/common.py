@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kpt_core.cases import Sizes
 from kpt_fp8.formats import SCALE_DTYPES
 from kpt_fp8.scales import BLOCKS, scale_shape
+from kpt_optimize.cases import Sizes
 
 #: Past what int16 and uint16 count, and past a grid's second dimension.
 MANY = 70_001

@@ -3,8 +3,8 @@
 import torch
 
 from kpt_core import UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, WrongInput
 from kpt_fp8.formats import FORMATS, FP8_DTYPES
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, WrongInput
 
 from .common import GRANULARITIES, SCALES, SIZES, STACKS, codes, scales
 

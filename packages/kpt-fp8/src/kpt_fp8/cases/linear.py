@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from kpt_core import UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.linear import NONE
 from kpt_fp8.scales import ROUNDINGS
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kpt_core import UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, WrongInput
 from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.scales import ROUNDINGS
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, WrongInput
 
 from .common import GRANULARITIES, SCALES, SIZES, STACKS, normal, scales
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_fp8.formats import FP8_DTYPES
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales
 

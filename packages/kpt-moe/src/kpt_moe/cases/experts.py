@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kpt_core import UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_moe.activations import GATED, PLAIN, Activation
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .common import MANY, WIDE, normal
 

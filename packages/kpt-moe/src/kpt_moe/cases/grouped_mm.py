@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .common import MANY, MORE, WIDE, WIDER, normal
 

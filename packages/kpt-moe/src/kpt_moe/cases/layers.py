@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kpt_core.cases import LayerCase
 from kpt_moe.activations import Activation
 from kpt_moe.conversion import VariantFeedForwardExpert
 from kpt_moe.expert_networks import FeedForwardExpert, QuantisedFeedForwardExpert
@@ -15,6 +14,7 @@ from kpt_moe.layers import MoEConfig, MoELayer, create_moe_layer
 from kpt_moe.routers import ROUTERS as ROUTER_KINDS
 from kpt_moe.routers import Router
 from kpt_moe.routing import Routing
+from kpt_optimize.cases import LayerCase
 
 HIDDEN, EXPERTS, TOP_K = 16, 4, 2
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "intermediate_size": 24, "bias": True}

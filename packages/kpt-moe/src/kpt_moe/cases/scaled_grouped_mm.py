@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, WrongInput
 from kpt_moe._scales import in_blocks
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, WrongInput
 
 from .common import normal
 from .grouped_mm import SHARES, SIZES, _rows_of_nobody, offsets_of

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kpt_core import InputError, UnknownNameError
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 from kpt_core.policy import next_power_of_two
 from kpt_moe.top_k_gating import SCORES, score_experts
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .common import MANY
 

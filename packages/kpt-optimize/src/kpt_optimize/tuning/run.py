@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kpt_core.cases import Case, CaseTable
 from kpt_core.contract import Op
 from kpt_core.errors import UnknownNameError
-from kpt_core.registry import case_tables, forget_selections, get_op, kernels, ops, packages_of
+from kpt_core.registry import forget_selections, get_op, kernels, ops, packages_of
+from kpt_optimize.cases import Case, CaseTable, case_tables
 
 from .files import TuningEntry, merge_into
 from .tables import device_name, user_table

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kpt_core.cases import Arguments, Case, CaseTable
 from kpt_core.contract import TORCH, Call, Op, load
 from kpt_core.dispatch.autograd import wanted
 from kpt_core.dispatch.candidates import Candidate, first_of, size_key
@@ -20,6 +19,7 @@ from kpt_core.errors import InputError, RegistrationError
 from kpt_core.policy import Choice, Key
 from kpt_core.registry import packages_of
 from kpt_core.selection import REFERENCE, Refused
+from kpt_optimize.cases import Arguments, Case, CaseTable
 from kpt_optimize.measure import gain_of, interleaved_times, relative_error, rounding
 
 from .files import TuningEntry, is_config, is_key, today

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kpt_core import RegistrationError
-from kpt_core.cases import Arguments, Case, CaseTable, Domain, Sizes
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes
 
 
 def test_sizes_that_hold_nothing_are_refused() -> None:

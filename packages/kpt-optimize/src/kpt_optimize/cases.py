@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError, KptError, RegistrationError
+from kpt_core import InputError, KptError, RegistrationError, registry
 
 Arguments = dict[str, Any]
 """What an op is called with, by name."""
+
+CASES_GROUP = "kpt.cases"
+_found: "dict[str, CaseTable | LayerCase] | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,3 +221,43 @@ class LayerCase:
     make: Callable[[torch.device, torch.dtype], nn.Module]
     inputs: Callable[[torch.Generator], tuple[Any, ...]]
     config: Callable[[], Any] | None = None
+
+
+def _cases() -> dict[str, CaseTable | LayerCase]:
+    global _found
+    if _found is None:
+        found: dict[str, CaseTable | LayerCase] = {}
+
+        def accept(entry: EntryPoint, value: Any) -> None:
+            offered: dict[str, CaseTable | LayerCase] = {}
+            for table in value:
+                if not isinstance(table, CaseTable | LayerCase):
+                    raise RegistrationError(f"{entry.value} lists {table!r}; expected CaseTables and LayerCases")
+                name = table.op if isinstance(table, CaseTable) else table.name
+                if name in found or name in offered:
+                    raise RegistrationError(f"cases of {name!r} exist already")
+                offered[name] = table
+            found.update(offered)
+
+        if registry.load(CASES_GROUP, accept):
+            _found = found
+    return _found or {}
+
+
+def case_tables() -> dict[str, CaseTable]:
+    """Return case tables of installed packages by the name of their op (entry points of the group `kpt.cases`)."""
+    return {name: table for name, table in _cases().items() if isinstance(table, CaseTable)}
+
+
+def layer_cases() -> dict[str, LayerCase]:
+    """Return layers of installed packages by name (entry points of the group `kpt.cases`)."""
+    return {name: layer for name, layer in _cases().items() if isinstance(layer, LayerCase)}
+
+
+def _forget() -> None:
+    global _found
+    _found = None
+
+
+registry.on_refresh(_forget)
+registry.on_problems(_cases)
