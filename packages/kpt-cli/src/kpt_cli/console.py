@@ -1,11 +1,11 @@
-"""How things are printed: tables and sentences for people, one JSON document for programs."""
+"""Print tables and sentences for people, one JSON document for programs."""
 
 import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from textwrap import TextWrapper
 from typing import Any
@@ -39,20 +39,16 @@ class _Console(Console):
         raise
 
 
-def _console(*, stderr: bool) -> Console:
+def out(*, stderr: bool = False) -> Console:
+    """Return the console for results, plain where stdout is no terminal or NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _UNBOUNDED
     return _Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
-def out() -> Console:
-    """The console for results, plain where stdout is no terminal or NO_COLOR is set."""
-    return _console(stderr=False)
-
-
 def err() -> Console:
-    """The console for errors, warnings and progress."""
-    return _console(stderr=True)
+    """Return the console for errors, warnings and progress."""
+    return out(stderr=True)
 
 
 def say(text: str, style: str = "") -> None:
@@ -71,6 +67,20 @@ def complain(kind: str, text: str) -> None:
 def heading(text: str) -> None:
     """Print a section's title."""
     out().print(f"\n{text}", style="bold")
+
+
+def some(names: Iterable[str]) -> str:
+    """Join a few names and count the rest."""
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def say_all(title: str, sentences: Iterable[str], style: str = "") -> None:
+    """Print a section of sentences, each once; nothing if there is none."""
+    if sentences := list(dict.fromkeys(sentences)):
+        heading(title)
+    for sentence in sentences:
+        say(f"  {sentence}", style=style)
 
 
 class WordTable(Table):
@@ -163,23 +173,18 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[int, int | None, str], None]]:
-    """A bar on stderr while the block runs, gone afterwards; gives the function that moves it.
+def progress(title: str = "") -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr while the block runs; gives the function that moves it.
 
     The function takes how much is done, of how much (None: nobody knows), and what is going on.
     """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     console = err()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+    silent = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=silent) as bar:
+        task = bar.add_task(title, total=None)
 
-        def tell(done: int, total: int | None, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+        def tell(done: float, total: float | None, what: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=f"{title}  {what}".strip())
 
         yield tell

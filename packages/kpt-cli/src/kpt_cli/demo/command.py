@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 import time
 from contextlib import redirect_stdout
@@ -12,12 +11,10 @@ from typing import Annotated
 
 import typer
 
-from kpt_cli.completion import one_of
 from kpt_cli.console import print_json, say
 from kpt_cli.errors import CliError
-from kpt_cli.optimize.choices import LEVELS, OBJECTIVES, check_choice, check_max_error
-from kpt_cli.optimize.output_directory import staged
-from kpt_cli.output_file import check_writable
+from kpt_cli.options import Level, MaxError, Objective
+from kpt_cli.output_file import check_folder, staged
 
 from . import FULL, KIND, QUICK, REPORT
 
@@ -34,16 +31,9 @@ def demo(
         typer.Option(min=1.0, help="Train this long instead; the result then depends on the machine's speed."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides the weights and what is trained on when.")] = 0,
-    level: Annotated[
-        str, typer.Option(help=f"What may change: {', '.join(LEVELS)}.", autocompletion=one_of(LEVELS))
-    ] = "balanced",
-    objective: Annotated[
-        str, typer.Option(help=f"What to gain: {' or '.join(OBJECTIVES)}.", autocompletion=one_of(OBJECTIVES))
-    ] = "latency",
-    max_error: Annotated[
-        float | None,
-        typer.Option(help="Largest relative error of a module's output; the level's own if left out."),
-    ] = None,
+    level: Level = "balanced",
+    objective: Objective = "latency",
+    max_error: MaxError = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A tiny model and a few steps, to see that all works.")
     ] = False,
@@ -54,9 +44,6 @@ def demo(
     The text is the source code of Python's standard library, so nothing is downloaded. An earlier demo in the output
     folder is replaced.
     """
-    check_choice("level", level, LEVELS)
-    check_choice("objective", objective, OBJECTIVES)
-    check_max_error(max_error)
     if steps is not None and seconds is not None:
         raise CliError(f"--steps {steps} and --seconds {seconds:g} contradict each other; give one of them")
     settings = replace(QUICK if quick else FULL, seconds=seconds, seed=seed, level=level, objective=objective)
@@ -93,16 +80,7 @@ def check_output(output: Path, disk_bytes: int) -> Path:
         raise CliError(f"--output {output} is a file; expected a folder that is new, empty or of an earlier demo")
     if real.is_dir() and any(real.iterdir()) and not is_demo(real):
         raise CliError(f"--output {output} is not empty and holds no earlier demo; choose another folder")
-    parent = real.parent
-    if not parent.is_dir():
-        raise CliError(f"--output {output}: {parent} is no folder; make it first")
-    check_writable(parent, f"--output {output}")
-    free = shutil.disk_usage(parent).free
-    if free < disk_bytes:
-        raise CliError(
-            f"--output {output} needs {disk_bytes / 2**20:.0f} MiB and the disk has {free / 2**20:.0f} MiB free; make "
-            "room or choose another disk"
-        )
+    check_folder(real.parent, f"--output {output}", disk_bytes)
     return real
 
 

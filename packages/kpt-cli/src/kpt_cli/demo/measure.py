@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import kpt_core
 import kpt_optimize
-from kpt_cli.peak_memory import forget_peak, peak
-from kpt_cli.plain_pytorch import plain_pytorch
+from kpt_cli.bench.machine import forget_peak, peak, plain_pytorch
+from kpt_cli.optimize.model import quiet_transformers
 
 from . import Settings
-from .model import WINDOWS, load_model, next_token_loss, quiet_transformers
+from .model import WINDOWS, load_model, next_token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

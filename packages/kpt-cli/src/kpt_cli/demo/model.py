@@ -33,14 +33,6 @@ CLIP = 1.0
 WINDOWS = 16
 
 
-def quiet_transformers() -> None:
-    """Turn off progress bars and hints of the library: the demo says itself what it does."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 def new_model(settings: Settings, seed: int) -> "Qwen3MoeForCausalLM":
     """Make a model with random weights whose experts KPT serves, from the first training step on."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

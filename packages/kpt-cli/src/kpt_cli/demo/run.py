@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from torch import Tensor
 
 from kpt_cli.bench.machine import machine
-from kpt_cli.console import err, heading, out, say, table
+from kpt_cli.console import err, heading, out, progress, say, table
+from kpt_cli.optimize.model import quiet_transformers
 from kpt_optimize import optimize
 
 from . import Settings
@@ -29,7 +29,7 @@ from .measure import (
     kernels_used,
     samples,
 )
-from .model import TrainingLog, describe, load_model, new_model, quiet_transformers, save_model, train, windows
+from .model import TrainingLog, describe, load_model, new_model, save_model, train, windows
 
 
 class Screen:
@@ -42,21 +42,13 @@ class Screen:
 
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[None]:
-        """Show a bar while the block runs, and a line with its outcome afterwards."""
-        columns = (SpinnerColumn(), TextColumn(title), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(True))
-        detail = TextColumn("{task.fields[detail]}", style="dim")
+        """Show a bar, which `tell` moves, while the block runs, and a line with its outcome afterwards."""
         start = time.perf_counter()
-        silent = not self.console.is_terminal
-        with Progress(*columns, detail, console=self.console, transient=True, disable=silent) as self._bar:
-            self._task = self._bar.add_task("", total=None, detail="")
+        with progress(title) as self.tell:
             yield
         seconds = self.durations[name] = time.perf_counter() - start
         line = Text.assemble(("  ✓ ", "green"), f"{title:<32}", (f"{seconds:6.1f} s  ", "dim"), self.outcome)
         self.console.print(line, soft_wrap=True)
-
-    def tell(self, done: float, total: float | None, detail: str = "") -> None:
-        """Move the phase's bar."""
-        self._bar.update(self._task, completed=done, total=total, detail=detail)
 
 
 def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:

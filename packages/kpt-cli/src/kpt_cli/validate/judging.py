@@ -75,35 +75,20 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one call of a module.
+    """What became of one call of a module."""
 
-    Attributes:
-        key: path of the module, with `#2` and so on for further calls; of a gradient, what it belongs to.
-        type: the module's class, or `gradient`.
-        reason: what is wrong, `""` if this run is no worse than the recorder.
-        inputs: dtypes and shapes of the tensors that the module took.
-        recorder: the recorder's errors against float64.
-        run: this run's.
-        bound: what this run may err.
-        recorded_kernels: what served KPT's ops for the recorder.
-        kernels: what serves them in this run.
-        routed: how many tokens were routed.
-        flips: how many of them otherwise than by the recorder.
-        recorder_flips: how many of them by the recorder otherwise than in float64.
-    """
-
-    key: str
-    type: str
-    reason: str = ""
-    inputs: tuple[str, ...] = ()
-    recorder: Errors = Errors()
-    run: Errors = Errors()
-    bound: Errors = Errors()
-    recorded_kernels: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    routed: int = 0
-    flips: int = 0
-    recorder_flips: int = 0
+    key: str  # path of the module, with `#2` and so on for further calls; of a gradient, what it belongs to
+    type: str  # the module's class, or `gradient`
+    reason: str = ""  # what is wrong, `""` if this run is no worse than the recorder
+    inputs: tuple[str, ...] = ()  # dtypes and shapes of the tensors that the module took
+    recorder: Errors = Errors()  # the recorder's errors against float64
+    run: Errors = Errors()  # this run's
+    bound: Errors = Errors()  # what this run may err
+    recorded_kernels: tuple[str, ...] = ()  # what served KPT's ops for the recorder
+    kernels: tuple[str, ...] = ()  # what serves them in this run
+    routed: int = 0  # how many tokens were routed
+    flips: int = 0  # how many of them otherwise than by the recorder
+    recorder_flips: int = 0  # how many of them by the recorder otherwise than in float64
 
     @property
     def name(self) -> str:

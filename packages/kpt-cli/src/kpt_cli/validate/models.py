@@ -23,16 +23,11 @@ IMPLEMENTATIONS = (KPT, "eager", "grouped_mm", "batched_mm")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of running a model.
+    """One way of running a model."""
 
-    Attributes:
-        name: what the user wrote.
-        experts: the implementation of transformers' experts modules.
-        choices: pairs of an op's name, or `*`, and the backend, kernel or `reference` that must serve it.
-    """
-
-    name: str = KPT
-    experts: str = KPT
+    name: str = KPT  # what the user wrote
+    experts: str = KPT  # the implementation of transformers' experts modules
+    #: pairs of an op's name, or `*`, and the backend, kernel or `reference` that must serve it
     choices: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -106,16 +101,15 @@ def load(
     """
     if _is_function(text):
         return _call_function(text, dtype, device, tokens is not None)
-    from kpt_cli.optimize.example_inputs import example_inputs
-    from kpt_cli.optimize.model_loading import load_model
+    from kpt_cli.optimize.model import example_inputs, load_model
 
     directory = read_model_directory(Path(text))
     model = load_model(directory, dtype, device)
     if tokens is None:
         return model, None, ""
-    made = example_inputs(directory, model.config, tokens, device, seed)
+    inputs, said = example_inputs(directory, model.config, tokens, device, seed)
     # A cache grows while it runs, so that a module could not be fed twice.
-    return model, {**made.kwargs, "use_cache": False}, made.said
+    return model, {**inputs, "use_cache": False}, said
 
 
 @contextmanager

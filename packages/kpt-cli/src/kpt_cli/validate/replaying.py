@@ -122,17 +122,12 @@ def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a replay found.
+    """What a replay found."""
 
-    Attributes:
-        verdicts: of every recorded call, in the order in which calls ended, then of gradients.
-        culprits: of modules that go wrong by themselves, fed what the recorder fed them; see `bisect`.
-        gradients_left_out: why gradients were not judged, `""` if they were or there are none.
-    """
-
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Verdict, ...]  # of every recorded call, in the order in which calls ended, then of gradients
+    #: of modules that go wrong by themselves, fed what the recorder fed them; see `bisect`
     culprits: tuple[Verdict, ...]
-    gradients_left_out: str = ""
+    gradients_left_out: str = ""  # why gradients were not judged, `""` if they were or there are none
 
     @property
     def flipped(self) -> int:

@@ -1,4 +1,4 @@
-"""A backend's repository, from templates: checked before it is written, written whole or not at all."""
+"""The command `kpt new`: the beginning of a repository that plugs into KPT, written whole or not at all."""
 
 import keyword
 import re
@@ -6,40 +6,71 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Annotated, Self
 
-from kpt_cli.errors import CliError
-from kpt_cli.optimize.output_directory import staged
+import typer
+
+from .console import print_json, say
+from .errors import CliError
+from .options import GROUP, Json
+from .output_file import check_folder, staged
 
 #: Of KPT itself: what is no kernel, and the backends of its own repository.
 RESERVED = ("reference", "torch", "cpu", "nvidia", "amd", "tpu", "xpu")
-#: Stands for the import name in the paths of templates.
-_PACKAGE = "PACKAGE"
+
+app = typer.Typer(help="Write the beginning of a repository that plugs into KPT.", **GROUP)
+
+
+@app.callback()
+def new() -> None:
+    """Write the beginning of a repository that plugs into KPT."""
+
+
+@app.command()
+def backend(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What `use` and KPT_USE will call it, such as acme.")],
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            "--path", metavar="DIR", help="The folder to write. [default: kpt-backend-NAME]", show_default=False
+        ),
+    ] = None,
+    device_type: Annotated[
+        str, typer.Option("--device-type", metavar="TYPE", help="Torch's type of the devices: cpu, cuda, xpu...")
+    ] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Write a backend: a package with a kernel that works, and the conformance suite as its tests."""
+    skeleton = Skeleton.of(name, device_type)
+    folder = path if path is not None else Path(skeleton.distribution)
+    files = _write(skeleton, folder)
+    if as_json:
+        print_json({"name": name, "device_type": device_type, "path": str(folder), "files": files})
+        return
+    say(f"Wrote {folder}: backend {name!r} for {device_type} devices, with kernels for moe.grouped_mm. Now:\n")
+    say(f"    cd {folder}")
+    for command, why in (
+        (f"nox -s tests{'' if device_type == 'cpu' else ' -- --kpt-device=cpu'}", "runs the conformance suite"),
+        ("pip install -e .", "then `kpt kernels moe.grouped_mm` lists its kernels"),
+    ):
+        say(f"    {command:<40}# {why}")
+    say("\nIts README.md says what to do next.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """What the templates are filled with.
+    """The values that the templates are filled with."""
 
-    Attributes:
-        name: of the backend.
-        device_type: torch's type of its devices.
-        distribution: name of the distribution and of the repository.
-        package: import name.
-        class_name: of the class of the backend.
-        requirements: on KPT's packages, by their name.
-    """
-
-    name: str
-    device_type: str
-    distribution: str
-    package: str
-    class_name: str
-    requirements: dict[str, str]
+    name: str  # of the backend
+    device_type: str  # torch's type of its devices
+    distribution: str  # name of the distribution and of the repository
+    package: str  # import name
+    class_name: str  # of the class of the backend
+    requirements: dict[str, str]  # on KPT's packages, by their name
 
     @classmethod
     def of(cls, name: str, device_type: str) -> Self:
-        """The skeleton of a backend.
+        """Return the skeleton of a backend.
 
         Raises:
             CliError: the name or the device type is none.
@@ -66,7 +97,7 @@ class Skeleton:
 
 
 def _range(distribution: str) -> str:
-    """The versions that are like the installed one: `>=0.1,<0.2`; none if nothing is installed."""
+    """Return the versions that are like the installed one, `>=0.1,<0.2`; "" if nothing is installed."""
     try:
         major, minor, *_ = map(int, re.findall(r"\d+", version(distribution)))
     except PackageNotFoundError:
@@ -74,26 +105,14 @@ def _range(distribution: str) -> str:
     return f">=0.{minor},<0.{minor + 1}" if major == 0 else f">={major}.{minor},<{major + 1}"
 
 
-def write(skeleton: Skeleton, folder: Path) -> list[str]:
-    """Write the repository.
-
-    Args:
-        skeleton: what it is.
-        folder: the place; must be empty if it exists.
-
-    Returns:
-        The files, relative to the folder.
-
-    Raises:
-        CliError: the place is taken, or there is none.
-    """
+def _write(skeleton: Skeleton, folder: Path) -> list[str]:
+    """Write the repository into a folder that is new or empty; return its files, relative to it."""
     real = folder.resolve()
     if real.exists() and not real.is_dir():
         raise CliError(f"{folder} is a file; name a folder that does not exist yet with --path")
     if real.is_dir() and any(real.iterdir()):
         raise CliError(f"{folder} exists and is not empty; name another folder with --path")
-    if not real.parent.is_dir():
-        raise CliError(f"the folder {real.parent} does not exist; make it first, or name another one with --path")
+    check_folder(real.parent, f"--path {folder}")
     files = dict(_rendered(skeleton))
     with staged(real) as staging:
         for name, text in files.items():
@@ -107,16 +126,15 @@ def _rendered(skeleton: Skeleton) -> Iterator[tuple[str, str]]:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("kpt_cli.new", "templates/backend"),
+        loader=PackageLoader("kpt_cli", "templates/backend"),
         undefined=StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    values: dict[str, Any] = asdict(skeleton)
     for template in environment.list_templates(extensions=["j2"]):
-        path = PurePosixPath(template.removesuffix(".j2").replace(_PACKAGE, skeleton.package))
+        path = PurePosixPath(template.removesuffix(".j2").replace("PACKAGE", skeleton.package))
         # A template named .gitignore would hide its neighbours from git and from the build.
         name = str(path.with_name(".gitignore") if path.name == "gitignore" else path)
-        yield name, environment.get_template(template).render(values)
+        yield name, environment.get_template(template).render(asdict(skeleton))
