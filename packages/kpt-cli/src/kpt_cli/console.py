@@ -16,14 +16,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-#: Width of tables where there is no terminal to fit; they are wider where a name needs it.
-WIDTH = 100
-#: Width of a console that is no terminal.
-_UNBOUNDED = 10_000
-#: Sentences in a column that is narrower are hard to read.
-_READABLE = 16
-#: Between two columns.
-_GAP = 3
+WIDTH = 100  #: of tables where there is no terminal to fit; they are wider where a name needs it
+_UNBOUNDED = 10_000  #: width of a console that is no terminal
+_READABLE = 16  #: sentences in a column that is narrower are hard to read
+_GAP = 3  #: between two columns
 
 
 class _Console(Console):
@@ -91,7 +87,7 @@ class WordTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Decide on the widths first."""
-        cells = [[_plain(cell) for cell in (column.header, *column.cells)] for column in self.columns]
+        cells = [[str(cell) for cell in (column.header, *column.cells)] for column in self.columns]
         words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in cells]
         most = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
         least = [max(word, min(line, _READABLE)) for word, line in zip(words, most, strict=True)]
@@ -110,10 +106,6 @@ class WordTable(Table):
         yield from super().__rich_console__(console, options)
 
 
-def _plain(cell: object) -> str:
-    return cell.plain if isinstance(cell, Text) else str(cell)
-
-
 def _blocks(cells: list[list[str]], room: int) -> Iterator[Text]:
     """Rows of a table that is too wide, a line or some for each cell."""
     heads = [column[0] for column in cells]
@@ -130,12 +122,7 @@ def _blocks(cells: list[list[str]], room: int) -> Iterator[Text]:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> WordTable:
-    """Make an empty table.
-
-    Args:
-        columns: titles.
-        right: titles of the columns that hold numbers.
-    """
+    """Make an empty table of these columns, of which `right` hold numbers."""
     made = WordTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for title in columns:
         made.add_column(title, overflow="fold", justify="right" if title in right else "left")

@@ -4,6 +4,7 @@ import platform
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,14 @@ def present() -> Present:
     """Ask torch, and the backends for device types that torch does not know by itself."""
     devices: list[Device] = []
     notes: list[str] = []
-    probes = {"cpu": _cpu, "cuda": lambda: _of_torch("cuda"), "xpu": lambda: _of_torch("xpu"), "mps": _mps}
-    for name, probe in (probes | {"other accelerator": _other_accelerator, "of backends": _of_backends}).items():
+    for probe in (_cpu, partial(_of_torch, "cuda"), partial(_of_torch, "xpu"), _mps, _other_accelerator, _of_backends):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 known = {device.type for device in devices}
                 devices += [device for device in probe() if device.type not in known]
             except Exception as error:  # a broken driver must not hide the other devices
-                notes.append(f"{name}: {type(error).__name__}: {error}")
+                notes.append(f"{type(error).__name__}: {error}")
         notes += [str(warning.message) for warning in caught]
     return Present(tuple(devices), tuple(notes))
 

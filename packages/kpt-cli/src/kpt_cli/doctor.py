@@ -7,23 +7,23 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .console import heading, out, print_json, say, say_all, some, table
-from .devices import Device, Present, present
-from .offers import DTYPES, Serving, serving, summary
+from .devices import Present, present
+from .offers import DTYPES, serving, summary
 from .options import Json
-from .plugins import Package, packages
+from .plugins import installed_version, packages
 
 if TYPE_CHECKING:
     from kpt_core import Backend
 
 BROKEN = 1
+Document = dict[str, Any]  #: the report, or a part of it, as in JSON
 #: Variables that KPT reads.
 KNOWN = ("KPT_CPU_BUILD", "KPT_CPU_ISA", "KPT_DEBUG", "KPT_DISABLE", "KPT_STRICT", "KPT_TUNING", "KPT_USE")
 #: Distributions that some part of KPT can use; they are looked up, never imported.
@@ -52,10 +52,10 @@ def doctor(
         warnings.simplefilter("ignore", kpt_core.PluginWarning)  # every one is among the report's problems
         report = examine()
     if as_json:
-        print_json(report.as_dict())
+        print_json(report)
     else:
         _show(report)
-    if report.problems:
+    if report["problems"]:
         raise typer.Exit(BROKEN)
 
 
@@ -75,56 +75,10 @@ def _compare(path: Path, as_json: bool) -> None:
         raise typer.Exit(BROKEN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendState:
-    """An installed backend."""
+def examine() -> Document:
+    """Look at everything, and return the report; nothing is computed and no third party is imported.
 
-    name: str  # as `use` and `KPT_USE` name it
-    device_types: tuple[str, ...]  # torch's types of the devices that it serves; none stands for all
-    origin: str  # the distribution that it comes from
-    unavailable: str | None  # the sentence that says why it can't run here, None if it is ready
-    capabilities: dict[str, tuple[str, ...]]  # device to what the backend says the device can do
-    broken: tuple[str, ...]  # what it raised when it was asked, as sentences
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpState:
-    """An op, and what serves it on each kind of device."""
-
-    op: str
-    summary: str
-    servings: tuple[Serving, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """All that was found."""
-
-    versions: dict[str, str | None]
-    packages: tuple[Package, ...]
-    third_parties: dict[str, str | None]
-    environment: dict[str, str]
-    devices: tuple[Device, ...]
-    backends: tuple[BackendState, ...]
-    ops: tuple[OpState, ...]
-    problems: tuple[str, ...]  # what is broken; none means that all is well
-    advice: tuple[str, ...]  # what to install or set to get more out of this machine
-    notes: tuple[str, ...]  # what a driver or torch complained about
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        ops = [
-            {"op": op.op, "summary": op.summary, "servings": [found.as_dict() for found in op.servings]}
-            for op in self.ops
-        ]
-        devices = [device.as_dict() for device in self.devices]
-        return asdict(self) | {"ok": not self.problems, "devices": devices, "ops": ops}
-
-
-def examine() -> Report:
-    """Look at everything; nothing is computed and no third party is imported.
-
-    A `KPT_*` variable that every op refuses is a problem, and the rest is as without it.
+    A `KPT_*` variable that every op refuses is among `problems`, and the rest is as without it.
     """
     import torch
 
@@ -136,22 +90,18 @@ def examine() -> Report:
     with _readable_variables() as faults:
         there = present()
         offered = sorted(kpt_core.backends().items(), key=lambda each: (each[0] == TORCH, each[0]))
-        backends = tuple(_backend_state(backend, there) for _, backend in offered)
-        ops = tuple(
-            OpState(
-                op=name,
-                summary=summary(op),
-                servings=tuple(serving(op, device.device, dtype) for device in there.kinds for dtype in DTYPES),
-            )
-            for name, op in sorted(kpt_core.ops().items())
-        )
+        backends = [_backend(backend, there) for _, backend in offered]
+        ops: list[Document] = []
+        for name, op in sorted(kpt_core.ops().items()):
+            servings = [serving(op, device.device, dtype).as_dict() for device in there.kinds for dtype in DTYPES]
+            ops.append({"op": name, "summary": summary(op), "servings": servings})
         wrong = faults + [str(problem) for problem in problems()]  # last: looking at kernels may find more
-    wrong += [text for backend in backends for text in backend.broken]
-    wrong += [text for op in ops for found in op.servings for text in found.broken]
-    return Report(
-        versions={
-            "kpt-cli": _version("kpt-cli"),
-            "kpt-core": _version("kpt-core"),
+    wrong += [text for backend in backends for text in backend["broken"]]
+    wrong += [text for op in ops for found in op["servings"] for text in found["broken"]]
+    return {
+        "versions": {
+            "kpt-cli": installed_version("kpt-cli"),
+            "kpt-core": installed_version("kpt-core"),
             "torch": str(torch.__version__),
             "torch built for CUDA": torch.version.cuda,
             "torch built for ROCm": torch.version.hip,
@@ -159,26 +109,21 @@ def examine() -> Report:
             "python at": sys.executable,
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
-        packages=tuple(packages()),
-        third_parties={name: _version(name) for name in THIRD_PARTIES},
-        environment=variables,
-        devices=there.devices,
-        backends=backends,
-        ops=ops,
-        problems=tuple(dict.fromkeys(wrong)),
-        advice=(*_slips(variables), *_advice(there, ops)),
-        notes=there.notes,
-    )
+        "packages": [asdict(package) for package in packages()],
+        "third_parties": {name: installed_version(name) for name in THIRD_PARTIES},
+        "environment": variables,
+        "devices": [device.as_dict() for device in there.devices],
+        "backends": backends,
+        "ops": ops,
+        "problems": list(dict.fromkeys(wrong)),
+        "advice": [*_slips(variables), *_advice(there, ops)],
+        "notes": list(there.notes),
+        "ok": not wrong,
+    }
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _backend_state(backend: "Backend", there: Present) -> BackendState:
+def _backend(backend: "Backend", there: Present) -> Document:
+    """Ask a backend why it can't run here, and what each device can do; it is `broken` if it raises."""
     import torch
 
     from kpt_core.registry import origin
@@ -188,17 +133,11 @@ def _backend_state(backend: "Backend", there: Present) -> BackendState:
         unavailable = backend.unavailable()
         for device in there.kinds if unavailable is None else ():
             if backend.serves(device.type):
-                capabilities[device.device] = tuple(sorted(backend.capabilities(torch.device(device.device))))
+                capabilities[device.device] = sorted(backend.capabilities(torch.device(device.device)))
     except Exception as error:  # foreign code: its failure is what is reported
         broken.append(f"backend {backend.name!r} of {origin(backend.name)}: {type(error).__name__}: {error}")
-    return BackendState(
-        name=backend.name,
-        device_types=backend.device_types,
-        origin=origin(backend.name),
-        unavailable=unavailable,
-        capabilities=capabilities,
-        broken=tuple(broken),
-    )
+    about = {"name": backend.name, "device_types": backend.device_types, "origin": origin(backend.name)}
+    return about | {"unavailable": unavailable, "capabilities": capabilities, "broken": broken}
 
 
 def _slips(variables: Iterable[str]) -> Iterator[str]:
@@ -248,87 +187,84 @@ def _fault() -> str | None:
     return None
 
 
-def _advice(there: Present, ops: tuple[OpState, ...]) -> Iterator[str]:
+def _advice(there: Present, ops: Sequence[Document]) -> Iterator[str]:
     if not ops:
         yield "No ops are installed; feature packages bring them: kpt-moe has some"
     missing: dict[str, dict[str, None]] = {}
-    for op in ops:
-        for found in op.servings:
-            if any(refused.kernel is None and refused.reason == "none is installed" for refused in found.refused):
-                missing.setdefault(found.device, {})[op.op] = None
+    for found in (found for op in ops for found in op["servings"]):
+        if any(refused["kernel"] is None and refused["reason"] == "none is installed" for refused in found["refused"]):
+            missing.setdefault(found["device"], {})[found["op"]] = None
     for device, names in missing.items():
         yield f"A backend for {device} would serve {some(names)} faster; none is installed"
     if {device.type for device in there.devices} == {"cpu"} and there.notes:
         yield "No accelerator is usable; the notes say what a driver complained about"
 
 
-def _show(report: Report) -> None:
+def _show(report: Document) -> None:
     """Print the report: the verdict comes last, where the eye is."""
     heading("Installed")
     made = table("what", "version", "offers")
-    ours = {name: version for name, version in report.versions.items() if not name.startswith("kpt-")}
-    rows = [(name, version, "") for name, version in ours.items()]
-    rows += [(package.name, package.version, ", ".join(package.offers)) for package in report.packages]
-    rows += [(name, version, "") for name, version in report.third_parties.items()]
-    for row in rows:
-        if row[1] is not None:
-            made.add_row(*row)
+    ours = {each["name"]: each for each in report["packages"]}
+    versions = {name: found for name, found in report["versions"].items() if not name.startswith("kpt-")}
+    versions |= {name: each["version"] for name, each in ours.items()} | report["third_parties"]
+    for name, found in versions.items():
+        if found is not None:
+            made.add_row(name, found, ", ".join(ours[name]["offers"]) if name in ours else "")
     out().print(made)
-    if absent := [name for name, version in report.third_parties.items() if version is None]:
+    if absent := [name for name, found in report["third_parties"].items() if found is None]:
         say(f"Optional and not installed: {', '.join(absent)}", style="dim")
     heading("Devices")
     made = table("device", "name", "memory", "features", right=("memory",))
-    for device in report.devices:
-        memory = "-" if device.memory_bytes is None else f"{device.memory_bytes / 2**30:.1f} GiB"
-        made.add_row(device.device, device.name, memory, ", ".join(device.features))
+    for device in report["devices"]:
+        size = device["memory_bytes"]
+        memory = "-" if size is None else f"{size / 2**30:.1f} GiB"
+        made.add_row(device["device"], device["name"], memory, ", ".join(device["features"]))
     out().print(made)
     heading("Backends")
     made = table("backend", "from", "serves", "state", "capabilities")
-    for backend in report.backends:
-        state = "broken" if backend.broken else backend.unavailable or "ready"
-        told = "; ".join(f"{device}: {', '.join(names)}" for device, names in backend.capabilities.items())
-        made.add_row(backend.name, backend.origin, ", ".join(backend.device_types) or "all", state, told)
+    for backend in report["backends"]:
+        state = "broken" if backend["broken"] else backend["unavailable"] or "ready"
+        told = "; ".join(f"{device}: {', '.join(names)}" for device, names in backend["capabilities"].items())
+        made.add_row(backend["name"], backend["origin"], ", ".join(backend["device_types"]) or "all", state, told)
     out().print(made)
-    if len(report.backends) == 1:
+    if len(report["backends"]) == 1:
         say("No vendor's backend is installed: everything runs in plain PyTorch.", style="dim")
-    if report.ops:
-        _show_ops(report.ops)
-    say_all("Environment", [f"{name}={value}" for name, value in report.environment.items()])
-    say_all("Notes", report.notes)
-    say_all("Advice", report.advice)
-    say_all("Problems", report.problems, style="red")
-    count = len(report.problems)
+    if report["ops"]:
+        _show_servings([found for op in report["ops"] for found in op["servings"]])
+    say_all("Environment", [f"{name}={value}" for name, value in report["environment"].items()])
+    say_all("Notes", report["notes"])
+    say_all("Advice", report["advice"])
+    say_all("Problems", report["problems"], style="red")
+    count = len(report["problems"])
     verdict = "All is well." if count == 0 else f"{count} problem{'s' if count > 1 else ''} found."
     out().print(f"\n{verdict}", style="bold green" if count == 0 else "bold red")
 
 
-def _show_ops(ops: Sequence[OpState]) -> None:
+def _show_servings(servings: Sequence[Document]) -> None:
     heading("What runs")
+    alike: dict[tuple[str, str, str], list[str]] = {}  # dtypes that are served alike share a row
+    for found in servings:
+        alike.setdefault((found["op"], found["device"], _runs(found)), []).append(found["dtype"])
     made = table("op", "device", "dtype", "kernel")
-    for op in ops:
-        alike: dict[tuple[str, str], list[str]] = {}  # dtypes that are served alike share a row
-        for found in op.servings:
-            alike.setdefault((found.device, _runs(found)), []).append(found.dtype)
-        for (device, runs), dtypes in alike.items():
-            made.add_row(op.op, device, ", ".join(dtypes), runs)
+    for (op, device, runs), dtypes in alike.items():
+        made.add_row(op, device, ", ".join(dtypes), runs)
     out().print(made)
-    servings = [found for op in ops for found in op.servings]
-    if any(each.conditional for found in servings for each in found.runs):
+    if any(" if " in runs for _, _, runs in alike):
         say("'if it takes the call': a kernel without a backward, or one that looks at arguments first.", style="dim")
-    if tuned := dict.fromkeys(found.op for found in servings if found.tuned):
+    if tuned := dict.fromkeys(found["op"] for found in servings if found["tuned"]):
         say(f"For some sizes of {', '.join(tuned)}, what `kpt tune` measured comes first.", style="dim")
     # A kernel for a kind of device that this call is not on needs no explanation, nor one in plain PyTorch for host
     # memory alone; and advice names what to install.
     refusals = [
-        f"{found.op}: {refused.kernel}: {refused.reason}"
+        f"{found['op']}: {refused['kernel']}: {refused['reason']}"
         for found in servings
-        for refused in found.refused
-        if refused.kernel is not None and refused.backend != "torch" and not refused.reason.startswith("runs on ")
+        for refused in found["refused"]
+        if refused["kernel"] and refused["backend"] != "torch" and not refused["reason"].startswith("runs on ")
     ]
     say_all("Not used, and why (`kpt kernels` shows all)", refusals)
 
 
-def _runs(found: Serving) -> str:
-    chain = [f"{each.kernel}{' if it takes the call' if each.conditional else ''}" for each in found.runs]
-    chain += ["reference"] * found.ends_in_reference
-    return "\nelse ".join(chain) or f"nothing: {found.explicit} was asked for and can't serve it"
+def _runs(found: Document) -> str:
+    conditional = {each["kernel"] for each in found["accepted"] if each["conditional"]}
+    chain = [f"{kernel}{' if it takes the call' if kernel in conditional else ''}" for kernel in found["runs"]]
+    return "\nelse ".join(chain) or f"nothing: {found['explicit']} was asked for and can't serve it"

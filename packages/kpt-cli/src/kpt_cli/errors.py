@@ -18,16 +18,12 @@ def sentence(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError):
         return _os_sentence(error)
-    if _is_out_of_memory(error):
+    torch = sys.modules.get("torch")
+    memory = MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError)
+    # The second is what torch's allocator of the CPU raises.
+    if isinstance(error, memory) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
         return f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more RAM'}; try less at a time"
     return None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator of the CPU
 
 
 def _os_sentence(error: OSError) -> str:

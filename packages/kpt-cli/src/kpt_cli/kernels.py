@@ -3,10 +3,10 @@
 import inspect
 import json
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.padding import Padding
@@ -17,66 +17,42 @@ from .offers import DTYPES, Serving, serving, summary
 from .options import Json, op_names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRow:
-    """One kernel of an op."""
+def op_row(name: str, devices: Sequence[Device]) -> dict[str, Any]:
+    """Look at one op; return it and its kernels, best first, those in plain PyTorch last, as in JSON.
 
-    backend: str  # who offers it
-    kernel: str  # its full name
-    priority: int  # the higher one is tried first
-    requires: tuple[str, ...]  # capabilities that the device must have
-    composed_of: tuple[str, ...]  # the ops that it calls
-    evidence: dict[str, str]  # chip to what a run showed on it, with date and commit, as docs/support.md has it
-    on: dict[str, str]  # device to the sentence that says what becomes of it there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpRow:
-    """One op and its kernels, best first."""
-
-    op: str  # its name
-    summary: str  # the first line of its docstring
-    contract: str  # its whole docstring
-    reference: str  # where its reference is defined
-    kernels: tuple[KernelRow, ...]  # of backends; those in plain PyTorch, of backend `torch`, come last
-    reference_evidence: dict[str, str]  # likewise of the reference
-    reference_on: dict[str, str]  # device to whether the reference may run there
-    broken: tuple[str, ...]  # what those raised that can't be loaded
-
-
-def op_row(name: str, devices: tuple[Device, ...]) -> OpRow:
-    """Look at one op.
-
-    Raises:
-        UnknownNameError: no op has that name, or `KPT_USE` names something that is not installed.
+    Evidence is what a run showed on a chip, with date and commit, as docs/support.md has it; `on` says what becomes of
+    a kernel on a device, `broken` what those raised that can't be loaded.
     """
     from kpt_core.registry import get_op, kernels
 
     op, levels = get_op(name), _levels()
     servings = {device.device: [serving(op, device.device, dtype) for dtype in DTYPES] for device in devices}
     rows = [
-        KernelRow(
-            backend=backend.name,
-            kernel=kernel.forward,
-            priority=kernel.priority,
-            requires=tuple(sorted(kernel.requires)),
-            composed_of=kernel.composed_of,
-            evidence=levels.get(f"{backend.name}/{name}/{kernel.forward}", {}),
-            on={device: _over_dtypes(backend.name, kernel.forward, found) for device, found in servings.items()},
-        )
+        {
+            "backend": backend.name,
+            "kernel": kernel.forward,
+            "priority": kernel.priority,
+            "requires": sorted(kernel.requires),
+            "composed_of": kernel.composed_of,
+            "evidence": levels.get(f"{backend.name}/{name}/{kernel.forward}", {}),
+            "on": {device: _over_dtypes(backend.name, kernel.forward, found) for device, found in servings.items()},
+        }
         for backend, kernel in kernels(name)
     ]
     refused = f"{next(iter(servings.values()))[0].explicit} was asked for (use or KPT_USE)"
-    return OpRow(
-        op=name,
-        summary=summary(op),
-        contract=inspect.getdoc(op.reference) or "",
-        reference=op.defined_in,
-        kernels=tuple(rows),
-        reference_evidence=levels.get(f"reference/{name}/reference", {}),
-        reference_on={on: "accepted" if all(x.reference for x in found) else refused for on, found in servings.items()},
-        broken=tuple(dict.fromkeys(text for found in servings.values() for each in found for text in each.broken)),
-    )
+    return {
+        "op": name,
+        "summary": summary(op),
+        "contract": inspect.getdoc(op.reference) or "",
+        "reference": op.defined_in,
+        "kernels": rows,
+        "reference_evidence": levels.get(f"reference/{name}/reference", {}),
+        "reference_on": {
+            device: "accepted" if all(each.reference for each in found) else refused
+            for device, found in servings.items()
+        },
+        "broken": list(dict.fromkeys(text for found in servings.values() for each in found for text in each.broken)),
+    }
 
 
 @cache
@@ -98,9 +74,8 @@ def _best(evidence: dict[str, str]) -> str:
 def _over_dtypes(backend: str, kernel: str, servings: list[Serving]) -> str:
     """Return one sentence for all dtypes if they agree, else one for each."""
     said = {found.dtype: found.sentence(backend, kernel) for found in servings}
-    if len(set(said.values())) == 1:
-        return next(iter(said.values()))
-    return "; ".join(f"{dtype}: {text}" for dtype, text in said.items())
+    first, *others = dict.fromkeys(said.values())
+    return first if not others else "; ".join(f"{dtype}: {text}" for dtype, text in said.items())
 
 
 def kernels(
@@ -124,11 +99,11 @@ def kernels(
         found = problems()
     for problem in found:
         complain("warning", f"KPT goes on without {problem}")
-    for text in dict.fromkeys(text for row in rows for text in row.broken):
+    for text in dict.fromkeys(text for row in rows for text in row["broken"]):
         complain("warning", text)
     if as_json:
         on = [device.as_dict() for device in devices]
-        print_json({"devices": on, "ops": list(map(asdict, rows)), "problems": list(map(str, found))})
+        print_json({"devices": on, "ops": rows, "problems": list(map(str, found))})
         return
     if not rows:
         say("No ops are installed; feature packages bring them, for instance kpt-moe.")
@@ -136,18 +111,20 @@ def kernels(
         _show(row, contract=op is not None)
 
 
-def _show(row: OpRow, *, contract: bool) -> None:
-    heading(row.op)
-    told = [row.contract if contract else row.summary]
-    for kernel in row.kernels:
-        if kernel.composed_of:
-            told.append(f"{kernel.kernel} calls {', '.join(kernel.composed_of)}, each of which is chosen for itself")
+def _show(row: dict[str, Any], *, contract: bool) -> None:
+    heading(row["op"])
+    told = [row["contract" if contract else "summary"]]
+    for kernel in row["kernels"]:
+        if kernel["composed_of"]:
+            calls = ", ".join(kernel["composed_of"])
+            told.append(f"{kernel['kernel']} calls {calls}, each of which is chosen for itself")
     for text in filter(None, told):
         out().print(Padding(text, (0, 0, 0, 2), expand=False))
     out().print()
-    made = table("priority", "kernel", "backend", "needs", "evidence", *row.reference_on, right=("priority",))
-    for kernel in row.kernels:
-        about = (str(kernel.priority), kernel.kernel, kernel.backend, ", ".join(kernel.requires) or "-")
-        made.add_row(*about, _best(kernel.evidence), *kernel.on.values())
-    made.add_row("last", row.reference, "reference", "-", _best(row.reference_evidence), *row.reference_on.values())
+    made = table("priority", "kernel", "backend", "needs", "evidence", *row["reference_on"], right=("priority",))
+    for kernel in row["kernels"]:
+        about = (str(kernel["priority"]), kernel["kernel"], kernel["backend"], ", ".join(kernel["requires"]) or "-")
+        made.add_row(*about, _best(kernel["evidence"]), *kernel["on"].values())
+    proof = _best(row["reference_evidence"])
+    made.add_row("last", row["reference"], "reference", "-", proof, *row["reference_on"].values())
     out().print(made)

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from . import __version__
 from .bench.command import app as bench
 from .console import complain, plain_warnings
-from .demo.command import demo
+from .demo import demo
 from .doctor import doctor
 from .errors import sentence
 from .kernels import kernels
@@ -29,8 +29,7 @@ from .tune import tune
 from .validate.command import app as validate
 from .validate.command import bisect
 
-WRONG_INPUT = 2
-INTERRUPTED = 130
+WRONG_INPUT, INTERRUPTED = 2, 130
 
 
 class KptGroup(TyperGroup):

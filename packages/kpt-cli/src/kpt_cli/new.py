@@ -4,7 +4,6 @@ import keyword
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Self
 
@@ -14,6 +13,7 @@ from .console import print_json, say
 from .errors import CliError
 from .options import GROUP, Json
 from .output_file import check_folder, staged
+from .plugins import installed_version
 
 #: Of KPT itself: what is no kernel, and the backends of its own repository.
 RESERVED = ("reference", "torch", "cpu", "nvidia", "amd", "tpu", "xpu")
@@ -49,17 +49,15 @@ def backend(
         return
     say(f"Wrote {folder}: backend {name!r} for {device_type} devices, with kernels for moe.grouped_mm. Now:\n")
     say(f"    cd {folder}")
-    for command, why in (
-        (f"nox -s tests{'' if device_type == 'cpu' else ' -- --kpt-device=cpu'}", "runs the conformance suite"),
-        ("pip install -e .", "then `kpt kernels moe.grouped_mm` lists its kernels"),
-    ):
-        say(f"    {command:<40}# {why}")
+    tests = f"nox -s tests{'' if device_type == 'cpu' else ' -- --kpt-device=cpu'}"
+    say(f"    {tests:<40}# runs the conformance suite")
+    say(f"    {'pip install -e .':<40}# then `kpt kernels moe.grouped_mm` lists its kernels")
     say("\nIts README.md says what to do next.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """The values that the templates are filled with."""
+    """The values that fill the templates."""
 
     name: str  # of the backend
     device_type: str  # torch's type of its devices
@@ -70,11 +68,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, name: str, device_type: str) -> Self:
-        """Return the skeleton of a backend.
-
-        Raises:
-            CliError: the name or the device type is none.
-        """
+        """Return the skeleton of a backend, or raise `CliError` if the name or the device type is none."""
         if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
             raise CliError(
                 f"{name!r} is no name for a backend; expected lower-case letters, digits and single underscores, "
@@ -98,10 +92,10 @@ class Skeleton:
 
 def _range(distribution: str) -> str:
     """Return the versions that are like the installed one, `>=0.1,<0.2`; "" if nothing is installed."""
-    try:
-        major, minor, *_ = map(int, re.findall(r"\d+", version(distribution)))
-    except PackageNotFoundError:
+    installed = installed_version(distribution)
+    if installed is None:
         return ""
+    major, minor, *_ = map(int, re.findall(r"\d+", installed))
     return f">=0.{minor},<0.{minor + 1}" if major == 0 else f">={major}.{minor},<{major + 1}"
 
 

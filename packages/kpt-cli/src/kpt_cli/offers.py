@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kpt_core import Kernel, Op
 
-#: Of a model's activations, usually.
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")  #: of a model's activations, usually
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Accepted:
-    """A kernel that may run. `conditional`: it has no backward, or looks at each call before it takes it."""
+    """A kernel that may run."""
 
     backend: str
     kernel: str
     priority: int
-    conditional: bool
+    conditional: bool  # it has no backward, or looks at each call before it takes it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A kernel that will not run (None: the backend as a whole), and the sentence that says why."""
 
@@ -62,8 +61,8 @@ class Serving:
         for accepted in self.accepted:
             if (accepted.backend, accepted.kernel) == (backend, kernel):
                 return "accepted where it takes the call" if accepted.conditional else "accepted"
-        reasons = [each.reason for each in self.refused if (each.backend, each.kernel) == (backend, kernel)]
-        return reasons[0] if reasons else "not offered here"
+        reasons = (each.reason for each in self.refused if (each.backend, each.kernel) == (backend, kernel))
+        return next(reasons, "not offered here")
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -74,38 +73,30 @@ class Serving:
 
 
 def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
-    """Select statically: kernels are loaded, and nothing is computed.
-
-    Raises:
-        UnknownNameError: `KPT_USE` names something that is not installed.
-        InputError: a `KPT_*` variable is malformed.
-    """
+    """Select statically: kernels are loaded, and nothing is computed. Malformed `KPT_*` variables raise `KptError`."""
     import torch
 
     found = op.candidates(torch.device(device), getattr(torch, dtype))
-    broken = {candidate: fault for candidate in found.accepted if (fault := _fault(op, candidate.kernel)) is not None}
-    refused = [Refused(backend=r.backend, kernel=r.kernel, reason=r.reason) for r in found.refusals]
-    refused += [Refused(backend=c.backend, kernel=c.kernel.forward, reason=fault) for c, fault in broken.items()]
+    faults = {candidate: fault for candidate in found.accepted if (fault := _fault(op, candidate.kernel)) is not None}
+    accepted, refused = [], [Refused(each.backend, each.kernel, each.reason) for each in found.refusals]
+    for candidate in found.accepted:
+        kernel = candidate.kernel
+        if candidate in faults:
+            refused.append(Refused(candidate.backend, kernel.forward, faults[candidate]))
+        else:
+            trains = kernel.backward is not None or kernel.differentiable
+            conditional = not trains or kernel.unsupported is not None
+            accepted.append(Accepted(candidate.backend, kernel.forward, kernel.priority, conditional))
     return Serving(
         op=op.name,
         device=device,
         dtype=dtype,
-        accepted=tuple(
-            Accepted(
-                backend=candidate.backend,
-                kernel=candidate.kernel.forward,
-                priority=candidate.kernel.priority,
-                conditional=candidate.kernel.unsupported is not None
-                or (candidate.kernel.backward is None and not candidate.kernel.differentiable),
-            )
-            for candidate in found.accepted
-            if candidate not in broken
-        ),
+        accepted=tuple(accepted),
         refused=tuple(refused),
         reference=found.reference,
         explicit=found.explicit,
         tuned=0 if found.tuned is None else len(found.tuned.entries),
-        broken=tuple(f"kernel {candidate.identity}: {fault}" for candidate, fault in broken.items()),
+        broken=tuple(f"kernel {candidate.identity}: {fault}" for candidate, fault in faults.items()),
     )
 
 

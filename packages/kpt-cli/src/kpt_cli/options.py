@@ -22,8 +22,7 @@ OBJECTIVES = ("latency", "memory")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: Of a model's weights; `auto` is the dtype that the model's config names.
 WEIGHTS = ("auto", "float32", "bfloat16", "float16")
-#: Types of devices that torch has a name for.
-DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "xla", "hpu", "mtia")
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "xla", "hpu", "mtia")  #: types of devices that torch has a name for
 #: Settings of every group of commands.
 GROUP: dict[str, Any] = {
     "no_args_is_help": True,
@@ -39,13 +38,11 @@ def op_names() -> list[str]:
     found: set[str] = set()
     for entry in entry_points(group=OPS):
         spec = find_spec(entry.module.partition(".")[0])
-        files = [
-            file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.py")
-        ]
-        if spec is not None and not files and spec.origin:
+        folders = (spec and spec.submodule_search_locations) or ()
+        files = [file for folder in folders for file in Path(folder).glob("*.py")]
+        if spec is not None and not folders and spec.origin:
             files = [Path(spec.origin)]
-        for file in files:
-            found.update(_NAME.findall(file.read_text(encoding="utf-8")))
+        found.update(name for file in files for name in _NAME.findall(file.read_text(encoding="utf-8")))
     return sorted(found)
 
 
@@ -54,18 +51,13 @@ def one_of(kind: str, names: Sequence[str], text: str, **options: Any) -> Any:
 
     def check(given: Any) -> Any:
         for name in given if isinstance(given, list | tuple) else () if given is None else (given,):
-            check_choice(kind, name, names)
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+                offer = f"did you mean {' or '.join(near)}? (" if near else "("
+                raise CliError(f"unknown {kind} {name!r}: {offer}known: {', '.join(names)})")
         return given
 
     return typer.Option(help=text, autocompletion=lambda: names, callback=check, **options)
-
-
-def check_choice(kind: str, given: str, known: Sequence[str]) -> None:
-    """Raise `CliError`, which offers the nearest, if a name is not known."""
-    if given not in known:
-        near = difflib.get_close_matches(given, known, n=2, cutoff=0.5)
-        offer = f"did you mean {' or '.join(near)}? (" if near else "("
-        raise CliError(f"unknown {kind} {given!r}: {offer}known: {', '.join(known)})")
 
 
 def _check_max_error(given: float | None) -> float | None:
@@ -109,11 +101,7 @@ def dtypes_named(names: Iterable[str] | None) -> "list[torch.dtype]":
 
 
 def check_device(given: str | None) -> "torch.device":
-    """Return the device that was named, or the first accelerator, or the CPU.
-
-    Raises:
-        CliError: this machine has no such device.
-    """
+    """Return the device that was named, or the first accelerator, or the CPU; `CliError` if it is not there."""
     import torch
 
     from .devices import present
@@ -130,13 +118,7 @@ def check_device(given: str | None) -> "torch.device":
 
 
 def usable_device(given: str | None) -> "torch.device":
-    """Check `KPT_*` variables too, as every op will, so that a slip in them is found before a model is loaded.
-
-    Raises:
-        CliError: this machine has no such device.
-        UnknownNameError: `KPT_USE` names something that is not installed.
-        InputError: a variable is malformed.
-    """
+    """Check `KPT_*` variables too, as every op will, so that a slip in them is found before a model is loaded."""
     import kpt_core
 
     from .offers import serving

@@ -11,16 +11,7 @@ from .errors import CliError
 
 
 def check_output_file(file: Path | None, option: str, *, force: bool = True) -> None:
-    """Check before any work that a file can be written.
-
-    Args:
-        file: the place; None if no file is wanted.
-        option: what the user named it with.
-        force: whether a file that is there may be replaced.
-
-    Raises:
-        CliError: it is taken or in a wrong place.
-    """
+    """Raise `CliError`, which names the option, if a file is taken and not to be replaced, or can't be written."""
     if file is None:
         return
     if file.is_dir():
@@ -33,6 +24,8 @@ def check_output_file(file: Path | None, option: str, *, force: bool = True) -> 
 def check_folder(folder: Path, what: str, size: int = 0) -> None:
     """Raise `CliError`, which begins with `what`, if `size` bytes can't be written in a folder."""
     if not folder.is_dir():
+        if folder.exists():
+            raise CliError(f"{what}: {folder} is no folder; choose another place")
         raise CliError(f"{what}: the folder {folder} does not exist; make it first")
     try:
         # Asking for permission alone is not enough: a superuser has it where nothing can be written, in /proc say.
@@ -43,9 +36,8 @@ def check_folder(folder: Path, what: str, size: int = 0) -> None:
     if size > free:
         from rich.filesize import decimal
 
-        raise CliError(
-            f"{what} needs {decimal(size)} and the disk has {decimal(free)} free; make room or choose another"
-        )
+        room = f"needs {decimal(size)} and the disk has {decimal(free)} free"
+        raise CliError(f"{what} {room}; make room or choose another disk")
 
 
 @contextmanager

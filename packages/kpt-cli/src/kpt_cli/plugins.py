@@ -1,7 +1,7 @@
 """The installed distributions of KPT, and those that plug into it."""
 
 from dataclasses import dataclass
-from importlib.metadata import distributions, entry_points
+from importlib.metadata import PackageNotFoundError, distributions, entry_points, version
 
 BACKENDS, OPS, REWRITES = GROUPS = ("kpt.backends", "kpt.ops", "kpt.rewrites")
 
@@ -30,3 +30,11 @@ def packages() -> list[Package]:
         Package(name=name, version=version, offers=tuple(dict.fromkeys(offered)))
         for (name, version), offered in sorted(offers.items())
     ]
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

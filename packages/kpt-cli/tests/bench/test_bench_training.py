@@ -40,7 +40,7 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_probe")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measures_every_implementation(dtype: torch.dtype) -> None:
-    (line,) = moe.run_training((TINY,), (dtype,), seconds=0.01, seed=0)
+    (line,) = moe.run((TINY,), (dtype,), seconds=0.01, seed=0, training=True)
     assert isinstance(line, moe.TrainingLine)
     assert [result.implementation for result in line.results] == ["kpt", "eager", "grouped_mm"]
     assert line.results[0].gain == 1
@@ -64,7 +64,7 @@ def test_has_no_figures_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(moe, "QUICK_TRAINING_SHAPES", (TINY,))
     add_backend(Wrong())
     try:
-        (refused,) = moe.run_training((TINY,), (torch.float32,), seconds=0.01, seed=0)
+        (refused,) = moe.run((TINY,), (torch.float32,), seconds=0.01, seed=0, training=True)
         command = ["bench", "moe-training", "--quick", "--dtype", "float32"]
         result = CliRunner().invoke(app, command, env={"COLUMNS": "170"})
     finally:

@@ -1,6 +1,7 @@
 """The command `kpt bench`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +14,9 @@ from kpt_cli.output_file import check_output_file
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
     from rich.table import Table
 
-    from .moe import Line, Refused, Result, Shape
+    from .moe import Line, Refused, Result
 
 _LEGEND = """
 How many times faster KPT is than transformers' eager and grouped_mm, and than one dense feed-forward of as many
@@ -26,8 +26,7 @@ A forward and backward, with the gradients of tokens, routing weights and parame
 transformers' eager and grouped_mm take, and how many times more memory a step of theirs adds; ~ means within two
 standard errors of 1. Routing is the share of router and sorting in the forward of a whole layer."""
 
-#: Exit code where a result is wrong.
-WRONG = 1
+WRONG = 1  #: exit code where a result is wrong
 DTYPES = ("float32", "bfloat16", "float16")
 
 Dtypes = Annotated[list[str] | None, one_of("dtype", DTYPES, f"{', '.join(DTYPES)}; may be repeated.")]
@@ -58,11 +57,7 @@ def moe(
 
     No figures where KPT's result is less accurate than eager's against float64: that line is marked, exit code 1.
     """
-    check_output_file(output, "--output")
-    from . import moe as of
-
-    shapes = of.QUICK_SHAPES if quick else of.SHAPES
-    _report("moe", of.run(shapes, *_settings(quick, dtype, threads, seconds), seed), output, as_json)
+    _measure("moe", quick, dtype, threads, seconds, seed, output, as_json)
 
 
 @app.command()
@@ -80,33 +75,35 @@ def moe_training(
     No figures where an output or a gradient of KPT is less accurate than eager's against float64: that line is marked,
     exit code 1.
     """
+    _measure("moe-training", quick, dtype, threads, seconds, seed, output, as_json)
+
+
+def _measure(
+    name: str,
+    quick: bool,
+    dtypes: list[str] | None,
+    threads: int | None,
+    seconds: float,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Run a benchmark, show its lines as they come, and write them."""
     check_output_file(output, "--output")
-    from . import moe as of
-
-    shapes = of.QUICK_TRAINING_SHAPES if quick else of.TRAINING_SHAPES
-    _report("moe-training", of.run_training(shapes, *_settings(quick, dtype, threads, seconds), seed), output, as_json)
-
-
-def _settings(
-    quick: bool, dtypes: list[str] | None, threads: int | None, seconds: float
-) -> "tuple[list[torch.dtype], float]":
     import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return dtypes_named(dtypes or DTYPES[:2]), min(seconds, 1.0) if quick else seconds
-
-
-def _report(name: str, running: "Iterable[Line | Refused]", output: Path | None, as_json: bool) -> None:
-    """Show the lines of a benchmark as they come, and write them."""
     from rich.live import Live
 
     from kpt_core.files import write_whole
 
+    from . import moe as of
     from .machine import machine
-    from .moe import Refused
 
     training = name == "moe-training"
+    if threads is not None:
+        torch.set_num_threads(threads)
+    shapes = (of.QUICK_SHAPES, of.QUICK_TRAINING_SHAPES) if quick else (of.SHAPES, of.TRAINING_SHAPES)
+    seconds = min(seconds, 1.0) if quick else seconds
+    running = of.run(shapes[training], dtypes_named(dtypes or DTYPES[:2]), seconds, seed, training=training)
     lines: list[Line | Refused] = []
     if as_json:
         lines += running
@@ -116,10 +113,11 @@ def _report(name: str, running: "Iterable[Line | Refused]", output: Path | None,
                 lines.append(line)
                 live.update(_table(lines, training=training))
         say(_TRAINING_LEGEND if training else _LEGEND)
-    refused = [line for line in lines if isinstance(line, Refused)]
+    refused = [line for line in lines if isinstance(line, of.Refused)]
     for line in refused:
         complain("error", line.reason)
-    report = {"benchmark": name, "machine": machine(), "lines": [line.as_dict() for line in lines]}
+    dicts = [line.as_dict() if isinstance(line, of.Line) else asdict(line) for line in lines]
+    report = {"benchmark": name, "machine": machine(), "lines": dicts}
     if as_json:
         print_json(report)
     if output is not None:
@@ -146,14 +144,11 @@ def _table(lines: "Iterable[Line | Refused]", *, training: bool) -> "Table":
                 cells.append(f"{getattr(line, 'routing_share', 0):.1%}")
             else:
                 cells = [ms, f"{kpt.tokens_per_second:,.0f}", gflops, *map(_times, others)]
-        made.add_row(*_sizes(line.shape, line.dtype), *cells)
+        shape, short = line.shape, {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[line.dtype]
+        experts = f"{shape.top_k} of {shape.num_experts}, {'SwiGLU' if shape.gated else 'GELU'}"
+        sizes = (f"{shape.tokens:,}", experts, str(shape.hidden_size), str(shape.intermediate_size))
+        made.add_row(*sizes, short, *cells)
     return made
-
-
-def _sizes(shape: "Shape", dtype: str) -> tuple[str, ...]:
-    experts = f"{shape.top_k} of {shape.num_experts}, {'SwiGLU' if shape.gated else 'GELU'}"
-    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
-    return f"{shape.tokens:,}", experts, str(shape.hidden_size), str(shape.intermediate_size), short
 
 
 def _times(other: "Result") -> str:

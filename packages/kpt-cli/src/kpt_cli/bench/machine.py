@@ -1,17 +1,19 @@
 """What is measured on, and how: the machine and its versions, the memory of this process, KPT without its vendors."""
 
+import gc
 import os
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import kpt_core
@@ -58,20 +60,21 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def forget_peak() -> None:
-    """Begin the peak anew, where the system allows it: loading must not hide what the phase needs."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
+def memory_growth(run: Callable[[], object]) -> int:
+    """Call a function, and return by how many bytes resident memory grows meanwhile at most."""
+    gc.collect()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, where the system allows it
+    before = psutil.Process().memory_info().rss
+    run()
+    return _peak() - before
 
 
-def peak() -> int:
-    """Return the most bytes that this process had resident."""
-    if _STATUS.exists():
-        # Not ru_maxrss, which can't begin anew.
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+def _peak() -> int:
+    if _STATUS.exists():  # not ru_maxrss, which can't begin anew
+        return next(
+            int(line.split()[1]) * 1024 for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")
+        )
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return usage if sys.platform == "darwin" else usage * 1024
 

@@ -1,7 +1,4 @@
-"""The MoE benchmarks: experts served by KPT, by transformers, and a dense product of the same operations.
-
-`run` measures forwards, `run_training` steps of training with their memory, and what routing costs.
-"""
+"""The MoE benchmarks: experts served by KPT, by transformers, and a dense product of the same operations."""
 
 import itertools
 import multiprocessing
@@ -13,7 +10,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,12 +17,9 @@ from torch.nn import functional as F
 from kpt_core import KptError
 from kpt_optimize import gain_of, interleaved_times
 
-from .machine import forget_peak, peak
+from .machine import memory_growth
 
-#: Implementations of transformers that are measured beside KPT.
-PEERS = ("eager", "grouped_mm")
-#: Tokens on which gradients are compared with float64.
-_GATE_TOKENS = 64
+PEERS = ("eager", "grouped_mm")  #: implementations of transformers that are measured beside KPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,40 +120,25 @@ class Refused:
     reason: str
     shape: Shape
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return asdict(self)
-
 
 class GateError(KptError):
     """The benchmark refuses to report, because KPT's result is not right."""
 
 
-def run(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], seconds: float, seed: int) -> Iterator[Line | Refused]:
-    """Time forwards of every shape in every dtype, each for about so many seconds; yield lines as they come."""
-    return _run(shapes, dtypes, seed, partial(_forwards, seconds=seconds))
-
-
-def run_training(
-    shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], seconds: float, seed: int
+def run(
+    shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], seconds: float, seed: int, *, training: bool = False
 ) -> Iterator[Line | Refused]:
-    """Measure training steps of every shape in every dtype; timing takes about so many seconds each."""
-    return _run(shapes, dtypes, seed, partial(_steps, seconds=seconds, seed=seed))
-
-
-def _run(
-    shapes: Sequence[Shape],
-    dtypes: Sequence[torch.dtype],
-    seed: int,
-    measure: Callable[[Shape, Any, torch.Generator], Line],
-) -> Iterator[Line | Refused]:
-    for shape in shapes:
-        for dtype in dtypes:
-            generator = torch.Generator().manual_seed(seed)
-            try:
-                yield measure(shape, transformers_experts(shape, dtype, generator), generator)
-            except GateError as error:
-                yield Refused(shape.name, str(dtype).removeprefix("torch."), str(error), shape)
+    """Measure every shape in every dtype, timing each for about so many seconds; yield lines as they come."""
+    for shape, dtype in itertools.product(shapes, dtypes):
+        generator = torch.Generator().manual_seed(seed)
+        module = transformers_experts(shape, dtype, generator)
+        try:
+            if training:
+                yield _steps(shape, module, generator, seconds, seed)
+            else:
+                yield _forwards(shape, module, generator, seconds)
+        except GateError as error:
+            yield Refused(shape.name, str(dtype).removeprefix("torch."), str(error), shape)
 
 
 def transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
@@ -171,9 +149,7 @@ def transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Gene
     import kpt_moe.transformers  # noqa: F401  registers "kpt"
 
     config = SimpleNamespace(
-        num_experts=shape.num_experts,
-        num_local_experts=shape.num_experts,
-        n_routed_experts=shape.num_experts,
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), shape.num_experts),
         hidden_size=shape.hidden_size,
         moe_intermediate_size=shape.intermediate_size,
         moe_latent_size=None,
@@ -201,14 +177,9 @@ def _random_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, T
 
 
 def _require_accuracy(what: str, sides: Sequence[Tensor], mean_factor: float, max_factor: float, floor: float) -> None:
-    """Raise `GateError` where KPT's error exceeds that of transformers' eager implementation too much.
+    """Raise `GateError` where KPT's mean or largest error exceeds that of transformers' eager too much.
 
-    Args:
-        what: is in the sentence.
-        sides: KPT's result, eager's, and float64's.
-        mean_factor: by which KPT's mean error may exceed eager's.
-        max_factor: by which its largest error may.
-        floor: an error that is free, relative to the largest value.
+    The sides are KPT's result, eager's and float64's; an error below `floor`, relative to the largest value, is free.
     """
     *values, exact = sides
     errors = [(value.double() - exact).abs() for value in values]
@@ -297,10 +268,11 @@ def _dense(shape: Shape, x: Tensor, module: Any) -> Callable[[], object]:
 
 def _steps(shape: Shape, module: Any, generator: torch.Generator, seconds: float, seed: int) -> Line:
     dtype = module.down_proj.dtype
-    _require_right_gradients(replace(shape, tokens=min(shape.tokens, _GATE_TOKENS)), module, generator)
+    _require_right_gradients(replace(shape, tokens=min(shape.tokens, 64)), module, generator)
     given = _step_inputs(shape, dtype, generator)
     names = ("kpt", *PEERS)
     times = interleaved_times([partial(_gradients, module, name, *given) for name in names], given[0].device, seconds)
+    del module, given
     results = []
     for name, taken in zip(names, times, strict=True):
         median, most = statistics.median(taken), _peak_of_step(shape, dtype, name, seed)
@@ -351,14 +323,12 @@ def _peak_of_step(shape: Shape, dtype: torch.dtype, implementation: str, seed: i
 
 def _growth(shape: Shape, dtype: torch.dtype, implementation: str, seed: int, threads: int) -> int:
     torch.set_num_threads(threads)
-    generator, before = torch.Generator().manual_seed(seed), 0
+    generator, grown = torch.Generator().manual_seed(seed), 0
     # What libraries keep after their first use is not the step's.
     for size in (replace(shape, tokens=2 * shape.num_experts, hidden_size=32, intermediate_size=32), shape):
         module, given = transformers_experts(size, dtype, generator), _step_inputs(size, dtype, generator)
-        forget_peak()
-        before = psutil.Process().memory_info().rss
-        _gradients(module, implementation, *given)
-    return peak() - before
+        grown = memory_growth(partial(_gradients, module, implementation, *given))
+    return grown
 
 
 def _routing_share(shape: Shape, dtype: torch.dtype, seconds: float) -> float:

@@ -114,11 +114,7 @@ def _measure(
 
 
 def check_copy(to: Path, directory: ModelDirectory, *, force: bool) -> Path:
-    """Check before any work that a model can be copied to a folder; return its real path.
-
-    Raises:
-        CliError: it is taken, in a wrong place, or the disk has no room.
-    """
+    """Return the real path of a folder; `CliError` if it is taken, in a wrong place, or the disk has no room."""
     real, model = to.resolve(), directory.path.resolve()
     if real == model:
         raise CliError(f"--copy {to} is the model's own folder; choose another one")

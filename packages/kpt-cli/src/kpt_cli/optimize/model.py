@@ -16,6 +16,7 @@ from .model_directory import CONFIG, ModelDirectory
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 DEFAULT_TOKENS = 512
 #: One of these says that the folder has a tokenizer.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -30,11 +31,7 @@ def quiet_transformers() -> None:
 
 
 def load_model(directory: ModelDirectory, dtype: str, device: torch.device) -> "PreTrainedModel":
-    """Load the model that the config names, in evaluation mode, with weights in a dtype, or `auto` for the config's.
-
-    Raises:
-        CliError: transformers does not know the architecture, or the weights do not fit it.
-    """
+    """Load the model that the config names, in evaluation mode, with weights in a dtype, or `auto` for the config's."""
     import transformers
 
     quiet_transformers()
@@ -81,8 +78,7 @@ def _load_config(directory: ModelDirectory) -> "PreTrainedConfig":
             f"know; {offer}"
         )
     try:
-        options = {"local_files_only": True, "trust_remote_code": False}
-        return AutoConfig.from_pretrained(directory.path, **options)  # type: ignore[no-any-return]
+        return AutoConfig.from_pretrained(directory.path, **LOCAL)  # type: ignore[no-any-return]
     except Exception as error:
         raise _as_sentence(error, f"{directory.path / CONFIG} is not a valid {model_type} config") from error
 
@@ -104,18 +100,7 @@ class ExampleInputs(NamedTuple):
 def example_inputs(
     directory: ModelDirectory, config: Any, tokens: int | None, device: torch.device, seed: int
 ) -> ExampleInputs:
-    """Make one sequence: of a real text if there is a tokenizer, else of random token ids.
-
-    Args:
-        directory: the model's folder, whose tokenizer is used.
-        config: the loaded model's config.
-        tokens: length of the sequence; None gives 512, or what the model can read.
-        device: where the token ids go.
-        seed: decides which text, or which random ids.
-
-    Raises:
-        CliError: the model can't read so many tokens.
-    """
+    """Make one sequence of `tokens`, or of 512 if the model reads so many; a real text if there is a tokenizer."""
     text_config = config.get_text_config()
     longest = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
@@ -152,7 +137,7 @@ def _of_text(directory: ModelDirectory, tokens: int, vocabulary: int, seed: int)
     texts = [topics[name] for name in sorted(topics)]
     random.Random(seed).shuffle(texts)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory.path, **LOCAL)
         ids: list[int] = []
         for text in texts:
             ids += tokenizer(text, verbose=False)["input_ids"]

@@ -13,10 +13,8 @@ from kpt_cli.errors import CliError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: Files that unpickling would load; they are never opened.
-PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-#: Larger headers are refused by the safetensors library too.
-LARGEST_HEADER = 100_000_000
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: files that unpickling would load; they are never opened
+LARGEST_HEADER = 100_000_000  #: larger headers are refused by the safetensors library too
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -37,18 +35,14 @@ class ModelDirectory:
 
 
 def read_model_directory(path: Path) -> ModelDirectory:
-    """Check a folder without loading it.
-
-    Raises:
-        CliError: what is missing, half-written or refused, and what to do about it.
-    """
+    """Check a folder without loading it; `CliError` says what is missing, half-written or refused, and what to do."""
     _check_folder(path)
     file = path / CONFIG
     if not file.is_file():
         below = sorted(found.parent for found in path.glob(f"*/{CONFIG}"))
         hint = f"; did you mean {' or '.join(map(str, below[:3]))}?" if below else ""
         raise CliError(f"{path} has no {CONFIG}; expected the folder of a Hugging Face model{hint}")
-    config = read_json(file)
+    config = _read_json(file)
     if not isinstance(config, dict):
         raise CliError(f"{file} holds a {type(config).__name__}; expected a JSON object that names a model_type")
     if not isinstance(config.get("model_type"), str):
@@ -74,12 +68,7 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def read_json(file: Path) -> Any:
-    """Parse a JSON file of a model.
-
-    Raises:
-        CliError: it is not JSON.
-    """
+def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -106,8 +95,7 @@ def _find_weights(path: Path) -> list[Path]:
             f"refused; convert it to safetensors in a place where you trust it (`model.save_pretrained(...)` writes "
             f"safetensors), or fetch the model's safetensors files"
         )
-    others = sorted(file.name for file in path.glob("*.safetensors"))
-    if others:
+    if others := sorted(file.name for file in path.glob("*.safetensors")):
         raise CliError(
             f"{path} has {some(others)} but neither {WEIGHTS} nor {INDEX}; fetch the missing file: without it nobody "
             "knows which files make up the model"
@@ -116,7 +104,7 @@ def _find_weights(path: Path) -> list[Path]:
 
 
 def _sharded(path: Path, index: Path) -> list[Path]:
-    document = read_json(index)
+    document = _read_json(index)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CliError(f"{index} has no weight_map; expected tensor names and the files that hold them; fetch it again")
@@ -124,26 +112,20 @@ def _sharded(path: Path, index: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or name in (".", ".."):
             raise CliError(f"{index} names the file {name!r}; expected plain file names in the same folder")
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
+    if missing := [name for name in names if not (path / name).is_file()]:
         raise CliError(
             f"{index.name} names {len(names)} files, and {path} lacks {some(missing)}: the download is not complete; "
             "fetch what is missing"
         )
     for name in names:
         held = check_safetensors(path / name)
-        lost = sorted(tensor for tensor, shard in weight_map.items() if shard == name and tensor not in held)
-        if lost:
+        if lost := sorted(tensor for tensor, shard in weight_map.items() if shard == name and tensor not in held):
             raise CliError(f"{path / name} lacks {some(lost)}, which {index.name} says it holds; fetch both again")
     return [path / name for name in names]
 
 
 def check_safetensors(file: Path) -> set[str]:
-    """Compare a safetensors file's header with its size; return the names of its tensors.
-
-    Raises:
-        CliError: the file is truncated, too long, or not a safetensors file.
-    """
+    """Return the names of a safetensors file's tensors; `CliError` if its header does not fit its size."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)

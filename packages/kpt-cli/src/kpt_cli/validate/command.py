@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from kpt_cli.console import heading, out, print_json, progress, say, table
 from kpt_cli.errors import CliError
@@ -19,15 +20,13 @@ from .trace import check_trace_file
 if TYPE_CHECKING:
     from torch import nn
 
-    from .judging import Errors, Verdict
+    from .judging import Verdict
     from .observing import Tell
     from .replaying import Replay
 
 DIFFERS = 1
-#: Shorter than the text of `kpt optimize`, since all that every module gives is kept.
-DEFAULT_TOKENS = 64
-#: How many modules that are worse are listed one by one.
-_ROWS = 20
+DEFAULT_TOKENS = 64  #: shorter than the text of `kpt optimize`, since all that every module gives is kept
+_ROWS = 20  #: modules that are worse and listed one by one
 _USE = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME; several with commas."
 _MODEL = "A Hugging Face folder, or package.module:function that returns a model and its inputs."
 
@@ -72,17 +71,13 @@ def record(
         trace = record_trace(loaded, inputs, arm=arm, layers=layers, gradients=backward, tell=tell, about=about)
         tell(0, None, f"writing {output}")
         trace.save(output)
-    size, counts = output.stat().st_size, {"layers": len(trace.layers), "gradients": len(trace.gradients)}
+    size, calls, gradients = output.stat().st_size, len(trace.layers), len(trace.gradients)
     if as_json:
-        print_json({"trace": str(output), "bytes": size, **counts, "about": trace.about})
+        counts = {"bytes": size, "layers": calls, "gradients": gradients}
+        print_json({"trace": str(output), **counts, "about": trace.about})
         return
-    from rich.filesize import decimal
-
     _show_about(trace.about)
-    say(
-        f"Wrote {output} ({decimal(size)}) from {said}. Calls of modules: {counts['layers']}; "
-        f"gradients: {counts['gradients']}."
-    )
+    say(f"Wrote {output} ({decimal(size)}) from {said}. Calls of modules: {calls}; gradients: {gradients}.")
     say(f"`kpt validate replay {output}` judges another machine, backend or version by it.")
 
 
@@ -189,12 +184,12 @@ def _load(
 
 
 def _recorded_model(trace_file: Path, recorded: str) -> str:
-    if not (recorded and Path(recorded).is_dir()):
-        # Not even a function that is here: a file that somebody sent does not decide which code runs.
-        what = "whose code runs only if you name it" if ":" in recorded else "which is not on this machine"
-        source = recorded or "a model without a name"
-        raise CliError(f"{trace_file} was recorded from {source}, {what}; say where it is with --model")
-    return recorded
+    if recorded and Path(recorded).is_dir():
+        return recorded
+    # Not even a function that is here: a file that somebody sent does not decide which code runs.
+    what = "whose code runs only if you name it" if ":" in recorded else "which is not on this machine"
+    source = recorded or "a model without a name"
+    raise CliError(f"{trace_file} was recorded from {source}, {what}; say where it is with --model")
 
 
 def _show_about(about: dict[str, Any]) -> None:
@@ -255,21 +250,15 @@ def _show_culprits(culprits: "Sequence[Verdict]") -> None:
     first, *others = culprits
     made = table("", "")
     made.show_header = False
-    for row in (
-        ("module", first.name),
-        ("type", first.type),
-        ("inputs", "\n".join(first.inputs)),
-        ("kernels", "\n".join(first.kernels) or "none of KPT's"),
-        ("trusted", "\n".join(first.recorded_kernels) or "none of KPT's"),
-        ("error", f"{_pair(first.run)} (mean / largest, against float64)"),
-        ("bound", f"{_pair(first.bound)}; trusted: {_pair(first.recorder)}"),
-        ("verdict", first.reason),
-    ):
-        made.add_row(*row)
+    run, bound, trusted = (f"{each.mean:.1e} / {each.max:.1e}" for each in (first.run, first.bound, first.recorder))
+    made.add_row("module", first.name)
+    made.add_row("type", first.type)
+    made.add_row("inputs", "\n".join(first.inputs))
+    made.add_row("kernels", "\n".join(first.kernels) or "none of KPT's")
+    made.add_row("trusted", "\n".join(first.recorded_kernels) or "none of KPT's")
+    made.add_row("error", f"{run} (mean / largest, against float64)")
+    made.add_row("bound", f"{bound}; trusted: {trusted}")
+    made.add_row("verdict", first.reason)
     out().print(made)
     if others:
         say(f"\n{len(others)} more calls differ by themselves: {', '.join(other.name for other in others)}.")
-
-
-def _pair(errors: "Errors") -> str:
-    return f"{errors.mean:.1e} / {errors.max:.1e}"

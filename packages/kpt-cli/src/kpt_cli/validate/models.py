@@ -1,4 +1,4 @@
-"""What a user names: a model, as a Hugging Face folder or a function that makes it, and a way of running it."""
+"""Load a model, from a Hugging Face folder or a function that makes it, and run it in one way or another."""
 
 import importlib
 import os
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: KPT's implementation of experts, and transformers' own.
-KPT = "kpt"
+KPT = "kpt"  #: KPT's implementation of experts
 IMPLEMENTATIONS = (KPT, "eager", "grouped_mm", "batched_mm")
 
 
@@ -32,11 +31,7 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str | None) -> "Arm":
-        """Read `eager`, `nvidia`, `reference`, `package.module:kernel`, `moe.experts=NAME`, or several with commas.
-
-        Raises:
-            CliError: a malformed pair, or a kernel for experts that transformers serves itself.
-        """
+        """Read `eager`, `nvidia`, `reference`, `package.module:kernel`, `moe.experts=NAME`, or several with commas."""
         if text is None:
             return cls()
         experts: set[str] = set()
@@ -95,9 +90,6 @@ def load(
 
     A function takes no arguments, and returns a model, or a pair of it and its inputs: a tensor, a sequence of
     arguments, or a mapping of keyword arguments.
-
-    Raises:
-        CliError: it can't be loaded, or gives no inputs though they are needed.
     """
     if _is_function(text):
         return _call_function(text, dtype, device, tokens is not None)

@@ -50,11 +50,7 @@ class Trace:
     gradients: tuple[Call, ...] = ()  # of the parameters, if they were asked for
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all.
-
-        Raises:
-            CliError: an argument of the model is neither a tensor nor a plain value.
-        """
+        """Write the file, whole or not at all; `CliError` if an argument is neither a tensor nor a plain value."""
         from safetensors.torch import save_file
 
         table: dict[str, Tensor] = {}
@@ -69,11 +65,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """Read and check a file.
-
-        Raises:
-            CliError: it does not exist, is truncated, no trace, of another format, or its content has changed.
-        """
+        """Read a file; `CliError` if it is missing, truncated, no trace, of another format, or its content changed."""
         from safetensors import SafetensorError, safe_open
 
         check_trace_file(path)
@@ -93,8 +85,13 @@ class Trace:
             what = f"{changed} of {len(tensors)} tensors" if changed else "the description"
             raise CliError(f"{what} in {path} is not what was recorded (SHA-256 differs); fetch it again")
         content = _decode(json.loads(text), tensors)
-        layers, gradients = (tuple(_call(entry) for entry in content[name]) for name in ("layers", "gradients"))
+        layers, gradients = (tuple(_call(**entry) for entry in content[name]) for name in ("layers", "gradients"))
         return cls(**content | {"args": tuple(content["args"]), "layers": layers, "gradients": gradients})
+
+
+def _call(**entry: Any) -> Call:
+    entry = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Call(**entry)
 
 
 def check_trace_file(path: Path) -> None:
@@ -113,11 +110,6 @@ def tensor_digest(tensor: "Tensor") -> str:
     if len(data):  # a view as bytes needs some
         sha.update(data.view(torch.uint8).numpy())
     return sha.hexdigest()
-
-
-def _call(entry: dict[str, Any]) -> Call:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return Call(**values)
 
 
 def _encode(value: Any, table: "dict[str, Tensor]") -> Any:
