@@ -21,10 +21,9 @@ from torch import Tensor, nn
 import kpt_core
 import kpt_optimize
 from kpt_cli.bench.machine import memory_growth, plain_pytorch
-from kpt_cli.optimize.model import quiet_transformers
 
 from . import Settings
-from .model import WINDOWS, load_model, next_token_loss
+from .model import WINDOWS, load_model, next_token_loss, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

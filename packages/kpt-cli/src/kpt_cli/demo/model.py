@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kpt_cli.errors import CliError
+from kpt_cli.optimize.model import quiet_transformers as quiet_transformers
 
 from . import Settings
 

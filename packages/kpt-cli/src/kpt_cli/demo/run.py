@@ -14,13 +14,12 @@ from torch import Tensor
 
 from kpt_cli.bench.machine import machine
 from kpt_cli.console import err, heading, out, progress, say, table
-from kpt_cli.optimize.model import quiet_transformers
 from kpt_optimize import optimize
 
 from . import Settings, measure
 from .corpus import bytes_of, encode, read_corpus, train_tokenizer
 from .measure import NOISE, Figures
-from .model import TrainingLog, describe, load_model, new_model, save_model, train, windows
+from .model import TrainingLog, describe, load_model, new_model, quiet_transformers, save_model, train, windows
 
 
 class Screen:
