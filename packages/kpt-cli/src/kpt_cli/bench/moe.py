@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -322,6 +323,7 @@ def _peak_of_step(shape: Shape, dtype: torch.dtype, implementation: str, seed: i
 
 
 def _growth(shape: Shape, dtype: torch.dtype, implementation: str, seed: int, threads: int) -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say at import was said by the command's process
     torch.set_num_threads(threads)
     generator, grown = torch.Generator().manual_seed(seed), 0
     # What libraries keep after their first use is not the step's.
