@@ -14,7 +14,7 @@ from timing import Ratio, clocked, interleaved, ratio_of
 from torch import Tensor
 
 import kpt_core
-from kpt_cli.plain_pytorch import plain_pytorch
+from kpt_cli.bench.machine import plain_pytorch
 
 #: `kpt` is what is measured; peers are what a user would have without it; `plain` is KPT without a vendor's kernels, in
 #: plain PyTorch, `own` KPT in another dtype, and `dense` a product of as many operations without routing.

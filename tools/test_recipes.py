@@ -132,5 +132,5 @@ def test_sessions_that_are_named_exist(document: str) -> None:
     named: set[str] = set()
     for given in re.findall(r"nox (?:-R )?-s ([\w ]+)", (ROOT / document).read_text()):
         named |= set(given.split())
-    templates = ROOT / "packages/kpt-cli/src/kpt_cli/new/templates/backend/noxfile.py.j2"
+    templates = ROOT / "packages/kpt-cli/src/kpt_cli/templates/backend/noxfile.py.j2"
     assert named <= sessions_of(ROOT / "noxfile.py") | sessions_of(templates)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import kpt_core
-from kpt_cli.completion import op_names
+from kpt_cli.options import op_names
 
 #: Lines whose last word is begun, and what completes it.
 COMPLETED = {

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kpt_cli.errors import CliError
-from kpt_cli.optimize.example_inputs import example_inputs
+from kpt_cli.optimize.model import example_inputs
 from kpt_cli.optimize.model_directory import read_model_directory
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import kpt_cli.doctor.report
+import kpt_cli.doctor
 import kpt_cli.main
 import kpt_core
 from kpt_cli import __version__
@@ -16,7 +16,7 @@ def raising(monkeypatch, error):
     def examine():
         raise error
 
-    monkeypatch.setattr(kpt_cli.doctor.report, "examine", examine)
+    monkeypatch.setattr(kpt_cli.doctor, "examine", examine)
 
 
 def test_help_lists_every_command(kpt):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_cli.new.backend import RESERVED, Skeleton
+from kpt_cli.new import RESERVED, Skeleton
 
 CONFIG = Path(__file__).parents[3] / "pyproject.toml"
 

@@ -9,7 +9,7 @@ import torch
 
 import kpt_core
 import kpt_optimize
-from kpt_cli.optimize.choices import LEVELS, OBJECTIVES
+from kpt_cli.options import LEVELS, OBJECTIVES
 from kpt_optimize import Optimized, PlanEntry
 from kpt_optimize.config import Config
 from model_files import listing

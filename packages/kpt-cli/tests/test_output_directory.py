@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 import kpt_optimize
-from kpt_cli.optimize import output_directory
 from kpt_cli.optimize.model_directory import read_model_directory
 from model_files import listing
 
@@ -73,7 +72,7 @@ def test_parent_of_the_output_is_missing(kpt, model, tmp_path):
 
 
 def test_disk_is_too_small(kpt, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(output_directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert "and the disk has 1.0 kB free; make room" in refused(kpt, tmp_path, model, "--copy", tmp_path / "out")
 
 
@@ -108,7 +107,7 @@ class TestFailureWhileWriting:
     FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
     def test_disk_full_leaves_nothing(self, kpt, model, tmp_path, monkeypatch):
-        fail_at(monkeypatch, output_directory.shutil, "copyfile", self.FULL)
+        fail_at(monkeypatch, shutil, "copyfile", self.FULL)
         before = listing(tmp_path)
         result = kpt("optimize", model, "--copy", tmp_path / "out", "-o", tmp_path / "plan.json")
         assert result.exit_code == 2
@@ -117,27 +116,27 @@ class TestFailureWhileWriting:
 
     def test_disk_full_keeps_what_was_there(self, kpt, model, tmp_path, monkeypatch):
         out = shutil.copytree(model, tmp_path / "out")
-        fail_at(monkeypatch, output_directory.shutil, "copyfile", self.FULL)
+        fail_at(monkeypatch, shutil, "copyfile", self.FULL)
         before = listing(tmp_path)
         assert kpt("optimize", model, "--copy", out, "--force").exit_code == 2
         assert listing(tmp_path) == before
 
     def test_interrupt_leaves_nothing(self, kpt, model, tmp_path, monkeypatch):
-        fail_at(monkeypatch, output_directory.shutil, "copyfile", KeyboardInterrupt())
+        fail_at(monkeypatch, shutil, "copyfile", KeyboardInterrupt())
         before = listing(tmp_path)
         assert kpt("optimize", model, "--copy", tmp_path / "out").exit_code == 130
         assert listing(tmp_path) == before
 
     def test_output_that_appears_meanwhile_is_not_overwritten(self, kpt, model, tmp_path, monkeypatch):
         out = tmp_path / "out"
-        copy = output_directory.shutil.copyfile
+        copy = shutil.copyfile
 
         def meanwhile(source, target):
             out.mkdir(exist_ok=True)
             (out / "diary.txt").write_text("dear diary")
             return copy(source, target)
 
-        monkeypatch.setattr(output_directory.shutil, "copyfile", meanwhile)
+        monkeypatch.setattr(shutil, "copyfile", meanwhile)
         result = kpt("optimize", model, "--copy", out)
         assert result.exit_code == 2
         assert listing(out) == ["diary.txt"]
@@ -167,7 +166,8 @@ LIMITED = """
 import sys
 from pathlib import Path
 from kpt_cli.optimize.model_directory import read_model_directory
-from kpt_cli.optimize.output_directory import copy_model, staged
+from kpt_cli.optimize.command import copy_model
+from kpt_cli.output_file import staged
 from kpt_cli.errors import sentence
 try:
     with staged(Path(sys.argv[2])) as staging:

@@ -1,11 +1,11 @@
-"""How things are printed: tables and sentences for people, one JSON document for programs."""
+"""Print tables and sentences for people, one JSON document for programs."""
 
 import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from textwrap import TextWrapper
 from typing import Any
@@ -16,14 +16,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-#: Width of tables where there is no terminal to fit; they are wider where a name needs it.
-WIDTH = 100
-#: Width of a console that is no terminal.
-_UNBOUNDED = 10_000
-#: Sentences in a column that is narrower are hard to read.
-_READABLE = 16
-#: Between two columns.
-_GAP = 3
+WIDTH = 100  #: of tables where there is no terminal to fit; they are wider where a name needs it
+_UNBOUNDED = 10_000  #: width of a console that is no terminal
+_READABLE = 16  #: sentences in a column that is narrower are hard to read
+_GAP = 3  #: between two columns
 
 
 class _Console(Console):
@@ -39,20 +35,16 @@ class _Console(Console):
         raise
 
 
-def _console(*, stderr: bool) -> Console:
+def out(*, stderr: bool = False) -> Console:
+    """Return the console for results, plain where stdout is no terminal or NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _UNBOUNDED
     return _Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
-def out() -> Console:
-    """The console for results, plain where stdout is no terminal or NO_COLOR is set."""
-    return _console(stderr=False)
-
-
 def err() -> Console:
-    """The console for errors, warnings and progress."""
-    return _console(stderr=True)
+    """Return the console for errors, warnings and progress."""
+    return out(stderr=True)
 
 
 def say(text: str, style: str = "") -> None:
@@ -73,6 +65,20 @@ def heading(text: str) -> None:
     out().print(f"\n{text}", style="bold")
 
 
+def some(names: Iterable[str]) -> str:
+    """Join a few names and count the rest."""
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def say_all(title: str, sentences: Iterable[str], style: str = "") -> None:
+    """Print a section of sentences, each once; nothing if there is none."""
+    if sentences := list(dict.fromkeys(sentences)):
+        heading(title)
+    for sentence in sentences:
+        say(f"  {sentence}", style=style)
+
+
 class WordTable(Table):
     """A table that breaks cells between words alone: names of kernels and modules can be copied.
 
@@ -81,7 +87,7 @@ class WordTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Decide on the widths first."""
-        cells = [[_plain(cell) for cell in (column.header, *column.cells)] for column in self.columns]
+        cells = [[str(cell) for cell in (column.header, *column.cells)] for column in self.columns]
         words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in cells]
         most = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
         least = [max(word, min(line, _READABLE)) for word, line in zip(words, most, strict=True)]
@@ -100,10 +106,6 @@ class WordTable(Table):
         yield from super().__rich_console__(console, options)
 
 
-def _plain(cell: object) -> str:
-    return cell.plain if isinstance(cell, Text) else str(cell)
-
-
 def _blocks(cells: list[list[str]], room: int) -> Iterator[Text]:
     """Rows of a table that is too wide, a line or some for each cell."""
     heads = [column[0] for column in cells]
@@ -120,12 +122,7 @@ def _blocks(cells: list[list[str]], room: int) -> Iterator[Text]:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> WordTable:
-    """Make an empty table.
-
-    Args:
-        columns: titles.
-        right: titles of the columns that hold numbers.
-    """
+    """Make an empty table of these columns, of which `right` hold numbers."""
     made = WordTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for title in columns:
         made.add_column(title, overflow="fold", justify="right" if title in right else "left")
@@ -163,23 +160,18 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[int, int | None, str], None]]:
-    """A bar on stderr while the block runs, gone afterwards; gives the function that moves it.
+def progress(title: str = "") -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr while the block runs; gives the function that moves it.
 
     The function takes how much is done, of how much (None: nobody knows), and what is going on.
     """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     console = err()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+    silent = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=silent) as bar:
+        task = bar.add_task(title, total=None)
 
-        def tell(done: int, total: int | None, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+        def tell(done: float, total: float | None, what: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=f"{title}  {what}".strip())
 
         yield tell

@@ -1,4 +1,4 @@
-"""What goes wrong, as one sentence."""
+"""Errors as one sentence."""
 
 import errno
 import sys
@@ -12,27 +12,18 @@ class CliError(Exception):
 
 
 def sentence(error: BaseException) -> str | None:
-    """The sentence for an error that is not a bug of this program, None for all others."""
-    if isinstance(error, CliError) or _is_kpt_error(error):
+    """Return the sentence for an error that is not a bug of this program, None for all others."""
+    core = sys.modules.get("kpt_core")  # its errors can't exist before it was imported
+    if isinstance(error, CliError) or (core is not None and isinstance(error, core.KptError)):
         return str(error)
     if isinstance(error, OSError):
         return _os_sentence(error)
-    if _is_out_of_memory(error):
+    torch = sys.modules.get("torch")
+    memory = MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError)
+    # The second is what torch's allocator of the CPU raises.
+    if isinstance(error, memory) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
         return f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more RAM'}; try less at a time"
     return None
-
-
-def _is_kpt_error(error: BaseException) -> bool:
-    # An error of the core can't exist before the core was imported.
-    core = sys.modules.get("kpt_core")
-    return core is not None and isinstance(error, core.KptError)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator of the CPU
 
 
 def _os_sentence(error: OSError) -> str:

@@ -17,19 +17,19 @@ from typer.core import TyperGroup
 from . import __version__
 from .bench.command import app as bench
 from .console import complain, plain_warnings
-from .demo.command import demo
-from .doctor.command import doctor
+from .demo import demo
+from .doctor import doctor
 from .errors import sentence
 from .kernels import kernels
-from .lock.command import lock
-from .new.command import app as new
+from .lock import lock
+from .new import app as new
 from .optimize.command import optimize
-from .tune.command import tune
+from .options import GROUP
+from .tune import tune
 from .validate.command import app as validate
 from .validate.command import bisect
 
-WRONG_INPUT = 2
-INTERRUPTED = 130
+WRONG_INPUT, INTERRUPTED = 2, 130
 
 
 class KptGroup(TyperGroup):
@@ -60,14 +60,7 @@ class KptGroup(TyperGroup):
             raise typer.Exit(WRONG_INPUT) from None
 
 
-_HELP = {"help_option_names": ["-h", "--help"]}
-
-app = typer.Typer(
-    cls=KptGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings=_HELP,
-)
+app = typer.Typer(cls=KptGroup, pretty_exceptions_enable=False, **GROUP | {"add_completion": True})
 
 
 def _version(wanted: bool) -> None:

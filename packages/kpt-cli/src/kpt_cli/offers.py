@@ -1,27 +1,27 @@
-"""What serves an op on a device: the kernels that will run, and why the others won't."""
+"""The kernels that serve an op on a device, and why the others won't."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kpt_core import Kernel, Op
 
-#: What a model's activations usually are.
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")  #: of a model's activations, usually
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Accepted:
-    """A kernel that may run. `conditional`: it has no backward, or looks at each call before it takes it."""
+    """A kernel that may run."""
 
     backend: str
     kernel: str
     priority: int
-    conditional: bool
+    conditional: bool  # it has no backward, or looks at each call before it takes it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A kernel that will not run (None: the backend as a whole), and the sentence that says why."""
 
@@ -32,51 +32,40 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What serves calls of one op whose first tensor has this device and dtype.
+    """The kernels that serve calls of one op whose first tensor has this device and dtype."""
 
-    Attributes:
-        op: name of the op.
-        device: as torch spells it.
-        dtype: without `torch.`.
-        accepted: kernels that may run, best first.
-        refused: the others.
-        reference: whether the reference runs where no kernel takes a call.
-        explicit: the choice in force (`KPT_USE`), None if it is automatic.
-        tuned: for how many sizes `kpt tune` has measured what comes first.
-        broken: of kernels that would run here and can't be loaded, what they raised; calls go on without them.
-    """
-
-    op: str
-    device: str
-    dtype: str
-    accepted: tuple[Accepted, ...] = ()
-    refused: tuple[Refused, ...] = ()
-    reference: bool = False
-    explicit: str | None = None
-    tuned: int = 0
+    op: str  # name of the op
+    device: str  # as torch spells it
+    dtype: str  # without `torch.`
+    accepted: tuple[Accepted, ...] = ()  # kernels that may run, best first
+    refused: tuple[Refused, ...] = ()  # the others
+    reference: bool = False  # whether the reference runs where no kernel takes a call
+    explicit: str | None = None  # the choice in force (`KPT_USE`), None if it is automatic
+    tuned: int = 0  # for how many sizes `kpt tune` has measured what comes first
+    #: of kernels that would run here and can't be loaded, what they raised; calls go on without them
     broken: tuple[str, ...] = ()
 
     @property
     def runs(self) -> tuple[Accepted, ...]:
-        """The kernels that can be reached: none comes after one that takes every call."""
+        """Return the kernels that can be reached: none comes after one that takes every call."""
         last = next((n for n, accepted in enumerate(self.accepted, 1) if not accepted.conditional), None)
         return self.accepted[:last]
 
     @property
     def ends_in_reference(self) -> bool:
-        """Whether some call may reach the reference."""
+        """Tell if some call may reach the reference."""
         return self.reference and all(accepted.conditional for accepted in self.accepted)
 
     def sentence(self, backend: str, kernel: str) -> str:
-        """What becomes of one kernel here."""
+        """Say what becomes of one kernel here."""
         for accepted in self.accepted:
             if (accepted.backend, accepted.kernel) == (backend, kernel):
                 return "accepted where it takes the call" if accepted.conditional else "accepted"
-        reasons = [each.reason for each in self.refused if (each.backend, each.kernel) == (backend, kernel)]
-        return reasons[0] if reasons else "not offered here"
+        reasons = (each.reason for each in self.refused if (each.backend, each.kernel) == (backend, kernel))
+        return next(reasons, "not offered here")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {
             **asdict(self),
             "runs": [accepted.kernel for accepted in self.runs] + ["reference"] * self.ends_in_reference,
@@ -84,42 +73,35 @@ class Serving:
 
 
 def serving(op: "Op[..., Any]", device: str, dtype: str) -> Serving:
-    """Select statically: kernels are loaded, and nothing is computed.
-
-    Raises:
-        UnknownNameError: `KPT_USE` names something that is not installed.
-        InputError: a `KPT_*` variable is malformed.
-    """
+    """Select statically: kernels are loaded, and nothing is computed. Malformed `KPT_*` variables raise `KptError`."""
     import torch
 
     found = op.candidates(torch.device(device), getattr(torch, dtype))
-    broken = {candidate: fault for candidate in found.accepted if (fault := _fault(op, candidate.kernel)) is not None}
-    refused = [Refused(backend=r.backend, kernel=r.kernel, reason=r.reason) for r in found.refusals]
-    refused += [Refused(backend=c.backend, kernel=c.kernel.forward, reason=fault) for c, fault in broken.items()]
+    faults = {candidate: fault for candidate in found.accepted if (fault := _fault(op, candidate.kernel)) is not None}
+    accepted, refused = [], [Refused(each.backend, each.kernel, each.reason) for each in found.refusals]
+    for candidate in found.accepted:
+        kernel = candidate.kernel
+        if candidate in faults:
+            refused.append(Refused(candidate.backend, kernel.forward, faults[candidate]))
+        else:
+            trains = kernel.backward is not None or kernel.differentiable
+            conditional = not trains or kernel.unsupported is not None
+            accepted.append(Accepted(candidate.backend, kernel.forward, kernel.priority, conditional))
     return Serving(
         op=op.name,
         device=device,
         dtype=dtype,
-        accepted=tuple(
-            Accepted(
-                backend=candidate.backend,
-                kernel=candidate.kernel.forward,
-                priority=candidate.kernel.priority,
-                conditional=_conditional(op, candidate.kernel),
-            )
-            for candidate in found.accepted
-            if candidate not in broken
-        ),
+        accepted=tuple(accepted),
         refused=tuple(refused),
         reference=found.reference,
         explicit=found.explicit,
         tuned=0 if found.tuned is None else len(found.tuned.entries),
-        broken=tuple(f"kernel {candidate.identity}: {fault}" for candidate, fault in broken.items()),
+        broken=tuple(f"kernel {candidate.identity}: {fault}" for candidate, fault in faults.items()),
     )
 
 
 def _fault(op: "Op[..., Any]", kernel: "Kernel") -> str | None:
-    """Why a kernel's functions can't be called, or None."""
+    """Say why a kernel's functions can't be called; None if they can."""
     from kpt_core.contract import load
 
     # A record; for backward also what was saved, and a gradient for each result.
@@ -135,16 +117,16 @@ def _fault(op: "Op[..., Any]", kernel: "Kernel") -> str | None:
     return None
 
 
-def _conditional(op: "Op[..., Any]", kernel: "Kernel") -> bool:
-    trains = kernel.backward is not None or kernel.differentiable
-    return not trains or kernel.unsupported is not None
-
-
 def function_of(identity: str) -> str:
-    """The function of a kernel, by which `use` and `KPT_USE` know it too, of backend/op/function."""
+    """Return the function in backend/op/function, by which `use` and `KPT_USE` know a kernel too."""
     return identity.rpartition("/")[2]
 
 
 def summary(op: "Op[..., Any]") -> str:
-    """The first line of an op's docstring."""
+    """Return the first line of an op's docstring."""
     return (inspect.getdoc(op.reference) or "").partition("\n")[0]
+
+
+def with_config(kernel: str, config: Mapping[str, Any] | None) -> str:
+    """Return a kernel and its configuration for a cell of a table, a line for each value."""
+    return kernel + "".join(f"\n{name}={value}" for name, value in (config or {}).items())

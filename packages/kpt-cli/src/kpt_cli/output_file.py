@@ -1,38 +1,64 @@
-"""A file that a command writes when its work is done: whether it can be is asked before."""
+"""Places that a command writes to when its work is done: checked before, and written whole or not at all."""
 
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import CliError
 
 
 def check_output_file(file: Path | None, option: str, *, force: bool = True) -> None:
-    """Check before any work that a file can be written.
-
-    Args:
-        file: the place; None if no file is wanted.
-        option: what the user named it with.
-        force: whether a file that is there may be replaced.
-
-    Raises:
-        CliError: it is taken or in a wrong place.
-    """
+    """Raise `CliError`, which names the option, if a file is taken and not to be replaced, or can't be written."""
     if file is None:
         return
     if file.is_dir():
         raise CliError(f"{option} {file} is a folder; expected a file name")
     if file.exists() and not force:
         raise CliError(f"{option} {file} exists; choose another name, or replace it with --force")
-    parent = file.absolute().parent
-    if not parent.is_dir():
-        raise CliError(f"{option} {file}: the folder {parent} does not exist; make it first")
-    check_writable(parent, f"{option} {file}")
+    check_folder(file.absolute().parent, f"{option} {file}")
 
 
-def check_writable(folder: Path, what: str) -> None:
-    """Raise `CliError`, which begins with `what`, if nothing may be written in a folder."""
+def check_folder(folder: Path, what: str, size: int = 0) -> None:
+    """Raise `CliError`, which begins with `what`, if `size` bytes can't be written in a folder."""
+    if not folder.is_dir():
+        if folder.exists():
+            raise CliError(f"{what}: {folder} is no folder; choose another place")
+        raise CliError(f"{what}: the folder {folder} does not exist; make it first")
     try:
         # Asking for permission alone is not enough: a superuser has it where nothing can be written, in /proc say.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise CliError(f"{what}: nothing can be written in {folder} ({error.strerror}); choose another place") from None
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        from rich.filesize import decimal
+
+        room = f"needs {decimal(size)} and the disk has {decimal(free)} free"
+        raise CliError(f"{what} {room}; make room or choose another disk")
+
+
+@contextmanager
+def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Make a folder that takes the place `out`, a real path, at the end of the block, or vanishes if the block raises.
+
+    What is there by then gives way if `replace`; otherwise the block ends in an `OSError` if it is not empty.
+    """
+    staging, old = (out.parent / f".{out.name}.{os.getpid()}.{state}" for state in ("partial", "old"))
+    staging.mkdir()
+    try:
+        yield staging
+        if not (replace and out.exists()):
+            staging.rename(out)
+            return
+        out.rename(old)
+        try:
+            staging.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
+        shutil.rmtree(old)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

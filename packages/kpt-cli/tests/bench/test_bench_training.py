@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 import kpt_core
-from kpt_cli.bench import training
+from kpt_cli.bench import moe
 from kpt_cli.bench.moe import Refused, Shape
 from kpt_cli.main import app
 from kpt_core.registry import add_backend, remove_backend
@@ -34,14 +34,14 @@ def wrong_gradient(call: kpt_core.Call) -> torch.Tensor:
 @pytest.fixture
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each probe is a process that imports transformers: one test has them."""
-    monkeypatch.setattr(training, "_peak_of_step", lambda *given: 2**20)
+    monkeypatch.setattr(moe, "_peak_of_step", lambda *given: 2**20)
 
 
 @pytest.mark.usefixtures("no_probe")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measures_every_implementation(dtype: torch.dtype) -> None:
-    (line,) = training.run((TINY,), (dtype,), seconds=0.01, seed=0)
-    assert isinstance(line, training.Line)
+    (line,) = moe.run((TINY,), (dtype,), seconds=0.01, seed=0, training=True)
+    assert isinstance(line, moe.TrainingLine)
     assert [result.implementation for result in line.results] == ["kpt", "eager", "grouped_mm"]
     assert line.results[0].gain == 1
     assert 0 < line.routing_share < 1
@@ -52,7 +52,7 @@ def test_measures_every_implementation(dtype: torch.dtype) -> None:
 
 def test_peak_grows_with_the_tokens() -> None:
     small, large = (
-        training._peak_of_step(Shape("step", tokens, 256, 512, 4, 2, gated=True), torch.float32, "eager", 0)
+        moe._peak_of_step(Shape("step", tokens, 256, 512, 4, 2, gated=True), torch.float32, "eager", 0)
         for tokens in (64, 4096)
     )
     saved = 4096 * 2 * 1024 * 4  # the pre-activation of the gate and up projections
@@ -61,10 +61,10 @@ def test_peak_grows_with_the_tokens() -> None:
 
 @pytest.mark.usefixtures("no_probe")
 def test_has_no_figures_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "QUICK_SHAPES", (TINY,))
+    monkeypatch.setattr(moe, "QUICK_TRAINING_SHAPES", (TINY,))
     add_backend(Wrong())
     try:
-        (refused,) = training.run((TINY,), (torch.float32,), seconds=0.01, seed=0)
+        (refused,) = moe.run((TINY,), (torch.float32,), seconds=0.01, seed=0, training=True)
         command = ["bench", "moe-training", "--quick", "--dtype", "float32"]
         result = CliRunner().invoke(app, command, env={"COLUMNS": "170"})
     finally:
@@ -78,7 +78,7 @@ def test_has_no_figures_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("no_probe")
 def test_command_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "QUICK_SHAPES", (TINY,))
+    monkeypatch.setattr(moe, "QUICK_TRAINING_SHAPES", (TINY,))
     command = ["bench", "moe-training", "--quick", "--dtype", "float32"]
     shown = CliRunner().invoke(app, command, env={"COLUMNS": "170"})
     assert shown.exit_code == 0, shown.output

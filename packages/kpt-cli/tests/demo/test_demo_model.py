@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kpt_cli.demo import FULL, QUICK
-from kpt_cli.demo.command import _spin_less
+from kpt_cli.demo import FULL, QUICK, _spin_less
 from kpt_cli.demo.corpus import read_corpus, train_tokenizer
 from kpt_cli.demo.model import TrainingLog, describe, load_model, new_model, save_model, train
 from kpt_cli.errors import CliError

@@ -1,27 +1,22 @@
 """The command `kpt bench`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kpt_cli.completion import one_of
 from kpt_cli.console import complain, out, print_json, say, table
-from kpt_cli.optimize.choices import check_choice
+from kpt_cli.options import GROUP, Json, dtypes_named, one_of
 from kpt_cli.output_file import check_output_file
 
-from .names import DTYPES
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    import torch
     from rich.table import Table
 
-    from .moe import Line, Refused, Result, Shape
-    from .training import Line as TrainingLine
-    from .training import Result as TrainingResult
+    from .moe import Line, Refused, Result
 
 _LEGEND = """
 How many times faster KPT is than transformers' eager and grouped_mm, and than one dense feed-forward of as many
@@ -31,15 +26,16 @@ A forward and backward, with the gradients of tokens, routing weights and parame
 transformers' eager and grouped_mm take, and how many times more memory a step of theirs adds; ~ means within two
 standard errors of 1. Routing is the share of router and sorting in the forward of a whole layer."""
 
-#: Exit code where a result is wrong.
-WRONG = 1
+WRONG = 1  #: exit code where a result is wrong
+DTYPES = ("float32", "bfloat16", "float16")
 
-app = typer.Typer(
-    help="Measure KPT beside its peers, in one run.",
-    no_args_is_help=True,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+Dtypes = Annotated[list[str] | None, one_of("dtype", DTYPES, f"{', '.join(DTYPES)}; may be repeated.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="About how long the timing of each line takes.")]
+Seed = Annotated[int, typer.Option(help="Of weights, inputs and routings.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")]
+
+app = typer.Typer(help="Measure KPT beside its peers, in one run.", **GROUP)
 
 
 @app.callback()
@@ -50,103 +46,77 @@ def bench() -> None:
 @app.command()
 def moe(
     quick: Annotated[bool, typer.Option(help="Two small shapes, a few seconds.")] = False,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated.", autocompletion=one_of(DTYPES))
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long each line takes.")] = 8.0,
-    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    dtype: Dtypes = None,
+    threads: Threads = None,
+    seconds: Seconds = 8.0,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
 ) -> None:
     """Experts of a MoE layer: KPT beside transformers' eager and grouped_mm, and a dense product of equal operations.
 
     No figures where KPT's result is less accurate than eager's against float64: that line is marked, exit code 1.
     """
-    check_output_file(output, "--output")
-    dtypes = _dtypes(dtype, threads)
-    from . import moe as benchmark
-
-    shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
-    running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
-    _report("moe", running, _table, _LEGEND, output, as_json)
+    _measure("moe", quick, dtype, threads, seconds, seed, output, as_json)
 
 
 @app.command()
 def moe_training(
     quick: Annotated[bool, typer.Option(help="One small shape, a few seconds.")] = False,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated.", autocompletion=one_of(DTYPES))
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long the timing of each line takes.")] = 20.0,
-    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    dtype: Dtypes = None,
+    threads: Threads = None,
+    seconds: Seconds = 20.0,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
 ) -> None:
     """A training step of experts: KPT beside transformers' eager and grouped_mm, with peak memory and routing's share.
 
     No figures where an output or a gradient of KPT is less accurate than eager's against float64: that line is marked,
     exit code 1.
     """
-    check_output_file(output, "--output")
-    dtypes = _dtypes(dtype, threads)
-    from . import training as benchmark
-
-    shapes = benchmark.QUICK_SHAPES if quick else benchmark.SHAPES
-    running = benchmark.run(shapes, dtypes, min(seconds, 1.0) if quick else seconds, seed)
-    _report("moe-training", running, _training_table, _TRAINING_LEGEND, output, as_json)
+    _measure("moe-training", quick, dtype, threads, seconds, seed, output, as_json)
 
 
-def _dtypes(names: list[str] | None, threads: int | None) -> "tuple[torch.dtype, ...]":
-    names = names or ["float32", "bfloat16"]
-    for name in names:
-        check_choice("dtype", name, DTYPES)
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return tuple(getattr(torch, name) for name in names)
-
-
-def _report(
+def _measure(
     name: str,
-    running: "Iterable[Any]",
-    make_table: "Callable[[list[Any]], Table]",
-    legend: str,
+    quick: bool,
+    dtypes: list[str] | None,
+    threads: int | None,
+    seconds: float,
+    seed: int,
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Show lines as they come, and write them.
-
-    Args:
-        name: of the benchmark.
-        running: gives the lines.
-        make_table: of the lines so far.
-        legend: printed below the table.
-        output: where JSON is written.
-        as_json: print JSON instead.
-    """
+    """Run a benchmark, show its lines as they come, and write them."""
+    check_output_file(output, "--output")
+    import torch
     from rich.live import Live
 
     from kpt_core.files import write_whole
 
+    from . import moe as of
     from .machine import machine
-    from .moe import Refused
 
-    lines: list[Any] = []
+    training = name == "moe-training"
+    if threads is not None:
+        torch.set_num_threads(threads)
+    shapes = (of.QUICK_SHAPES, of.QUICK_TRAINING_SHAPES) if quick else (of.SHAPES, of.TRAINING_SHAPES)
+    seconds = min(seconds, 1.0) if quick else seconds
+    running = of.run(shapes[training], dtypes_named(dtypes or DTYPES[:2]), seconds, seed, training=training)
+    lines: list[Line | Refused] = []
     if as_json:
-        lines.extend(running)
+        lines += running
     else:
         with Live("", console=out()) as live:
             for line in running:
                 lines.append(line)
-                live.update(make_table(lines))
-        say(legend)
-    refused = [line for line in lines if isinstance(line, Refused)]
+                live.update(_table(lines, training=training))
+        say(_TRAINING_LEGEND if training else _LEGEND)
+    refused = [line for line in lines if isinstance(line, of.Refused)]
     for line in refused:
         complain("error", line.reason)
-    dicts = [line.as_dict() for line in lines]
+    dicts = [line.as_dict() if isinstance(line, of.Line) else asdict(line) for line in lines]
     report = {"benchmark": name, "machine": machine(), "lines": dicts}
     if as_json:
         print_json(report)
@@ -156,66 +126,30 @@ def _report(
         raise typer.Exit(WRONG)
 
 
-def _table(lines: "list[Line | Refused]") -> "Table":
-    from .moe import PEERS, Refused
+def _table(lines: "Iterable[Line | Refused]", *, training: bool) -> "Table":
+    from .moe import PEERS, Line
 
-    left = ("tokens", "experts", "hidden", "width", "dtype")
-    right = ("ms", "tokens/s", "GFLOP/s", *PEERS, "dense")
-    made = table(*left, *right, right=right)
+    right: tuple[str, ...] = ("ms", "tokens/s", "GFLOP/s", *PEERS, "dense")
+    if training:
+        right = ("ms", "GFLOP/s", "peak MiB", *(f"{x} {y}" for x in PEERS for y in ("time", "peak")), "routing")
+    made = table("tokens", "experts", "hidden", "width", "dtype", *right, right=right)
     for line in lines:
-        if isinstance(line, Refused):
-            _add_refused(made, line)
-            continue
-        kpt, *others = line.results
-        made.add_row(
-            *_sizes(line.shape, line.dtype),
-            f"{kpt.seconds * 1e3:.2f}",
-            f"{kpt.tokens_per_second:,.0f}",
-            f"{kpt.gflops:.0f}",
-            *(_times(other) for other in others),
-        )
+        cells = ["wrong"]
+        if isinstance(line, Line):
+            kpt, *others = line.results
+            ms, gflops = f"{kpt.seconds * 1e3:.{1 if training else 2}f}", f"{kpt.gflops:.0f}"
+            if training:
+                cells = [ms, gflops, f"{kpt.peak / 2**20:.0f}"]
+                cells += [cell for o in others for cell in (_times(o), f"{o.peak / max(kpt.peak, 1):.2f}x")]
+                cells.append(f"{getattr(line, 'routing_share', 0):.1%}")
+            else:
+                cells = [ms, f"{kpt.tokens_per_second:,.0f}", gflops, *map(_times, others)]
+        shape, short = line.shape, {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[line.dtype]
+        experts = f"{shape.top_k} of {shape.num_experts}, {'SwiGLU' if shape.gated else 'GELU'}"
+        sizes = (f"{shape.tokens:,}", experts, str(shape.hidden_size), str(shape.intermediate_size))
+        made.add_row(*sizes, short, *cells)
     return made
 
 
-def _training_table(lines: "list[TrainingLine | Refused]") -> "Table":
-    from .moe import Refused
-    from .training import IMPLEMENTATIONS
-
-    left = ("tokens", "experts", "hidden", "width", "dtype")
-    peers = [f"{name} {what}" for name in IMPLEMENTATIONS[1:] for what in ("time", "peak")]
-    right = ("ms", "GFLOP/s", "peak MiB", *peers, "routing")
-    made = table(*left, *right, right=right)
-    for line in lines:
-        if isinstance(line, Refused):
-            _add_refused(made, line)
-            continue
-        kpt, *others = line.results
-        made.add_row(
-            *_sizes(line.shape, line.dtype),
-            f"{kpt.seconds * 1e3:.1f}",
-            f"{kpt.gflops:.0f}",
-            f"{kpt.peak / 2**20:.0f}",
-            *(cell for o in others for cell in (_times(o), f"{o.peak / max(kpt.peak, 1):.2f}x")),
-            f"{line.routing_share:.1%}",
-        )
-    return made
-
-
-def _add_refused(made: "Table", line: "Refused") -> None:
-    assert line.shape is not None
-    made.add_row(*_sizes(line.shape, line.dtype), "wrong")
-
-
-def _sizes(shape: "Shape", dtype: str) -> tuple[str, ...]:
-    gated = "SwiGLU" if shape.gated else "GELU"
-    return (
-        f"{shape.tokens:,}",
-        f"{shape.top_k} of {shape.num_experts}, {gated}",
-        str(shape.hidden_size),
-        str(shape.intermediate_size),
-        {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype],
-    )
-
-
-def _times(other: "Result | TrainingResult") -> str:
+def _times(other: "Result") -> str:
     return f"{'~' if abs(other.gain - 1) < 2 * other.noise else ''}{other.gain:.2f}x"

@@ -1,9 +1,13 @@
-"""The MoE benchmark: experts served by KPT, by transformers, and a dense product of the same operations."""
+"""The MoE benchmarks: experts served by KPT, by transformers, and a dense product of the same operations."""
 
 import itertools
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,37 +18,27 @@ from torch.nn import functional as F
 from kpt_core import KptError
 from kpt_optimize import gain_of, interleaved_times
 
-#: Implementations of transformers that are measured beside KPT.
-PEERS = ("eager", "grouped_mm")
+from .machine import memory_growth
+
+PEERS = ("eager", "grouped_mm")  #: implementations of transformers that are measured beside KPT
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One line of the benchmark.
+    """One line of a benchmark."""
 
-    Attributes:
-        name: what the line stands for.
-        tokens: rows that enter the experts.
-        hidden_size: size of a token.
-        intermediate_size: inner width of an expert.
-        num_experts: number of experts.
-        top_k: experts per token.
-        gated: SwiGLU experts of three matrices, else GELU experts of two.
-    """
-
-    name: str
-    tokens: int
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
-    gated: bool
+    name: str  # what the line stands for
+    tokens: int  # rows that enter the experts
+    hidden_size: int  # size of a token
+    intermediate_size: int  # inner width of an expert
+    num_experts: int  # number of experts
+    top_k: int  # experts per token
+    gated: bool  # SwiGLU experts of three matrices, else GELU experts of two
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the matrix products."""
-        matrices = 3 if self.gated else 2
-        return 2 * matrices * self.tokens * self.top_k * self.hidden_size * self.intermediate_size
+        """Count the multiplications and additions of the matrix products."""
+        return 2 * (3 if self.gated else 2) * self.tokens * self.top_k * self.hidden_size * self.intermediate_size
 
 
 SHAPES = (
@@ -57,108 +51,106 @@ QUICK_SHAPES = (
     replace(SHAPES[0], name="prefill 4x128", tokens=512),
     replace(SHAPES[2], hidden_size=512, intermediate_size=256),
 )
+TRAINING_SHAPES = (
+    Shape("step 32x128", 4096, 512, 2048, 8, 2, gated=False),
+    Shape("step 32x128", 4096, 512, 2048, 8, 2, gated=True),
+    Shape("step 32x128", 4096, 1024, 4096, 8, 2, gated=False),
+)
+QUICK_TRAINING_SHAPES = (
+    replace(TRAINING_SHAPES[1], name="step 4x128", tokens=512, hidden_size=256, intermediate_size=512),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one implementation did on one shape.
+    """One implementation on one shape."""
 
-    Attributes:
-        implementation: `kpt`, a name of `PEERS`, or `dense`.
-        seconds: median time of a forward.
-        tokens_per_second: tokens through the layer.
-        gflops: billions of operations a second.
-        gain: KPT's speed over this implementation's, the median of the rounds' ratios; 1 for `kpt` itself.
-        noise: standard error of `gain`.
-    """
+    implementation: str  # `kpt`, a name of `PEERS`, or `dense`
+    seconds: float  # median time of a forward, or of a forward and backward with all gradients
+    gflops: float  # billions of operations of matrix products a second
+    gain: float  # KPT's speed over this implementation's, the median of the rounds' ratios; 1 for `kpt` itself
+    noise: float  # standard error of `gain`
 
-    implementation: str
-    seconds: float
-    tokens_per_second: float
-    gflops: float
-    gain: float
-    noise: float
+
+@dataclass(frozen=True, slots=True)
+class Forward(Result):
+    """One implementation's forward on one shape."""
+
+    tokens_per_second: float  # through the layer
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Result):
+    """One implementation's training step on one shape."""
+
+    peak: int  # bytes by which resident memory grows in a step, gradients included, in a process of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """All results on one shape and dtype."""
+    """All results on one shape and dtype, KPT's first."""
 
     shape: Shape
     dtype: str
-    results: tuple[Result, ...]
-
-    @property
-    def best_peer(self) -> Result:
-        """The fastest of transformers' implementations."""
-        return min((r for r in self.results if r.implementation in PEERS), key=lambda r: r.seconds)
+    results: tuple[Any, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "best_peer": self.best_peer.implementation, "gain": self.best_peer.gain}
+        """Return it for JSON."""
+        best = min((r for r in self.results if r.implementation in PEERS), key=lambda r: r.seconds)
+        return {**asdict(self), "best_peer": best.implementation, "gain": best.gain}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLine(Line):
+    """All results of a training step on one shape and dtype, KPT's first."""
+
+    routing_share: float  # time of the router and of sorting by expert, over that of a whole KPT layer, forward
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        smallest = min(result.peak for result in self.results[1:])
+        return Line.as_dict(self) | {"peak_over_best_peer": self.results[0].peak / max(smallest, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A shape whose result is not right: the name of the shape, the dtype, and the sentence of the `GateError`."""
+
+    title: str
+    dtype: str
+    reason: str
+    shape: Shape
 
 
 class GateError(KptError):
     """The benchmark refuses to report, because KPT's result is not right."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """What stands in a line's place where a result is not right.
-
-    Attributes:
-        title: what was to be measured.
-        dtype: in which dtype.
-        reason: the sentence of the `GateError`.
-        shape: of the experts, where the line has one.
-    """
-
-    title: str
-    dtype: str
-    reason: str
-    shape: Shape | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
 def run(
-    shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], seconds: float, seed: int
+    shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], seconds: float, seed: int, *, training: bool = False
 ) -> Iterator[Line | Refused]:
-    """Measure every shape in every dtype.
-
-    Args:
-        shapes: what to measure.
-        dtypes: in which dtypes.
-        seconds: about how long each line takes.
-        seed: of weights, inputs and routings.
-
-    Yields:
-        A line as soon as it is measured, or `Refused` where KPT's error against float64 exceeds that of transformers'
-        eager implementation.
-    """
-    for shape in shapes:
-        for dtype in dtypes:
-            generator = torch.Generator().manual_seed(seed)
-            module = transformers_experts(shape, dtype, generator)
-            try:
-                yield _measure(shape, module, generator, seconds)
-            except GateError as error:
-                yield Refused(shape.name, str(dtype).removeprefix("torch."), str(error), shape)
+    """Measure every shape in every dtype, timing each for about so many seconds; yield lines as they come."""
+    for shape, dtype in itertools.product(shapes, dtypes):
+        generator = torch.Generator().manual_seed(seed)
+        module = transformers_experts(shape, dtype, generator)
+        try:
+            if training:
+                yield _steps(shape, module, generator, seconds, seed)
+            else:
+                yield _forwards(shape, module, generator, seconds)
+        except GateError as error:
+            yield Refused(shape.name, str(dtype).removeprefix("torch."), str(error), shape)
 
 
 def transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
-    """An experts module of transformers, of Qwen3-MoE (gated) or of Nemotron-H (plain), with random weights."""
+    """Make an experts module of transformers, Qwen3-MoE's (gated) or Nemotron-H's (plain), with random weights."""
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     import kpt_moe.transformers  # noqa: F401  registers "kpt"
 
     config = SimpleNamespace(
-        num_experts=shape.num_experts,
-        num_local_experts=shape.num_experts,
-        n_routed_experts=shape.num_experts,
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), shape.num_experts),
         hidden_size=shape.hidden_size,
         moe_intermediate_size=shape.intermediate_size,
         moe_latent_size=None,
@@ -174,119 +166,185 @@ def transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Gene
     return module
 
 
-def random_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Experts of each token and their weights `[tokens, top_k]`."""
+def _tokens(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape.tokens, shape.hidden_size, generator=generator).to(dtype)
+
+
+def _random_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return experts of each token and their weights `[tokens, top_k]`."""
     scores = torch.rand(shape.tokens, shape.num_experts, generator=generator)
-    index = scores.topk(shape.top_k, dim=-1).indices
     weights = torch.rand(shape.tokens, shape.top_k, generator=generator)
-    return index, weights / weights.sum(-1, keepdim=True)
+    return scores.topk(shape.top_k, dim=-1).indices, weights / weights.sum(-1, keepdim=True)
 
 
-def require_right_output(shape: Shape, module: Any, x: Tensor, routings: list[tuple[Tensor, Tensor]]) -> None:
-    """Refuse unless KPT is as close to float64 as eager is, on what is timed: 1.1x its mean error, 2x its largest."""
-    rows = torch.linspace(0, shape.tokens - 1, min(shape.tokens, 64)).long()
-    exact = torch.cat([_exact(shape, module, x[rows], *(t[rows] for t in routing)) for routing in routings])
-    errors = {}
-    for name in ("kpt", "eager"):
-        module.config._experts_implementation = name
-        difference = (torch.cat([module(x, *routing)[rows] for routing in routings]).double() - exact).abs()
-        errors[name] = (difference.mean().item(), difference.max().item())
-    (mean, largest), (peer_mean, peer_largest) = errors["kpt"], errors["eager"]
-    floor = torch.finfo(torch.float64).eps * exact.abs().max().item()
-    if not (mean <= 1.1 * peer_mean + floor and largest <= 2 * peer_largest + floor):
+def _require_accuracy(what: str, sides: Sequence[Tensor], mean_factor: float, max_factor: float, floor: float) -> None:
+    """Raise `GateError` where KPT's mean or largest error exceeds that of transformers' eager too much.
+
+    The sides are KPT's result, eager's and float64's; an error below `floor`, relative to the largest value, is free.
+    """
+    *values, exact = sides
+    errors = [(value.double() - exact).abs() for value in values]
+    (mean, largest), (peer_mean, peer_largest) = ((e.mean().item(), e.max().item()) for e in errors)
+    floor *= exact.abs().max().item()
+    if not (mean <= mean_factor * peer_mean + floor and largest <= max_factor * peer_largest + floor):
         raise GateError(
-            f"no figures for {shape.name} in {x.dtype}: KPT's error against float64 is {mean:.2e} on average and "
-            f"{largest:.2e} at most, transformers' eager has {peer_mean:.2e} and {peer_largest:.2e}"
+            f"no figures for {what} against float64 is {mean:.2e} on average and {largest:.2e} at most, transformers' "
+            f"eager has {peer_mean:.2e} and {peer_largest:.2e}"
         )
 
 
-def exact_experts(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    up: Callable[[int], Tensor],
-    down: Callable[[int], Tensor],
-    *,
-    gated: bool,
-) -> Tensor:
-    """The experts' output in float64, given what an expert's matrices `[outputs, inputs]` are in float64."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for expert in index.unique().tolist():
-        token, choice = torch.where(index == expert)
-        a = activate(F.linear(x[token].double(), up(expert)), gated=gated)
-        out.index_add_(0, token, F.linear(a, down(expert)) * weights[token, choice, None].double())
-    return out
+def _require_right_output(shape: Shape, module: Any, x: Tensor, routings: list[tuple[Tensor, Tensor]]) -> None:
+    rows = torch.linspace(0, shape.tokens - 1, min(shape.tokens, 64)).long()
 
+    def output(implementation: str) -> Tensor:
+        module.config._experts_implementation = implementation
+        return torch.cat([module(x, *routing)[rows] for routing in routings])
 
-def activate(h: Tensor, *, gated: bool) -> Tensor:
-    """SwiGLU of two halves, or GELU."""
-    return F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if gated else F.gelu(h)
+    exact = torch.cat([_exact(shape, module, x[rows], *(t[rows] for t in routing)) for routing in routings])
+    sides = output("kpt"), output("eager"), exact
+    _require_accuracy(f"{shape.name} in {x.dtype}: KPT's error", sides, 1.1, 2, torch.finfo(torch.float64).eps)
 
 
 def _exact(shape: Shape, module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The output of transformers' experts in float64."""
-    up = module.gate_up_proj if shape.gated else module.up_proj
-    return exact_experts(
-        x, index, weights, lambda e: up[e].double(), lambda e: module.down_proj[e].double(), gated=shape.gated
-    )
+    """Return the output of transformers' experts in float64, one expert after the other: all of them may not fit."""
+    up, down = module.gate_up_proj if shape.gated else module.up_proj, module.down_proj
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for expert in index.unique().tolist():
+        token, choice = torch.where(index == expert)
+        y = _dense_forward(x[token].double(), up[expert].double(), down[expert].double(), gated=shape.gated)
+        out.index_add_(0, token, y * weights[token, choice, None].double())
+    return out
 
 
-def _measure(shape: Shape, module: Any, generator: torch.Generator, seconds: float) -> Line:
+def _dense_forward(x: Tensor, up: Tensor, down: Tensor, *, gated: bool) -> Tensor:
+    """Return a feed-forward's output, with SwiGLU of two halves or with GELU."""
+    h = F.linear(x, up)
+    return F.linear(F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if gated else F.gelu(h), down)
+
+
+def _forwards(shape: Shape, module: Any, generator: torch.Generator, seconds: float) -> Line:
     dtype = module.down_proj.dtype
-    x = torch.randn(shape.tokens, shape.hidden_size, generator=generator).to(dtype)
+    x = _tokens(shape, dtype, generator)
     # A small call is measured on many routings in turn, so that weights come from memory as they do in a model.
-    routings = [random_routing(shape, generator) for _ in range(16 if shape.tokens < 64 else 1)]
+    routings = [_random_routing(shape, generator) for _ in range(16 if shape.tokens < 64 else 1)]
 
     def experts(implementation: str) -> Callable[[], object]:
-        turns = iter(range(10**9))
+        turns = itertools.cycle(routings)
 
         def call() -> object:
             module.config._experts_implementation = implementation
-            return module(x, *routings[next(turns) % len(routings)])
+            return module(x, *next(turns))
 
         return call
 
-    require_right_output(shape, module, x, routings)
-    names = ("kpt", *PEERS, "dense")
-    contest = [*(experts(name) for name in names[:-1]), _dense(shape, x, module)]
+    _require_right_output(shape, module, x, routings)
+    contest = [*map(experts, ("kpt", *PEERS)), _dense(shape, x, module)]
     with torch.inference_mode():
         times = interleaved_times(contest, x.device, seconds)
     results = []
-    for name, taken in zip(names, times, strict=True):
+    for name, taken in zip(("kpt", *PEERS, "dense"), times, strict=True):
         median = statistics.median(taken)
-        gain, noise = gain_of(taken, times[0])
-        results.append(Result(name, median, shape.tokens / median, shape.flops / median / 1e9, gain, noise))
+        speed = shape.flops / median / 1e9
+        results.append(Forward(name, median, speed, *gain_of(taken, times[0]), shape.tokens / median))
     return Line(shape, str(dtype).removeprefix("torch."), tuple(results))
 
 
-def dense_layers(shape: Shape, module: Any) -> list[tuple[Tensor, Tensor]]:
-    """The experts' numbers as dense feed-forwards of as many operations, input and output matrix of each.
+def _dense(shape: Shape, x: Tensor, module: Any) -> Callable[[], object]:
+    """Return a dense feed-forward of as many operations, with the experts' numbers.
 
     A wide one of `top_k` experts for few tokens, an expert itself for many rows.
     """
-    up = module.gate_up_proj if shape.gated else module.up_proj
+    up, down = module.gate_up_proj if shape.gated else module.up_proj, module.down_proj
     if shape.tokens >= shape.num_experts:
-        return [(up[0], module.down_proj[0])]
-    count = max(1, shape.num_experts // shape.top_k)
-    experts = count * shape.top_k
-    # The numbers of the down projection lie in another order than in the experts: it is one dense matrix of them.
-    ups = up[:experts].view(count, -1, shape.hidden_size)
-    downs = module.down_proj[:experts].reshape(count, shape.hidden_size, -1)
-    return list(zip(ups, downs, strict=True))
-
-
-def dense_inputs(shape: Shape, x: Tensor) -> Tensor:
-    """What a dense feed-forward is called on."""
-    return x if shape.tokens < shape.num_experts else x.repeat(shape.top_k, 1)
-
-
-def dense_forward(x: Tensor, up: Tensor, down: Tensor, *, gated: bool) -> Tensor:
-    """A dense feed-forward."""
-    return F.linear(activate(F.linear(x, up), gated=gated), down)
-
-
-def _dense(shape: Shape, x: Tensor, module: Any) -> Callable[[], object]:
-    """A dense feed-forward of as many operations."""
-    layers, inputs = dense_layers(shape, module), dense_inputs(shape, x)
+        x, layers = x.repeat(shape.top_k, 1), [(up[0], down[0])]
+    else:
+        count = max(1, shape.num_experts // shape.top_k)
+        experts = count * shape.top_k
+        # The numbers of the down projection lie in another order than in the experts: it is one dense matrix of them.
+        ups = up[:experts].view(count, -1, shape.hidden_size)
+        layers = list(zip(ups, down[:experts].reshape(count, shape.hidden_size, -1), strict=True))
     turns = itertools.cycle(layers)
-    return lambda: dense_forward(inputs, *next(turns), gated=shape.gated)
+    return lambda: _dense_forward(x, *next(turns), gated=shape.gated)
+
+
+def _steps(shape: Shape, module: Any, generator: torch.Generator, seconds: float, seed: int) -> Line:
+    dtype = module.down_proj.dtype
+    _require_right_gradients(replace(shape, tokens=min(shape.tokens, 64)), module, generator)
+    given = _step_inputs(shape, dtype, generator)
+    names = ("kpt", *PEERS)
+    times = interleaved_times([partial(_gradients, module, name, *given) for name in names], given[0].device, seconds)
+    del module, given
+    results = []
+    for name, taken in zip(names, times, strict=True):
+        median, most = statistics.median(taken), _peak_of_step(shape, dtype, name, seed)
+        results.append(Step(name, median, 3 * shape.flops / median / 1e9, *gain_of(taken, times[0]), most))
+    share = _routing_share(shape, dtype, seconds / 4)
+    return TrainingLine(shape, str(dtype).removeprefix("torch."), tuple(results), share)
+
+
+def _step_inputs(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Return random tokens, gradients of the output, experts and their weights."""
+    x, grad = (_tokens(shape, dtype, generator) for _ in range(2))
+    return x, grad, *_random_routing(shape, generator)
+
+
+def _gradients(
+    module: Any, implementation: str, x: Tensor, grad: Tensor, index: Tensor, weights: Tensor
+) -> list[Tensor]:
+    """Run a training step of an experts module; return the gradients of tokens, routing weights and parameters."""
+    module.config._experts_implementation = implementation
+    parameters = [parameter.requires_grad_() for parameter in module.parameters()]
+    x, weights = (tensor.detach().requires_grad_() for tensor in (x, weights))
+    return list(torch.autograd.grad(module(x, index, weights), [x, weights, *parameters], grad))
+
+
+def _require_right_gradients(shape: Shape, module: Any, generator: torch.Generator) -> None:
+    """Refuse unless output and gradients are as near to float64 as eager's.
+
+    Gradients may have 1.5x its mean error and 3x its largest: that of the routing weights is another sum here than
+    autograd's, of which neither is always the nearer one.
+    """
+    dtype = module.down_proj.dtype
+    x, grad, index, weights = _step_inputs(shape, dtype, generator)
+    with torch.no_grad():
+        _require_right_output(shape, module, x, [(index, weights)])
+    mine, eager = (_gradients(module, name, x, grad, index, weights) for name in ("kpt", "eager"))
+    exact = _gradients(module.double(), "eager", x.double(), grad.double(), index, weights.double())
+    module.to(dtype)
+    for number, sides in enumerate(zip(mine, eager, exact, strict=True)):
+        what = f"{shape.name} in {dtype}: KPT's error of gradient {number}"
+        _require_accuracy(what, sides, 1.5, 3, torch.finfo(torch.float32).eps)
+
+
+def _peak_of_step(shape: Shape, dtype: torch.dtype, implementation: str, seed: int) -> int:
+    """Return by how many bytes resident memory grows in a step, in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_growth, shape, dtype, implementation, seed, torch.get_num_threads()).result()
+
+
+def _growth(shape: Shape, dtype: torch.dtype, implementation: str, seed: int, threads: int) -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say at import was said by the command's process
+    torch.set_num_threads(threads)
+    generator, grown = torch.Generator().manual_seed(seed), 0
+    # What libraries keep after their first use is not the step's.
+    for size in (replace(shape, tokens=2 * shape.num_experts, hidden_size=32, intermediate_size=32), shape):
+        module, given = transformers_experts(size, dtype, generator), _step_inputs(size, dtype, generator)
+        grown = memory_growth(partial(_gradients, module, implementation, *given))
+    return grown
+
+
+def _routing_share(shape: Shape, dtype: torch.dtype, seconds: float) -> float:
+    """Return the time of the router and of sorting by expert over that of a whole layer, forward."""
+    from kpt_moe import MoEConfig, MoELayer
+    from kpt_moe.permutation import sort_by_expert
+
+    sizes = {name: getattr(shape, name) for name in ("hidden_size", "num_experts", "top_k", "intermediate_size")}
+    layer = MoELayer(MoEConfig(**sizes, activation="swiglu" if shape.gated else "gelu"), dtype=dtype)
+    x = torch.randn(shape.tokens, shape.hidden_size).to(dtype)
+
+    def route() -> object:
+        return sort_by_expert(layer.route(x).index, shape.num_experts)
+
+    with torch.inference_mode():
+        routing, whole = interleaved_times([route, lambda: layer(x)], x.device, seconds)
+    return statistics.median(routing) / statistics.median(whole)

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "site-packages", "encodings", "ensurepip", "idlelib", "lib2to3"}
 SKIPPED_FOLDERS |= {"pydoc_data", "test", "tests", "turtledemo"}
 SKIPPED_PREFIXES = ("config-", "_sysconfigdata", ".")
-#: One file in this many is held out.
-HELD_OUT_SHARE = 20
-#: Less than this teaches nothing.
-LEAST_BYTES = 100_000
+HELD_OUT_SHARE = 20  #: one file in this many is held out
+LEAST_BYTES = 100_000  #: less than this teaches nothing
 END_OF_FILE = "<|endoftext|>"
 #: Files are taken evenly until this many characters: more changes the merges little and costs seconds.
 TOKENIZER_CHARACTERS = 4_000_000
@@ -46,15 +44,7 @@ class Corpus:
 
 
 def read_corpus(root: Path | None = None, limit: int | None = None) -> Corpus:
-    """Read the library's modules, always the same ones in the same order.
-
-    Args:
-        root: the library; None for that of the running Python.
-        limit: stop when this many bytes were read.
-
-    Raises:
-        CliError: there is hardly any source code.
-    """
+    """Read the modules below `root`, the running Python's library, in one order, until `limit` bytes were read."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     training: list[Source] = []
     held_out: list[Source] = []

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import kpt_core
 import kpt_optimize
-from kpt_cli.peak_memory import forget_peak, peak
-from kpt_cli.plain_pytorch import plain_pytorch
+from kpt_cli.bench.machine import memory_growth, plain_pytorch
 
 from . import Settings
 from .model import WINDOWS, load_model, next_token_loss, quiet_transformers
@@ -32,23 +31,18 @@ if TYPE_CHECKING:
 NOISE = "within noise"
 #: That an interval of a median holds the true one. High, because several are looked at in one report.
 CONFIDENCE = 0.99
-#: How often the rounds of timing are run at most.
-MOST = 3
+MOST = 3  #: how often the rounds of timing are run at most
 PHASES = ("prefill", "decode", "training")
-#: What a training step adds, with transformers' own experts and with KPT's.
-TRAINING = "memory of a training step"
+TRAINING = "memory of a training step"  #: what a training step adds, with transformers' own experts and with KPT's
 MEMORY_MEASURE = "peak resident memory of a fresh process while the phase runs, the model being loaded already"
-#: Tokens of the prompt where the memory of decoding is measured.
-SHORT_PROMPT = 16
+SHORT_PROMPT = 16  #: tokens of the prompt where the memory of decoding is measured
 #: Beginnings that the corpus is full of. None ends in a space: a word's token has its space in front.
 PROMPTS = ("import os\nimport sys\n\ndef", "class", "    if not isinstance(", "    for")
 #: How much less likely a token is that was used already: without it so small a model soon goes round in circles.
 REPETITION_PENALTY = 1.1
 
-#: A part of the report's JSON.
-Figures = dict[str, Any]
-#: Called with how much is done and how much there is.
-OnProgress = Callable[[float, float], None]
+Figures = dict[str, Any]  #: a part of the report's JSON
+OnProgress = Callable[[float, float], None]  #: called with how much is done and how much there is
 
 
 def _quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -145,10 +139,7 @@ def compare_speed(
     """Time two models in turn, so that a change of the machine's load meets both, and the second in plain PyTorch too.
 
     One round more than the size's is run first and not counted. While the gains are not known to a tenth, as many more
-    are run, up to `MOST` times.
-
-    Returns:
-        The second model beside the first, and beside itself without the kernels of a vendor's backend.
+    are run, up to `MOST` times. Return the second model beside the first, and beside itself in plain PyTorch.
     """
 
     def beside(other: str) -> list[Figures]:
@@ -175,9 +166,7 @@ def compare_speed(
 def compare_memory(model: Path, plan: Path, settings: Settings, on_process: OnProgress) -> tuple[list[Figures], int]:
     """Measure the peak memory of a saved model with and without a plan, each phase in processes of its own.
 
-    Returns:
-        The peak of each phase, and the bytes that Python, torch and transformers take before a model is loaded, part of
-        every peak.
+    Return the peaks, and the part of each that Python, torch and transformers take before a model is loaded.
     """
     context = multiprocessing.get_context("forkserver")
     # The server imports the libraries once, without using them; every measurement is a fork of it.
@@ -212,29 +201,27 @@ def _peak_memory(folder: Path, plan: Path | None, phase: str, settings: Settings
             model.set_experts_implementation("kpt")
         rows = torch.randint(1, settings.vocabulary, (settings.batch, settings.context), generator=generator)
         model.train()
-        # What libraries keep after their first use is not the step's.
-        for ids in (rows[:1, :8], rows):
-            model.zero_grad()
-            gc.collect()
-            forget_peak()
-            before = process.memory_info().rss
+
+        def step(ids: Tensor) -> None:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return libraries, peak() - before
+
+        step(rows[:1, :8])  # what libraries keep after their first use is not the step's
+        model.zero_grad()
+        return libraries, memory_growth(lambda: step(rows))
     if plan is not None:
         model = kpt_optimize.apply_plan(model, plan, inplace=True).model
-    gc.collect()
-    forget_peak()
     tokens, new_tokens = (settings.prompt_tokens, 2) if phase == "prefill" else (SHORT_PROMPT, settings.new_tokens)
-    generate_timed(model, torch.randint(1, settings.vocabulary, (1, tokens), generator=generator), new_tokens)
-    return libraries, peak()
+    prompt = torch.randint(1, settings.vocabulary, (1, tokens), generator=generator)
+    gc.collect()
+    before = process.memory_info().rss
+    return libraries, before + memory_growth(lambda: generate_timed(model, prompt, new_tokens))
 
 
 @torch.no_grad()
 def compare_quality(before: Any, after: Any, rows: Tensor, bytes_per_token: float, on_batch: OnProgress) -> Figures:
     """Read held-out text, windows `[windows, context]` of token ids, with two models.
 
-    Returns:
-        Figures before and after, how far logits differ, and the share of router decisions for each layer and expert.
+    Return figures of both, how far logits differ, and the share of router decisions for each layer and expert.
     """
     counts = torch.zeros(before.config.num_hidden_layers, before.config.num_experts, dtype=torch.int64)
     old_loss = new_loss = largest = scale = 0.0

@@ -12,33 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kpt_cli.errors import CliError
+from kpt_cli.optimize.model import quiet_transformers as quiet_transformers
 
 from . import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-#: Weight of the load-balancing loss, which keeps the router from using a few experts only.
-BALANCE_WEIGHT = 0.01
+BALANCE_WEIGHT = 0.01  #: weight of the load-balancing loss, which keeps the router from using a few experts only
 #: Of the initial weights. Larger than the usual 0.02, with which so narrow a model takes hundreds of steps to begin.
 INITIAL_DEVIATION = 0.05
 #: Beyond a training window too: rotary positions reach further, and speed is measured with longer prompts.
 LONGEST = 1024
 WARM_UP_STEPS = 40
-#: What is left of the peak learning rate at the end.
-FINAL_SHARE = 0.05
+FINAL_SHARE = 0.05  #: what is left of the peak learning rate at the end
 WEIGHT_DECAY = 0.1
 CLIP = 1.0
-#: Windows of one forward without gradients.
-WINDOWS = 16
-
-
-def quiet_transformers() -> None:
-    """Turn off progress bars and hints of the library: the demo says itself what it does."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+WINDOWS = 16  #: windows of one forward without gradients
 
 
 def new_model(settings: Settings, seed: int) -> "Qwen3MoeForCausalLM":
@@ -71,11 +61,7 @@ def new_model(settings: Settings, seed: int) -> "Qwen3MoeForCausalLM":
 
 
 def save_model(model: "Qwen3MoeForCausalLM", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
-    """Write weights, config and tokenizer to a new folder.
-
-    Raises:
-        CliError: the libraries could not write them.
-    """
+    """Write weights, config and tokenizer to a new folder."""
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(str(folder))

@@ -9,26 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from torch import Tensor
 
 from kpt_cli.bench.machine import machine
-from kpt_cli.console import err, heading, out, say, table
+from kpt_cli.console import err, heading, out, progress, say, table
 from kpt_optimize import optimize
 
-from . import Settings
+from . import Settings, measure
 from .corpus import bytes_of, encode, read_corpus, train_tokenizer
-from .measure import (
-    MEMORY_MEASURE,
-    NOISE,
-    Figures,
-    compare_memory,
-    compare_quality,
-    compare_speed,
-    kernels_used,
-    samples,
-)
+from .measure import NOISE, Figures
 from .model import TrainingLog, describe, load_model, new_model, quiet_transformers, save_model, train, windows
 
 
@@ -42,21 +32,13 @@ class Screen:
 
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[None]:
-        """Show a bar while the block runs, and a line with its outcome afterwards."""
-        columns = (SpinnerColumn(), TextColumn(title), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(True))
-        detail = TextColumn("{task.fields[detail]}", style="dim")
+        """Show a bar, which `tell` moves, while the block runs, and a line with its outcome afterwards."""
         start = time.perf_counter()
-        silent = not self.console.is_terminal
-        with Progress(*columns, detail, console=self.console, transient=True, disable=silent) as self._bar:
-            self._task = self._bar.add_task("", total=None, detail="")
+        with progress(title) as self.tell:
             yield
         seconds = self.durations[name] = time.perf_counter() - start
         line = Text.assemble(("  ✓ ", "green"), f"{title:<32}", (f"{seconds:6.1f} s  ", "dim"), self.outcome)
         self.console.print(line, soft_wrap=True)
-
-    def tell(self, done: float, total: float | None, detail: str = "") -> None:
-        """Move the phase's bar."""
-        self._bar.update(self._task, completed=done, total=total, detail=detail)
 
 
 def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:
@@ -66,21 +48,16 @@ def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:
     with screen.phase("corpus", "Reading Python's standard library"):
         corpus = read_corpus(limit=settings.corpus_bytes)
         read = {"training_bytes": bytes_of(corpus.training), "held_out_bytes": bytes_of(corpus.held_out)}
-        result["corpus"] = read | {
-            "training_files": len(corpus.training),
-            "held_out_files": [source.path for source in corpus.held_out],
-        }
+        files = [source.path for source in corpus.held_out]
+        result["corpus"] = read | {"training_files": len(corpus.training), "held_out_files": files}
         megabytes = read["training_bytes"] / 1e6
         screen.outcome = f"{len(corpus.training)} files, {megabytes:.1f} MB; {len(corpus.held_out)} more held out"
     with screen.phase("tokenizer", "Training a tokenizer"):
         tokenizer = train_tokenizer(corpus.training, settings.vocabulary, settings.context)
         training, held_out = encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out)
         each = read["held_out_bytes"] / len(held_out)
-        result["corpus"] |= {
-            "training_tokens": len(training),
-            "held_out_tokens": len(held_out),
-            "bytes_per_token": each,
-        }
+        counts = {"training_tokens": len(training), "held_out_tokens": len(held_out)}
+        result["corpus"] |= counts | {"bytes_per_token": each}
         screen.outcome = f"{settings.vocabulary:,} entries, {len(training):,} tokens of {each:.1f} bytes on average"
     model, log = _train(settings, training, held_out, screen)
     result |= {"model": describe(model, settings), "training": asdict(log)}
@@ -104,37 +81,33 @@ def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:
         result["plan"] = plan
         screen.outcome = f"{len(plan.kept)} of {len(plan.entries)} rewrites kept"
     with screen.phase("speed", "Timing both models in turn"):
-        speed, result["over_plain"] = compare_speed(before, after, prompt, settings, screen.tell)
+        speed, result["over_plain"] = measure.compare_speed(before, after, prompt, settings, screen.tell)
         screen.outcome = ", ".join(f"{comparison['name']} {comparison['verdict']}" for comparison in speed)
     with screen.phase("memory", "Measuring peak memory"):
-        memory, libraries = compare_memory(folder / "model", folder / "plan.json", settings, screen.tell)
+        memory, libraries = measure.compare_memory(folder / "model", folder / "plan.json", settings, screen.tell)
         result["comparisons"] = [*speed, *memory]
-        result["memory"] = {"measured_as": MEMORY_MEASURE, "libraries_bytes": libraries}
+        result["memory"] = {"measured_as": measure.MEMORY_MEASURE, "libraries_bytes": libraries}
         screen.outcome = ", ".join(comparison["verdict"] for comparison in memory)
     with screen.phase("quality", "Comparing on held-out files"):
         rows = windows(held_out, settings.context, settings.quality_windows)
-        result["quality"] = quality = compare_quality(before, after, rows, each, screen.tell)
+        result["quality"] = quality = measure.compare_quality(before, after, rows, each, screen.tell)
         # The budget holds for the inputs that the plan was made with.
         quality["beyond_budget"] = quality["difference"]["relative"] > plan.max_error
-        result["kernels"] = kernels_used(after, prompt)
+        result["kernels"] = measure.kernels_used(after, prompt)
         old, new = quality["before"]["perplexity"], quality["after"]["perplexity"]
         screen.outcome = f"perplexity {old:.2f} before, {new:.2f} after"
     with screen.phase("samples", "Writing some code"):
-        result["samples"] = written = samples(before, after, tokenizer, settings.sample_tokens)
+        result["samples"] = written = measure.samples(before, after, tokenizer, settings.sample_tokens)
         screen.outcome = f"{sum(sample['identical'] for sample in written)} of {len(written)} texts identical"
     return result
 
 
 def _train(settings: Settings, training: Tensor, held_out: Tensor, screen: Screen) -> tuple[Any, TrainingLog]:
-    evaluations = 1
-
     def on_step(log: TrainingLog, done: float) -> None:
-        nonlocal evaluations
         recent = statistics.mean(log.losses[-20:])
         screen.tell(done, 1.0, f"loss {recent:.2f}, {log.tokens / log.seconds:,.0f} tokens/s")
-        if len(log.held_out) > evaluations:
-            evaluations = len(log.held_out)
-            step, loss = log.held_out[-1]
+        step, loss = log.held_out[-1]
+        if step == len(log.losses):  # it was measured after this very step
             screen.console.print(f"    step {step:4d}: loss {recent:.3f}, held-out {loss:.3f}", style="dim")
 
     model = new_model(settings, settings.seed)

@@ -1,24 +1,29 @@
 """The command `kpt optimize`."""
 
+import json
+import shutil
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
-from kpt_cli.completion import DEVICE_TYPES, one_of
-from kpt_cli.console import print_json, progress, say
+from kpt_cli.console import heading, out, print_json, progress, say, table
 from kpt_cli.errors import CliError
-from kpt_cli.output_file import check_output_file
+from kpt_cli.options import Device, Force, Json, Level, MaxError, Objective, TextSeed, WeightDtype, usable_device
+from kpt_cli.output_file import check_folder, check_output_file, staged
 from kpt_cli.plugins import REWRITES, packages
 
-from .choices import DTYPES, LEVELS, OBJECTIVES, check_choice, check_device, check_environment, check_max_error
-from .model_directory import ModelDirectory, read_model_directory
-from .output_directory import PLAN, check_output, copy_model, staged
+from .model_directory import CONFIG, INDEX, WEIGHTS, ModelDirectory, read_model_directory
 
 if TYPE_CHECKING:
-    from kpt_optimize import Plan
+    from kpt_optimize import Plan, PlanEntry
+
+PLAN = "kpt_plan.json"
+#: What belongs to a model beside its weights: configs, tokenizers, chat templates, licence.
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 def optimize(
@@ -32,52 +37,32 @@ def optimize(
         Path | None,
         typer.Option(help="New folder for a copy of the model and its plan, if anything pays.", show_default=False),
     ] = None,
-    level: Annotated[
-        str, typer.Option(help=f"What may change: {', '.join(LEVELS)}.", autocompletion=one_of(LEVELS))
-    ] = "balanced",
-    objective: Annotated[
-        str, typer.Option(help=f"What to gain: {' or '.join(OBJECTIVES)}.", autocompletion=one_of(OBJECTIVES))
-    ] = "latency",
-    max_error: Annotated[
-        float | None,
-        typer.Option(help="Largest relative error of a module's output; the level's own if left out."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Where to measure; the first accelerator or the CPU if left out.", autocompletion=one_of(DEVICE_TYPES)
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help=f"Of the weights in memory: {', '.join(DTYPES)}.", autocompletion=one_of(DTYPES))
-    ] = "auto",
+    level: Level = "balanced",
+    objective: Objective = "latency",
+    max_error: MaxError = None,
+    device: Device = None,
+    dtype: WeightDtype = "auto",
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Length of the text that is measured with; 512, or what the model can read."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")] = 0,
-    force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace an existing output.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    seed: TextSeed = 0,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
     """Try every rewrite on a model, keep what is within the error budget and measured to gain, and say so.
 
     Without --output or --copy nothing is written. The model's folder is never changed.
     """
-    check_choice("level", level, LEVELS)
-    check_choice("objective", objective, OBJECTIVES)
-    check_choice("dtype", dtype, DTYPES)
-    check_max_error(max_error)
     directory = read_model_directory(model_dir)
-    real_copy = None if copy is None else check_output(copy, directory, force=force)
+    real_copy = None if copy is None else check_copy(copy, directory, force=force)
     check_output_file(output, "--output", force=force)
-
+    wanted = {"level": level, "objective": objective, "max_error": max_error}
     with redirect_stdout(sys.stderr):  # stdout is for the result
-        plan, inputs = _measure(directory, level, objective, max_error, device, dtype, tokens, seed)
+        plan, inputs = _measure(directory, device, dtype, tokens, seed, **wanted)
     if not as_json:
-        from .plan_table import show_plan
-
         say(f"Measured with {inputs}.")
-        show_plan(plan)
+        _show_plan(plan)
     copied = real_copy is not None and bool(plan.kept)
     if real_copy is not None and copied:
         with progress() as tell, staged(real_copy, replace=force) as staging:
@@ -89,68 +74,124 @@ def optimize(
     elif output is not None:
         plan.save(output)
     if as_json:
-        print_json(
-            {
-                "model_dir": str(model_dir),
-                "inputs": inputs,
-                "plan": plan.as_dict(),
-                "output": None if output is None else str(output),
-                "copy": str(copy) if copied else None,
-            }
-        )
+        paths = {"output": None if output is None else str(output), "copy": str(copy) if copied else None}
+        print_json({"model_dir": str(model_dir), "inputs": inputs, "plan": plan.as_dict(), **paths})
     else:
         _say_what_next(plan, model_dir, dtype, output, copy)
 
 
 def _measure(
-    directory: ModelDirectory,
-    level: str,
-    objective: str,
-    max_error: float | None,
-    device: str | None,
-    dtype: str,
-    tokens: int | None,
-    seed: int,
+    directory: ModelDirectory, device: str | None, dtype: str, tokens: int | None, seed: int, **wanted: Any
 ) -> "tuple[Plan, str]":
     """Load the model and optimise it; return the plan and what it was measured with."""
     import torch
 
     import kpt_optimize
 
-    from .example_inputs import example_inputs
-    from .model_loading import load_model
+    from .model import example_inputs, load_model
 
-    place = check_device(device)
-    check_environment(str(place))
+    place = usable_device(device)
     with progress() as tell:
         tell(0, None, "loading the model")
         model = load_model(directory, dtype, place)
-        inputs = example_inputs(directory, model.config, tokens, place, seed)
+        inputs, said = example_inputs(directory, model.config, tokens, place, seed)
         with torch.no_grad():
             # In place: the weights on disk are what is kept, and a second copy may not fit.
-            plan = kpt_optimize.optimize(
-                model,
-                level=level,
-                objective=objective,
-                example_inputs=inputs.kwargs,
-                max_error=max_error,
-                inplace=True,
-                on_progress=tell,
-            ).plan
-    if not plan.entries:
-        raise CliError(_nothing_to_rewrite(directory, plan.model))
-    return plan, inputs.said
-
-
-def _nothing_to_rewrite(directory: ModelDirectory, model: str) -> str:
+            found = kpt_optimize.optimize(model, example_inputs=inputs, inplace=True, on_progress=tell, **wanted)
+    plan = found.plan
+    if plan.entries:
+        return plan, said
     offering = [package.name for package in packages() if any(o.startswith(REWRITES) for o in package.offers)]
     if not offering:
-        return f"nothing can be rewritten in {directory.path}: no rewrites are installed; kpt-fp8 and kpt-moe have some"
-    return (
-        f"{directory.path} ({model}) has nothing that the rewrites of {', '.join(offering)} apply to; expected "
+        raise CliError(
+            f"nothing can be rewritten in {directory.path}: no rewrites are installed; kpt-fp8 and kpt-moe have some"
+        )
+    raise CliError(
+        f"{directory.path} ({plan.model}) has nothing that the rewrites of {', '.join(offering)} apply to; expected "
         "Mixture-of-Experts layers for kpt-moe, as in Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss, or linear layers of "
         "64 features and more for kpt-fp8"
     )
+
+
+def check_copy(to: Path, directory: ModelDirectory, *, force: bool) -> Path:
+    """Return the real path of a folder; `CliError` if it is taken, in a wrong place, or the disk has no room."""
+    real, model = to.resolve(), directory.path.resolve()
+    if real == model:
+        raise CliError(f"--copy {to} is the model's own folder; choose another one")
+    if model in real.parents:
+        raise CliError(f"--copy {to} lies inside the model's folder {directory.path}; choose a place outside of it")
+    if real in model.parents:
+        raise CliError(f"--copy {to} contains the model's folder {directory.path}; choose another place")
+    if real.exists() and not real.is_dir():
+        raise CliError(f"--copy {to} is a file; expected a folder that does not exist yet")
+    if real.is_dir() and any(real.iterdir()):
+        if not force:
+            raise CliError(f"--copy {to} exists and is not empty; choose another folder, or replace it with --force")
+        if not (real / CONFIG).is_file():
+            raise CliError(f"--copy {to} is not empty and holds no model, so --force does not replace it")
+    check_folder(real.parent, f"--copy {to}", sum(file.stat().st_size for file in _files(directory)))
+    return real
+
+
+def copy_model(directory: ModelDirectory, to: Path, dtype: str) -> None:
+    """Copy the model's files to an empty folder; its weights are not changed by a byte.
+
+    The dtype, in which the plan was measured, is written to the config unless it is `auto`.
+    """
+    for file in _files(directory):
+        shutil.copyfile(file, to / file.name)
+    if dtype != "auto":
+        config = {key: value for key, value in directory.config.items() if key != "torch_dtype"} | {"dtype": dtype}
+        (to / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _files(directory: ModelDirectory) -> list[Path]:
+    found = {file for pattern in COPIED for file in directory.path.glob(pattern) if file.is_file()}
+    whole = all(file.name == WEIGHTS for file in directory.weights)
+    left = {directory.path / PLAN} | ({directory.path / INDEX} if whole else set())
+    return sorted(found - left | set(directory.weights))
+
+
+def _show_plan(plan: "Plan") -> None:
+    """Print what was tried on each module and what came of it, then the whole model before and after."""
+    heading(f"Plan for {plan.model}: {plan.level}, {plan.objective}, on {plan.device}")
+    by_module: dict[str, list[PlanEntry]] = {}
+    for entry in plan.entries:
+        by_module.setdefault(entry.module, []).append(entry)
+    made = table("module", "rewrite, op, kernel", "gain", "error", "verdict", right=("gain", "error"))
+    for module, entries in by_module.items():
+        for number, entry in enumerate(entries):
+            served = f"{entry.rewrite}\n{entry.op}" + (f": {entry.kernel}" if entry.kernel else "")
+            verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
+            gain = _gain(entry.gain, entry.noise)
+            made.add_row("" if number else module, served, gain, f"{entry.error:.1e}", verdict)
+    out().print(made)
+    if not plan.kept:
+        say(f"\nNone of {len(plan.entries)} rewrites was kept; the model stays as it is.", style="bold")
+        return
+    heading("The whole model")
+    made = table("", "before", "after", "gain", right=("before", "after", "gain"))
+    seconds = (f"{s * 1e3:.2f} ms" if s < 1 else f"{s:.2f} s" for s in (plan.seconds_before, plan.seconds_after))
+    made.add_row("forward", *seconds, _gain(plan.gain, plan.noise))
+    sizes = (f"{size / 2**20:.1f} MiB" for size in (plan.bytes_before, plan.bytes_after))
+    made.add_row("weights", *sizes, _gain(plan.bytes_before / max(plan.bytes_after, 1)))
+    out().print(made)
+    say(
+        f"\n{len(plan.kept)} of {len(plan.entries)} rewrites kept; the output's relative error is {plan.error:.1e} "
+        f"(budget {plan.max_error:.1e}).",
+        style="bold",
+    )
+    if plan.objective == "latency" and plan.seconds_after > plan.seconds_before:
+        say(
+            "The modules are faster each by itself, and the whole model was not in this measurement:\n"
+            "measure again while the machine does nothing else before you use this plan.",
+            style="yellow",
+        )
+
+
+def _gain(gain: float, noise: float = 0.0) -> str:
+    """Return a gain, and where it lies but for one time in twenty."""
+    return f"{gain:.2f}x" + (f"\n[{max(gain - 2 * noise, 0):.2f}-{gain + 2 * noise:.2f}]" if noise else "")
 
 
 def _say_what_next(plan: "Plan", model: Path, dtype: str, output: Path | None, copy: Path | None) -> None:

@@ -1,112 +1,74 @@
-"""Whether a folder is a whole Hugging Face model with safetensors weights, told without importing anything heavy."""
+"""Check that a folder is a whole Hugging Face model with safetensors weights, without importing anything heavy."""
 
+import difflib
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kpt_cli.console import some
 from kpt_cli.errors import CliError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: Files that unpickling would load; they are never opened.
-PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-#: Larger headers are refused by the safetensors library too.
-LARGEST_HEADER = 100_000_000
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: files that unpickling would load; they are never opened
+LARGEST_HEADER = 100_000_000  #: larger headers are refused by the safetensors library too
 LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDirectory:
-    """A folder whose config and weights are complete.
+    """A folder whose config and weights are complete."""
 
-    Attributes:
-        path: the folder.
-        config: what its config.json says.
-        weights: the safetensors files, in name order.
-        weight_bytes: their size.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    weights: tuple[Path, ...]
-    weight_bytes: int
+    path: Path  # the folder
+    config: dict[str, Any]  # what its config.json says
+    weights: tuple[Path, ...]  # the safetensors files, in name order
+    weight_bytes: int  # their size
 
     @property
     def architecture(self) -> str | None:
-        """The model class that the config names, if any."""
+        """Return the model class that the config names, if any."""
         names = self.config.get("architectures")
         return str(names[0]) if isinstance(names, list) and names else None
 
 
 def read_model_directory(path: Path) -> ModelDirectory:
-    """Check a folder without loading it.
-
-    Raises:
-        CliError: what is missing, half-written or refused, and what to do about it.
-    """
+    """Check a folder without loading it; `CliError` says what is missing, half-written or refused, and what to do."""
     _check_folder(path)
-    config = _read_config(path)
-    weights = _find_weights(path)
-    return ModelDirectory(
-        path=path,
-        config=config,
-        weights=tuple(sorted(weights)),
-        weight_bytes=sum(file.stat().st_size for file in weights),
-    )
-
-
-def _check_folder(path: Path) -> None:
-    if path.is_file():
-        raise CliError(f"{path} is a file; expected the folder of a Hugging Face model, with {CONFIG} in it")
-    if not path.is_dir():
-        near = _nearest_siblings(path)
-        hint = f"; beside it lies {near}" if near else ""
-        raise CliError(
-            f"{path} does not exist{hint}; expected the folder of a Hugging Face model on this machine "
-            f"(`hf download ORG/NAME --local-dir {path.name}` fetches one)"
-        )
-
-
-def _nearest_siblings(path: Path) -> str:
-    import difflib
-
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        return ""
-    folders = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
-    near = difflib.get_close_matches(path.name, folders, n=3, cutoff=0.6)
-    return " and ".join(str(path.parent / name) for name in near)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     if not file.is_file():
-        raise CliError(f"{path} has no {CONFIG}; expected the folder of a Hugging Face model{_look_below(path)}")
-    config = read_json(file)
+        below = sorted(found.parent for found in path.glob(f"*/{CONFIG}"))
+        hint = f"; did you mean {' or '.join(map(str, below[:3]))}?" if below else ""
+        raise CliError(f"{path} has no {CONFIG}; expected the folder of a Hugging Face model{hint}")
+    config = _read_json(file)
     if not isinstance(config, dict):
         raise CliError(f"{file} holds a {type(config).__name__}; expected a JSON object that names a model_type")
     if not isinstance(config.get("model_type"), str):
         raise CliError(
             f"{file} names no model_type, so the architecture is unknown; take the file of the original model"
         )
-    return config
+    weights = tuple(sorted(_find_weights(path)))
+    size = sum(file.stat().st_size for file in weights)
+    return ModelDirectory(path=path, config=config, weights=weights, weight_bytes=size)
 
 
-def _look_below(path: Path) -> str:
-    below = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
-    return f"; did you mean {' or '.join(map(str, below[:3]))}?" if below else ""
+def _check_folder(path: Path) -> None:
+    if path.is_file():
+        raise CliError(f"{path} is a file; expected the folder of a Hugging Face model, with {CONFIG} in it")
+    if not path.is_dir():
+        parent = path.absolute().parent
+        beside = [entry.name for entry in os.scandir(parent) if entry.is_dir()] if parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.6)
+        hint = f"; beside it lies {' and '.join(str(path.parent / name) for name in near)}" if near else ""
+        raise CliError(
+            f"{path} does not exist{hint}; expected the folder of a Hugging Face model on this machine "
+            f"(`hf download ORG/NAME --local-dir {path.name}` fetches one)"
+        )
 
 
-def read_json(file: Path) -> Any:
-    """Parse a JSON file of a model.
-
-    Raises:
-        CliError: it is not JSON.
-    """
+def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -133,17 +95,16 @@ def _find_weights(path: Path) -> list[Path]:
             f"refused; convert it to safetensors in a place where you trust it (`model.save_pretrained(...)` writes "
             f"safetensors), or fetch the model's safetensors files"
         )
-    others = sorted(file.name for file in path.glob("*.safetensors"))
-    if others:
+    if others := sorted(file.name for file in path.glob("*.safetensors")):
         raise CliError(
-            f"{path} has {_some(others)} but neither {WEIGHTS} nor {INDEX}; fetch the missing file: without it nobody "
+            f"{path} has {some(others)} but neither {WEIGHTS} nor {INDEX}; fetch the missing file: without it nobody "
             "knows which files make up the model"
         )
     raise CliError(f"{path} has a {CONFIG} but no weights; expected {WEIGHTS} or {INDEX} beside it; fetch them again")
 
 
 def _sharded(path: Path, index: Path) -> list[Path]:
-    document = read_json(index)
+    document = _read_json(index)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CliError(f"{index} has no weight_map; expected tensor names and the files that hold them; fetch it again")
@@ -151,37 +112,30 @@ def _sharded(path: Path, index: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or name in (".", ".."):
             raise CliError(f"{index} names the file {name!r}; expected plain file names in the same folder")
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
+    if missing := [name for name in names if not (path / name).is_file()]:
         raise CliError(
-            f"{index.name} names {len(names)} files, and {path} lacks {_some(missing)}: the download is not complete; "
+            f"{index.name} names {len(names)} files, and {path} lacks {some(missing)}: the download is not complete; "
             "fetch what is missing"
         )
     for name in names:
         held = check_safetensors(path / name)
-        lost = sorted(tensor for tensor, shard in weight_map.items() if shard == name and tensor not in held)
-        if lost:
-            raise CliError(f"{path / name} lacks {_some(lost)}, which {index.name} says it holds; fetch both again")
+        if lost := sorted(tensor for tensor, shard in weight_map.items() if shard == name and tensor not in held):
+            raise CliError(f"{path / name} lacks {some(lost)}, which {index.name} says it holds; fetch both again")
     return [path / name for name in names]
 
 
 def check_safetensors(file: Path) -> set[str]:
-    """Compare a safetensors file's header with its size; return the names of its tensors.
-
-    Raises:
-        CliError: the file is truncated, too long, or not a safetensors file.
-    """
+    """Return the names of a safetensors file's tensors; `CliError` if its header does not fit its size."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
         if (start + stream.read(len(LFS_POINTER) - 8)).startswith(LFS_POINTER):
             raise CliError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` in that folder")
         length = int.from_bytes(start, "little")
-        if len(start) == 8 and 2 <= length <= LARGEST_HEADER:
-            stream.seek(8)
-            header = stream.read(length)
-        else:
+        if len(start) < 8 or not 2 <= length <= LARGEST_HEADER:
             raise CliError(f"{file} is not a safetensors file ({size:,} bytes without a valid header); fetch it again")
+        stream.seek(8)
+        header = stream.read(length)
     if len(header) < length:
         raise CliError(
             f"{file} is truncated: its header alone needs {8 + length:,} bytes and it has {size:,}; fetch it again"
@@ -197,10 +151,3 @@ def check_safetensors(file: Path) -> set[str]:
         state = "truncated" if size < wanted else "too long"
         raise CliError(f"{file} is {state}: its header needs {wanted:,} bytes and it has {size:,}; fetch it again")
     return set(tensors)
-
-
-def _some(names: Iterable[str]) -> str:
-    """Join a few names and count the rest."""
-    names = list(names)
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

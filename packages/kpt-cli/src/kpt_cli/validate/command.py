@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
-from kpt_cli.completion import DEVICE_TYPES, one_of
 from kpt_cli.console import heading, out, print_json, progress, say, table
 from kpt_cli.errors import CliError
-from kpt_cli.optimize.choices import DTYPES, check_choice, check_device, check_environment
+from kpt_cli.options import GROUP, Device, Force, Json, TextSeed, WeightDtype, usable_device
 from kpt_cli.output_file import check_output_file
 
 from .models import IMPLEMENTATIONS, Arm, check_source, load
@@ -20,59 +20,45 @@ from .trace import check_trace_file
 if TYPE_CHECKING:
     from torch import nn
 
-    from .judging import Errors, Verdict
+    from .judging import Verdict
     from .observing import Tell
     from .replaying import Replay
 
 DIFFERS = 1
-#: Shorter than the text of `kpt optimize`, since all that every module gives is kept.
-DEFAULT_TOKENS = 64
-#: How many modules that are worse are listed one by one.
-_ROWS = 20
-_ARMS = one_of((*IMPLEMENTATIONS, "reference", "torch"))
+DEFAULT_TOKENS = 64  #: shorter than the text of `kpt optimize`, since all that every module gives is kept
+_ROWS = 20  #: modules that are worse and listed one by one
 _USE = f"{', '.join(IMPLEMENTATIONS)}; or a backend, a kernel, reference, or OP=NAME; several with commas."
 _MODEL = "A Hugging Face folder, or package.module:function that returns a model and its inputs."
 
-#: Options that several commands have.
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
-Dtype = Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", autocompletion=one_of(DTYPES))]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Where to run; the first accelerator or the CPU if left out.", autocompletion=one_of(DEVICE_TYPES)
-    ),
-]
-Use = Annotated[str | None, typer.Option(help=f"What serves the model's experts and ops: {_USE}", autocompletion=_ARMS)]
-Tokens = Annotated[int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")]
-Seed = Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
-app = typer.Typer(
-    help="Record a model's numbers, and judge another machine, backend or version by them.",
-    no_args_is_help=True,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+def _arm(text: str) -> Any:
+    return typer.Option(help=text, autocompletion=lambda: (*IMPLEMENTATIONS, "reference", "torch"))
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
+Use = Annotated[str | None, _arm(f"What serves the model's experts and ops: {_USE}")]
+Tokens = Annotated[int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")]
+
+app = typer.Typer(help="Record a model's numbers, and judge another machine, backend or version by them.", **GROUP)
 
 
 @app.command()
 def record(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace, a safetensors file.", show_default=False)],
-    dtype: Dtype = "auto",
+    dtype: WeightDtype = "auto",
     device: Device = None,
     use: Use = None,
     tokens: Tokens = DEFAULT_TOKENS,
-    seed: Seed = 0,
+    seed: TextSeed = 0,
     layers: Annotated[
         str, typer.Option(help="Keep only modules whose path matches, for instance 'model.layers.1*'.")
     ] = "*",
     backward: Annotated[bool, typer.Option("--backward", help="Keep gradients too.")] = False,
-    force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace an existing trace.")] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Run a model, and the same weights in float64, and keep what every module gave in one file."""
-    check_choice("dtype", dtype, DTYPES)
     arm = Arm.parse(use)
     check_source(model)
     check_output_file(output, "--output", force=force)
@@ -85,17 +71,13 @@ def record(
         trace = record_trace(loaded, inputs, arm=arm, layers=layers, gradients=backward, tell=tell, about=about)
         tell(0, None, f"writing {output}")
         trace.save(output)
-    size, counts = output.stat().st_size, {"layers": len(trace.layers), "gradients": len(trace.gradients)}
+    size, calls, gradients = output.stat().st_size, len(trace.layers), len(trace.gradients)
     if as_json:
-        print_json({"trace": str(output), "bytes": size, **counts, "about": trace.about})
+        counts = {"bytes": size, "layers": calls, "gradients": gradients}
+        print_json({"trace": str(output), **counts, "about": trace.about})
         return
-    from rich.filesize import decimal
-
     _show_about(trace.about)
-    say(
-        f"Wrote {output} ({decimal(size)}) from {said}. Calls of modules: {counts['layers']}; "
-        f"gradients: {counts['gradients']}."
-    )
+    say(f"Wrote {output} ({decimal(size)}) from {said}. Calls of modules: {calls}; gradients: {gradients}.")
     say(f"`kpt validate replay {output}` judges another machine, backend or version by it.")
 
 
@@ -139,17 +121,15 @@ def replay(
 
 def bisect(
     model: Model,
-    use: Annotated[str | None, typer.Option(help=f"What is suspected: {_USE}", autocompletion=_ARMS)] = None,
-    against: Annotated[
-        str | None, typer.Option(help="What is trusted, likewise; reference if left out.", autocompletion=_ARMS)
-    ] = None,
+    use: Annotated[str | None, _arm(f"What is suspected: {_USE}")] = None,
+    against: Annotated[str | None, _arm("What is trusted, likewise; reference if left out.")] = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", help="Compare with this trace instead of with another arm.")
     ] = None,
-    dtype: Dtype = "auto",
+    dtype: WeightDtype = "auto",
     device: Device = None,
     tokens: Tokens = DEFAULT_TOKENS,
-    seed: Seed = 0,
+    seed: TextSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Find the first module that differs beyond its bound when each is fed the same inputs.
@@ -158,7 +138,6 @@ def bisect(
     """
     if trace_file is not None and (against is not None or dtype != "auto"):
         raise CliError("--trace says what is compared with, and in which dtype; leave --against and --dtype out")
-    check_choice("dtype", dtype, DTYPES)
     arm, trusted = Arm.parse(use), Arm.parse(against or "reference")
     check_source(model)
     if trace_file is not None:
@@ -199,19 +178,18 @@ def _working() -> "Iterator[Tell]":
 def _load(
     model: str, dtype: str, device: str | None, tell: "Tell", tokens: int | None = None, seed: int = 0
 ) -> "tuple[nn.Module, Any, str]":
-    place = check_device(device)
-    check_environment(str(place))
+    place = usable_device(device)
     tell(0, None, "loading the model")
     return load(model, dtype, place, tokens=tokens, seed=seed)
 
 
 def _recorded_model(trace_file: Path, recorded: str) -> str:
-    if not (recorded and Path(recorded).is_dir()):
-        # Not even a function that is here: a file that somebody sent does not decide which code runs.
-        what = "whose code runs only if you name it" if ":" in recorded else "which is not on this machine"
-        source = recorded or "a model without a name"
-        raise CliError(f"{trace_file} was recorded from {source}, {what}; say where it is with --model")
-    return recorded
+    if recorded and Path(recorded).is_dir():
+        return recorded
+    # Not even a function that is here: a file that somebody sent does not decide which code runs.
+    what = "whose code runs only if you name it" if ":" in recorded else "which is not on this machine"
+    source = recorded or "a model without a name"
+    raise CliError(f"{trace_file} was recorded from {source}, {what}; say where it is with --model")
 
 
 def _show_about(about: dict[str, Any]) -> None:
@@ -272,21 +250,15 @@ def _show_culprits(culprits: "Sequence[Verdict]") -> None:
     first, *others = culprits
     made = table("", "")
     made.show_header = False
-    for row in (
-        ("module", first.name),
-        ("type", first.type),
-        ("inputs", "\n".join(first.inputs)),
-        ("kernels", "\n".join(first.kernels) or "none of KPT's"),
-        ("trusted", "\n".join(first.recorded_kernels) or "none of KPT's"),
-        ("error", f"{_pair(first.run)} (mean / largest, against float64)"),
-        ("bound", f"{_pair(first.bound)}; trusted: {_pair(first.recorder)}"),
-        ("verdict", first.reason),
-    ):
-        made.add_row(*row)
+    run, bound, trusted = (f"{each.mean:.1e} / {each.max:.1e}" for each in (first.run, first.bound, first.recorder))
+    made.add_row("module", first.name)
+    made.add_row("type", first.type)
+    made.add_row("inputs", "\n".join(first.inputs))
+    made.add_row("kernels", "\n".join(first.kernels) or "none of KPT's")
+    made.add_row("trusted", "\n".join(first.recorded_kernels) or "none of KPT's")
+    made.add_row("error", f"{run} (mean / largest, against float64)")
+    made.add_row("bound", f"{bound}; trusted: {trusted}")
+    made.add_row("verdict", first.reason)
     out().print(made)
     if others:
         say(f"\n{len(others)} more calls differ by themselves: {', '.join(other.name for other in others)}.")
-
-
-def _pair(errors: "Errors") -> str:
-    return f"{errors.mean:.1e} / {errors.max:.1e}"

@@ -75,35 +75,20 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one call of a module.
+    """The judgement of one call of a module."""
 
-    Attributes:
-        key: path of the module, with `#2` and so on for further calls; of a gradient, what it belongs to.
-        type: the module's class, or `gradient`.
-        reason: what is wrong, `""` if this run is no worse than the recorder.
-        inputs: dtypes and shapes of the tensors that the module took.
-        recorder: the recorder's errors against float64.
-        run: this run's.
-        bound: what this run may err.
-        recorded_kernels: what served KPT's ops for the recorder.
-        kernels: what serves them in this run.
-        routed: how many tokens were routed.
-        flips: how many of them otherwise than by the recorder.
-        recorder_flips: how many of them by the recorder otherwise than in float64.
-    """
-
-    key: str
-    type: str
-    reason: str = ""
-    inputs: tuple[str, ...] = ()
-    recorder: Errors = Errors()
-    run: Errors = Errors()
-    bound: Errors = Errors()
-    recorded_kernels: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    routed: int = 0
-    flips: int = 0
-    recorder_flips: int = 0
+    key: str  # path of the module, with `#2` and so on for further calls; of a gradient, what it belongs to
+    type: str  # the module's class, or `gradient`
+    reason: str = ""  # what is wrong, `""` if this run is no worse than the recorder
+    inputs: tuple[str, ...] = ()  # dtypes and shapes of the tensors that the module took
+    recorder: Errors = Errors()  # the recorder's errors against float64
+    run: Errors = Errors()  # this run's
+    bound: Errors = Errors()  # what this run may err
+    recorded_kernels: tuple[str, ...] = ()  # what served KPT's ops for the recorder
+    kernels: tuple[str, ...] = ()  # what serves them in this run
+    routed: int = 0  # how many tokens were routed
+    flips: int = 0  # how many of them otherwise than by the recorder
+    recorder_flips: int = 0  # how many of them by the recorder otherwise than in float64
 
     @property
     def name(self) -> str:
@@ -122,13 +107,9 @@ class Verdict:
 
 
 def judge(recorded: Call, call: Call | None, exact: Sequence[Tensor], relative: float) -> Verdict:
-    """Judge one call.
+    """Judge one call, None if this run made no such call, beside the recorder's and what float64 gives.
 
-    Args:
-        recorded: the recorder's.
-        call: this run's; None if it made no such call.
-        exact: what float64 gives, on the inputs that both had.
-        relative: the relative error that rounding explains.
+    `relative` is the relative error that rounding explains.
     """
     inputs = tuple(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in recorded.inputs)
     plain = Verdict(key=recorded.key, type=recorded.type, inputs=inputs, recorded_kernels=recorded.kernels)
@@ -149,7 +130,11 @@ def judge(recorded: Call, call: Call | None, exact: Sequence[Tensor], relative: 
         plain = replace(plain, flips=counts[0], recorder_flips=counts[1], routed=len(now))
         # The weights of other experts are no measure of these, and equal scores may come in any order.
         same = ~(flipped | recorder_flipped)[:, None]
-        sides = [_by_expert(side, routing) for side in sides]
+        at = routing.experts
+        sides = [
+            tuple(leaf.gather(-1, side[at].argsort(-1)) if i in routing.chosen else leaf for i, leaf in enumerate(side))
+            for side in sides
+        ]
     verdicts = [
         _judge_tensor(plain, tensors, same if routing is not None and i in routing.chosen else None, relative)
         for i, tensors in enumerate(zip(*sides, strict=True))
@@ -191,7 +176,7 @@ def _kind(tensor: Tensor) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """Where a routing stands among the tensors that a module takes or gives."""
+    """The places of a routing among the tensors that a module takes or gives."""
 
     experts: int  #: position of the chosen experts, an integer `[tokens, top_k]`
     chosen: tuple[int, ...]  #: that, and those of floating tensors of the same shape, their weights
@@ -215,21 +200,11 @@ def differing_rows(experts: Tensor, other: Tensor) -> Tensor:
     return (experts.sort(-1).values != other.sort(-1).values).any(-1)
 
 
-def _by_expert(leaves: Sequence[Tensor], routing: Routing) -> tuple[Tensor, ...]:
-    order = leaves[routing.experts].long().argsort(-1)
-    return tuple(leaf.gather(-1, order) if i in routing.chosen else leaf for i, leaf in enumerate(leaves))
-
-
 def say_flips(now: Tensor, was: Tensor, right: Tensor, scores: Tensor, recorded: Tensor, relative: float) -> str:
     """Return what is wrong with tokens that go to other experts than they did for the recorder, `""` if nothing is.
 
-    Args:
-        now: `[tokens, top_k]`, this run's choice.
-        was: the recorder's.
-        right: float64's own.
-        scores: float64's `[tokens, num_experts]`.
-        recorded: the recorder's scores.
-        relative: the relative error of a score that rounding explains.
+    The choices `[tokens, top_k]` are this run's, the recorder's and float64's, the scores `[tokens, num_experts]` are
+    float64's and the recorder's, of which rounding explains a `relative` error.
     """
     if differing_rows(scores.topk(now.shape[1], dim=-1).indices, right).any():
         return ""  # biases and groups decide beside the scores, whose order tells nothing

@@ -1,4 +1,4 @@
-"""What a user names: a model, as a Hugging Face folder or a function that makes it, and a way of running it."""
+"""Load a model, from a Hugging Face folder or a function that makes it, and run it in one way or another."""
 
 import importlib
 import os
@@ -16,32 +16,22 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: KPT's implementation of experts, and transformers' own.
-KPT = "kpt"
+KPT = "kpt"  #: KPT's implementation of experts
 IMPLEMENTATIONS = (KPT, "eager", "grouped_mm", "batched_mm")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of running a model.
+    """One way of running a model."""
 
-    Attributes:
-        name: what the user wrote.
-        experts: the implementation of transformers' experts modules.
-        choices: pairs of an op's name, or `*`, and the backend, kernel or `reference` that must serve it.
-    """
-
-    name: str = KPT
-    experts: str = KPT
+    name: str = KPT  # what the user wrote
+    experts: str = KPT  # the implementation of transformers' experts modules
+    #: pairs of an op's name, or `*`, and the backend, kernel or `reference` that must serve it
     choices: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, text: str | None) -> "Arm":
-        """Read `eager`, `nvidia`, `reference`, `package.module:kernel`, `moe.experts=NAME`, or several with commas.
-
-        Raises:
-            CliError: a malformed pair, or a kernel for experts that transformers serves itself.
-        """
+        """Read `eager`, `nvidia`, `reference`, `package.module:kernel`, `moe.experts=NAME`, or several with commas."""
         if text is None:
             return cls()
         experts: set[str] = set()
@@ -100,22 +90,18 @@ def load(
 
     A function takes no arguments, and returns a model, or a pair of it and its inputs: a tensor, a sequence of
     arguments, or a mapping of keyword arguments.
-
-    Raises:
-        CliError: it can't be loaded, or gives no inputs though they are needed.
     """
     if _is_function(text):
         return _call_function(text, dtype, device, tokens is not None)
-    from kpt_cli.optimize.example_inputs import example_inputs
-    from kpt_cli.optimize.model_loading import load_model
+    from kpt_cli.optimize.model import example_inputs, load_model
 
     directory = read_model_directory(Path(text))
     model = load_model(directory, dtype, device)
     if tokens is None:
         return model, None, ""
-    made = example_inputs(directory, model.config, tokens, device, seed)
+    inputs, said = example_inputs(directory, model.config, tokens, device, seed)
     # A cache grows while it runs, so that a module could not be fed twice.
-    return model, {**made.kwargs, "use_cache": False}, made.said
+    return model, {**inputs, "use_cache": False}, said
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from .trace import Call
 
 #: Told what goes on, and how much of how much is done; the whole is None where nobody knows.
 Tell = Callable[[int, int | None, str], None]
-#: Positional and keyword arguments.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  #: positional and keyword arguments
 Side = Literal["inputs", "outputs"]
 #: From a call's key and the tensors that its module is about to take, or gave, to those that take their place.
 Steer = Callable[[str, Side, list[Tensor]], list[Tensor]]
@@ -46,9 +45,7 @@ def observe(
 
     It runs on copies of what it is given, since it may write into them. `steer` changes the tensors that flow between
     modules; `backward` backpropagates a sum of the elements of the first differentiable output, with fixed signs.
-
-    Raises:
-        CliError: the model does not run, or nothing in its output needs a gradient.
+    `CliError` says that the model does not run, or that nothing in its output needs a gradient.
     """
     calls: dict[str, Call] = {}
     begun: list[tuple[str, str, int, tuple[Tensor, ...]]] = []

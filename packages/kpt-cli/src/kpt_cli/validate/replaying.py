@@ -33,17 +33,13 @@ from .observing import (
 )
 from .trace import Call, Trace, check_same_model, identity
 
-#: A gradient with more elements is folded to this many sums.
-FOLDED = 65_536
+FOLDED = 65_536  #: a gradient with more elements is folded to this many sums
 #: As many flips are no finding, each explained by rounding, and twice as many more as the recorder has itself.
 _FREE_FLIPS = 5
 #: The root of three times the products of the forward, and three times more for sums over tokens that partly cancel.
 _BACKWARD = 3
 _AUTOMATIC = Arm()
-
-
-def _silent(done: int, total: int | None, what: str) -> None:
-    """Tell nobody."""
+_SILENT: Tell = lambda done, total, what: None  # noqa: E731
 
 
 def record(
@@ -53,7 +49,7 @@ def record(
     arm: Arm = _AUTOMATIC,
     layers: str = "*",
     gradients: bool = False,
-    tell: Tell = _silent,
+    tell: Tell = _SILENT,
     about: Mapping[str, str] = MappingProxyType({}),
 ) -> Trace:
     """Run a model and its float64 reference, and keep what every module gave.
@@ -63,17 +59,13 @@ def record(
     as a whole, and once with every module fed what it was fed in the recorded run.
 
     Args:
-        model: a module in the dtype, and on the device, that are recorded; it is put into evaluation mode.
+        model: in the dtype, and on the device, that are recorded; it is put into evaluation mode.
         inputs: positional or keyword arguments of the model, tensors and plain values.
         arm: what serves experts and ops.
         layers: keep only calls of modules whose path matches this pattern (`*` and `?`), and those that route.
         gradients: keep gradients of all parameters too.
         tell: told how far it is.
-        about: what else is to be known of the trace: `model`, `load_dtype` and `said`, see `Trace`.
-
-    Raises:
-        CliError: the pattern matches nothing, or the model does not run.
-        KptError: the arm names what is not installed or can't run.
+        about: `model`, `load_dtype` and `said`, see `Trace`.
     """
     given: Arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     exact, wide, dtype = placed(given, "cpu", torch.float64), widened(model.eval()), _dtype(model)
@@ -92,23 +84,19 @@ def record(
         if wanted and key in whole and key in alone:
             sides = {"reference": whole[key].outputs, "alone": alone[key].outputs, "handed": alone[key].inputs}
             kept[key] = replace(call, rounding=rounding(summed, dtype), **sides)  # type: ignore[arg-type]
-    slopes: dict[str, Call] = {}
+    slopes: list[Call] = []
     if gradients:
         # Both follow the recorded routing where they differ, so that no gradient flows through a choice there.
-        slopes = _gradients(model, given, arm, following(kept), tell)
+        here = _gradients(model, given, arm, following(kept), tell)
         with in_float64():
-            references = _gradients(wide, exact, ORACLE, following(kept), tell)
+            there = _gradients(wide, exact, ORACLE, following(kept), tell)
         relative = _BACKWARD * rounding(summed, dtype)
-        slopes = {
-            key: replace(call, reference=references[key].outputs, rounding=relative)
-            for key, call in slopes.items()
-            if key in references
-        }
+        both = (key for key in here if key in there)
+        slopes = [replace(here[key], reference=there[key].outputs, rounding=relative) for key in both]
     ours = sorted(found.name for found in distributions() if found.name.startswith("kpt-"))
     device, (args, kwargs) = device_of(model), placed(given, "cpu")
     facts = same | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "load_dtype": str(dtype).removeprefix("torch."),
+        **dict.fromkeys(("dtype", "load_dtype"), str(dtype).removeprefix("torch.")),
         "device": next((f"{d.device} ({d.name})" for d in present().devices if d.type == device.type), str(device)),
         "arm": arm.name,
         "versions": {"python": platform.python_version()}
@@ -116,23 +104,18 @@ def record(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return Trace(
-        about=facts | {**about}, args=args, kwargs=kwargs, layers=tuple(kept.values()), gradients=tuple(slopes.values())
+        about=facts | {**about}, args=args, kwargs=kwargs, layers=tuple(kept.values()), gradients=tuple(slopes)
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a replay found.
+    """The findings of a replay."""
 
-    Attributes:
-        verdicts: of every recorded call, in the order in which calls ended, then of gradients.
-        culprits: of modules that go wrong by themselves, fed what the recorder fed them; see `bisect`.
-        gradients_left_out: why gradients were not judged, `""` if they were or there are none.
-    """
-
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Verdict, ...]  # of every recorded call, in the order in which calls ended, then of gradients
+    #: of modules that go wrong by themselves, fed what the recorder fed them; see `bisect`
     culprits: tuple[Verdict, ...]
-    gradients_left_out: str = ""
+    gradients_left_out: str = ""  # why gradients were not judged, `""` if they were or there are none
 
     @property
     def flipped(self) -> int:
@@ -155,17 +138,13 @@ class Replay:
         return not (self.failed or self.culprits) and self.flipped <= self.flips_allowed
 
 
-def replay(model: nn.Module, trace: Trace, *, arm: Arm = _AUTOMATIC, tell: Tell = _silent) -> Replay:
+def replay(model: nn.Module, trace: Trace, *, arm: Arm = _AUTOMATIC, tell: Tell = _SILENT) -> Replay:
     """Run the recorded inputs through the recorded model, in the recorded dtype, and judge it.
 
     Errors add up from module to module, for the recorder as for this run: both are compared at the same place of the
     same whole run. A token whose routing flipped is given the recorder's experts, so that all after it is compared.
     Every module is judged for itself too: what is little beside all that came before it in a deep model is much beside
     its own.
-
-    Raises:
-        CliError: the model is another one, or does not run.
-        KptError: the arm names what is not installed or can't run.
     """
     culprits = bisect(model, trace, arm=arm, tell=tell)
     given, steer = (trace.args, trace.kwargs), following({layer.key: layer for layer in trace.layers})
@@ -181,19 +160,12 @@ def replay(model: nn.Module, trace: Trace, *, arm: Arm = _AUTOMATIC, tell: Tell 
     return replace(found, verdicts=tuple(verdicts))
 
 
-def bisect(model: nn.Module, trace: Trace, *, arm: Arm = _AUTOMATIC, tell: Tell = _silent) -> tuple[Verdict, ...]:
+def bisect(model: nn.Module, trace: Trace, *, arm: Arm = _AUTOMATIC, tell: Tell = _SILENT) -> tuple[Verdict, ...]:
     """Find the modules that go wrong by themselves, in the recorded model in the recorded dtype.
 
     The model runs once. Every module gets the recorded inputs, and hands on the recorded outputs, whatever it computed.
-    So each is judged for what it does itself, and a block only for what it does between its children.
-
-    Returns:
-        Verdicts of those that differ, in the order in which their calls end: of a block and what lies in it, the inner
-        one comes first, and the block only if its own code differs too.
-
-    Raises:
-        CliError: the model is another one, or does not run.
-        KptError: the arm names what is not installed or can't run.
+    So each is judged for what it does itself, and a block only for what it does between its children. Return verdicts
+    of those that differ, in the order in which their calls end: a block's comes after that of what lies in it.
     """
     check_same_model(model.eval(), trace.about)
     layers = {layer.key: layer for layer in trace.layers}
@@ -202,11 +174,10 @@ def bisect(model: nn.Module, trace: Trace, *, arm: Arm = _AUTOMATIC, tell: Tell 
     found: dict[str, Verdict] = {}  # a block may go wrong at each of its children, and by itself
     for key, layer in layers.items():
         call, around = calls.get(key), _around(key, layers)
-        if (
-            call is not None
-            and around in layers.keys() & calls.keys()
-            and _comparable(call.inputs, layer.inputs, layer.handed)
-        ):
+        # Implementations may differ in masks and the like, which are not compared then.
+        inputs = [] if call is None else [call.inputs, layer.inputs, layer.handed]
+        alike = len({tuple((x.shape, x.is_floating_point()) for x in side) for side in inputs}) == 1
+        if call is not None and alike and around in layers.keys() & calls.keys():
             # What code between modules computes for a module, attention for its output projection, no module gives.
             before, now = replace(layers[around], outputs=layer.inputs), replace(calls[around], outputs=call.inputs)
             verdict = judge(before, now, layer.handed, rounding(before.lengths, dtype))
@@ -224,11 +195,6 @@ def _around(key: str, layers: Mapping[str, Call]) -> str:
     while path and path not in layers:
         path = path.rpartition(".")[0]
     return path
-
-
-def _comparable(*sides: Sequence[Tensor]) -> bool:
-    """Return whether the same tensors were handed over: implementations may differ in masks and the like."""
-    return len({tuple((x.shape, x.is_floating_point()) for x in side) for side in sides}) == 1
 
 
 def _gradients(model: nn.Module, given: Arguments, arm: Arm, steer: Steer, tell: Tell) -> dict[str, Call]:

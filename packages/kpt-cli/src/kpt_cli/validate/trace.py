@@ -21,58 +21,36 @@ _INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of one module in a run, and in a trace float64 beside it. Tensors are on the CPU.
+    """One call of one module in a run, and in a trace float64 beside it. Tensors are on the CPU."""
 
-    Attributes:
-        key: the module's path, with `#2` and so on for further calls of it; of a gradient, what it belongs to.
-        type: name of its class, or `gradient`.
-        inputs: the tensors among its arguments, in order.
-        outputs: the tensors that it gave, before any steering.
-        kernels: what served KPT's ops in it, as `op: kernel`.
-        lengths: over how many terms its own sums go, see `own_lengths`.
-        rounding: the relative error that rounding explains at its end in a whole run.
-        reference: what it gave in float64, where everything before it ran in float64 too.
-        alone: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too.
-        handed: what the code around it hands to it in float64, where all results of modules are the recorder's.
-    """
-
-    key: str
-    type: str
-    inputs: "tuple[Tensor, ...]" = ()
-    outputs: "tuple[Tensor, ...]"
-    kernels: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()
-    rounding: float = 0.0
-    reference: "tuple[Tensor, ...]" = ()
+    key: str  # the module's path, with `#2` and so on for further calls of it; of a gradient, what it belongs to
+    type: str  # name of its class, or `gradient`
+    inputs: "tuple[Tensor, ...]" = ()  # the tensors among its arguments, in order
+    outputs: "tuple[Tensor, ...]"  # the tensors that it gave, before any steering
+    kernels: tuple[str, ...] = ()  # what served KPT's ops in it, as `op: kernel`
+    lengths: tuple[int, ...] = ()  # over how many terms its own sums go, see `own_lengths`
+    rounding: float = 0.0  # the relative error that rounding explains at its end in a whole run
+    reference: "tuple[Tensor, ...]" = ()  # what it gave in float64, where everything before it ran in float64 too
+    #: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too
     alone: "tuple[Tensor, ...]" = ()
+    #: what the code around it hands to it in float64, where all results of modules are the recorder's
     handed: "tuple[Tensor, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A model's numbers on some inputs.
+    """A model's numbers on some inputs."""
 
-    Attributes:
-        about: what was recorded, and how: the model's name, class, `config`, digests of its `weights` and `dtype`, the
-            `load_dtype` that loads it again, the `arm`, the inputs in words (`said`), `device`, `versions` and `date`.
-        args: positional arguments of the model, tensors and plain values.
-        kwargs: keyword arguments.
-        layers: calls in the order in which they ended.
-        gradients: of the parameters, if they were asked for.
-    """
-
+    #: what was recorded, and how: the model's name, class, `config`, digests of its `weights` and `dtype`, the
+    #: `load_dtype` that loads it again, the `arm`, the inputs in words (`said`), `device`, `versions` and `date`
     about: dict[str, Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    layers: tuple[Call, ...]
-    gradients: tuple[Call, ...] = ()
+    args: tuple[Any, ...]  # positional arguments of the model, tensors and plain values
+    kwargs: dict[str, Any]  # keyword arguments
+    layers: tuple[Call, ...]  # calls in the order in which they ended
+    gradients: tuple[Call, ...] = ()  # of the parameters, if they were asked for
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all.
-
-        Raises:
-            CliError: an argument of the model is neither a tensor nor a plain value.
-        """
+        """Write the file, whole or not at all; `CliError` if an argument is neither a tensor nor a plain value."""
         from safetensors.torch import save_file
 
         table: dict[str, Tensor] = {}
@@ -87,11 +65,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """Read and check a file.
-
-        Raises:
-            CliError: it does not exist, is truncated, no trace, of another format, or its content has changed.
-        """
+        """Read a file; `CliError` if it is missing, truncated, no trace, of another format, or its content changed."""
         from safetensors import SafetensorError, safe_open
 
         check_trace_file(path)
@@ -111,8 +85,13 @@ class Trace:
             what = f"{changed} of {len(tensors)} tensors" if changed else "the description"
             raise CliError(f"{what} in {path} is not what was recorded (SHA-256 differs); fetch it again")
         content = _decode(json.loads(text), tensors)
-        layers, gradients = (tuple(_call(entry) for entry in content[name]) for name in ("layers", "gradients"))
+        layers, gradients = (tuple(_call(**entry) for entry in content[name]) for name in ("layers", "gradients"))
         return cls(**content | {"args": tuple(content["args"]), "layers": layers, "gradients": gradients})
+
+
+def _call(**entry: Any) -> Call:
+    entry = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Call(**entry)
 
 
 def check_trace_file(path: Path) -> None:
@@ -131,11 +110,6 @@ def tensor_digest(tensor: "Tensor") -> str:
     if len(data):  # a view as bytes needs some
         sha.update(data.view(torch.uint8).numpy())
     return sha.hexdigest()
-
-
-def _call(entry: dict[str, Any]) -> Call:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return Call(**values)
 
 
 def _encode(value: Any, table: "dict[str, Tensor]") -> Any:

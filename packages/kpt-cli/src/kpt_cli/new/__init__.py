@@ -1,1 +1,0 @@
-"""`kpt new`: the beginnings of repositories that plug into KPT."""

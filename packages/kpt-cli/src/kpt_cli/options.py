@@ -1,0 +1,129 @@
+"""Options that several commands have: their checks, before anything heavy is imported, and their completion."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import CliError
+from .plugins import OPS
+
+if TYPE_CHECKING:
+    import torch
+
+LEVELS = ("conservative", "balanced", "aggressive")
+OBJECTIVES = ("latency", "memory")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: Of a model's weights; `auto` is the dtype that the model's config names.
+WEIGHTS = ("auto", "float32", "bfloat16", "float16")
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "xla", "hpu", "mtia")  #: types of devices that torch has a name for
+#: Settings of every group of commands.
+GROUP: dict[str, Any] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+_NAME = re.compile(r'(?:\bop\(\s*|\b_?NAME\s*=\s*)"(\w+(?:\.\w+)+)"')
+
+
+def op_names() -> list[str]:
+    """Read the names of ops from the source of the packages that offer some: importing them would cost seconds."""
+    found: set[str] = set()
+    for entry in entry_points(group=OPS):
+        spec = find_spec(entry.module.partition(".")[0])
+        folders = (spec and spec.submodule_search_locations) or ()
+        files = [file for folder in folders for file in Path(folder).glob("*.py")]
+        if spec is not None and not folders and spec.origin:
+            files = [Path(spec.origin)]
+        found.update(name for file in files for name in _NAME.findall(file.read_text(encoding="utf-8")))
+    return sorted(found)
+
+
+def one_of(kind: str, names: Sequence[str], text: str, **options: Any) -> Any:
+    """Return an option that takes one of these names, or several of them where it is a list."""
+
+    def check(given: Any) -> Any:
+        for name in given if isinstance(given, list | tuple) else () if given is None else (given,):
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+                offer = f"did you mean {' or '.join(near)}? (" if near else "("
+                raise CliError(f"unknown {kind} {name!r}: {offer}known: {', '.join(names)})")
+        return given
+
+    return typer.Option(help=text, autocompletion=lambda: names, callback=check, **options)
+
+
+def _check_max_error(given: float | None) -> float | None:
+    if given is not None and not (given >= 0 and math.isfinite(given)):
+        raise CliError(
+            f"--max-error {given:g}: expected a relative error of 0 or more, for instance 1e-3; leave it out for the "
+            "level's own budget"
+        )
+    return given
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="As torch spells it; the first accelerator or the CPU if left out.", autocompletion=lambda: DEVICE_TYPES
+    ),
+]
+Dtypes = Annotated[
+    list[str] | None,
+    one_of("dtype", DTYPES, f"{', '.join(DTYPES)}; may be repeated.", show_default="those of the cases"),
+]
+WeightDtype = Annotated[str, one_of("dtype", WEIGHTS, f"Of the weights in memory: {', '.join(WEIGHTS)}.")]
+Level = Annotated[str, one_of("level", LEVELS, f"What may change: {', '.join(LEVELS)}.")]
+Objective = Annotated[str, one_of("objective", OBJECTIVES, f"What to gain: {' or '.join(OBJECTIVES)}.")]
+MaxError = Annotated[
+    float | None,
+    typer.Option(
+        help="Largest relative error of a module's output; the level's own if left out.", callback=_check_max_error
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace an existing output.")]
+TextSeed = Annotated[int, typer.Option(min=0, help="Decides which text, or which random token ids.")]
+
+
+def dtypes_named(names: Iterable[str] | None) -> "list[torch.dtype]":
+    """Return torch's dtypes of these names."""
+    import torch
+
+    return [getattr(torch, name) for name in names or ()]
+
+
+def check_device(given: str | None) -> "torch.device":
+    """Return the device that was named, or the first accelerator, or the CPU; `CliError` if it is not there."""
+    import torch
+
+    from .devices import present
+
+    devices = present().devices
+    if given is None:
+        return torch.device(next((device.device for device in devices if device.type != "cpu"), "cpu"))
+    first = next((device.device for device in devices if given in (device.device, device.type)), None)
+    if first is None:
+        known = ", ".join(device.device for device in devices)
+        what = f"no {given} is usable here" if given.partition(":")[0] in DEVICE_TYPES else f"unknown device {given!r}"
+        raise CliError(f"{what}: this machine has {known} (`kpt doctor` says what it found)")
+    return torch.device(first)
+
+
+def usable_device(given: str | None) -> "torch.device":
+    """Check `KPT_*` variables too, as every op will, so that a slip in them is found before a model is loaded."""
+    import kpt_core
+
+    from .offers import serving
+
+    device = check_device(given)
+    for op in kpt_core.ops().values():
+        serving(op, str(device), "float32")
+    return device
