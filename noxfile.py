@@ -111,14 +111,15 @@ def test(session: nox.Session, package: str, *arguments: str) -> None:
 def tests(session: nox.Session) -> None:
     """Test every package, or what is named: `nox -s tests -- packages/kpt-moe/tests -k grouped`.
 
-    Tests that are marked slow, mostly the same again with another setting, are left out unless `--whole` is given.
+    Unless `--whole` is given, tests that are marked slow are left out, mostly the same again with another setting; and
+    of tests with several parameters so many combinations are run as have every value of each (`--each-value`).
     """
     named = [argument for argument in session.posargs if re.match(r"(\./)?packages/[\w-]+", argument)]
     options = [argument for argument in session.posargs if argument not in named]
     if "--whole" in options:
         options.remove("--whole")
-    elif "-m" not in options:
-        options += ["-m", "not slow"]
+    else:
+        options += ["--each-value", *(() if "-m" in options else ("-m", "not slow"))]
     failed = []
     for package in PACKAGES:
         paths = [path for path in named if Path(path).parts[1] == package] if named else [f"packages/{package}/tests"]

@@ -23,7 +23,7 @@ def tables(tmp_path, monkeypatch):
 
 
 def test_the_winner_is_told_written_and_used(kpt_process, plugins, tables):
-    done = kpt_process("tune", "tuned.product", "--seconds", "0.3", plugins=plugins)
+    done = kpt_process("tune", "tuned.product", "--seconds", "0.05", plugins=plugins)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     for said in ("tuned.product", "model", "float32", "tuned_plugin:slow", "tuned_plugin:quick", "times=1", "±"):

@@ -52,6 +52,7 @@ loaded("eager")
 """
 
 
+@pytest.mark.slow
 def test_weights_stay_8_bit(tmp_path):
     tiny = write(tmp_path / "tiny", qwen3(256, 128)).path
     path = write(tmp_path / "large", qwen3(1024, 1024)).path

@@ -50,6 +50,7 @@ def test_measures_every_implementation(dtype: torch.dtype) -> None:
         assert result.peak == 2**20
 
 
+@pytest.mark.slow
 def test_peak_grows_with_the_tokens() -> None:
     small, large = (
         moe._peak_of_step(Shape("step", tokens, 256, 512, 4, 2, gated=True), torch.float32, "eager", 0)
