@@ -125,24 +125,6 @@ def test_a_feature_package_lists_ops_and_kernels_together(plugin: Install) -> No
     double = kpt_core.get_op("plugin.double")
     assert double(torch.ones(2))[0] == 102
     assert kpt_core.explain(double, torch.ones(2)).identity == "torch/plugin.double/plug_ops:kernel"
-    assert registry.packages_of("plugin.double") == dict.fromkeys(
-        ("reference", "torch/plugin.double/plug_ops:kernel"), ("dist-of-plug_ops", "1.0")
-    )
-
-
-def test_packages_are_those_of_the_code(plugin: Install) -> None:
-    """Not of the backend that offers it: two backends may offer a third package's kernel."""
-    plugin("plug_code")
-    borrowed = BACKEND.replace('"{name}:kernel"', '"plug_code:kernel"')
-    plugin("plug_lends", borrowed)
-    plugin("plug_too", borrowed)
-    kpt_core.backends()
-    found = registry.packages_of("plugin.double")
-    assert found == dict.fromkeys(
-        ("reference", *(f"{name}/plugin.double/plug_code:kernel" for name in ("plug_code", "plug_lends", "plug_too"))),
-        ("dist-of-plug_code", "1.0"),
-    )
-    assert registry.origin("plug_too") == "dist-of-plug_too 1.0"
 
 
 POLICY = """

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 
 import kpt_core
 import tuning_kernels
-from kpt_core import Backend, registry
+from kpt_core import Backend, Kernel, registry
 from kpt_optimize.tuning import TuningEntry, TuningWarning, device_name
-from kpt_optimize.tuning.files import merge_into, read_table
+from kpt_optimize.tuning.files import merge_into, packages_of, read_table
 from kpt_optimize.tuning.tables import table_name
+from loopback import Loopback
 from tuning_kernels import named, product, two
 
 Add = Callable[[Backend], Backend]
@@ -264,4 +266,13 @@ def test_a_failed_write_leaves_the_old_table(table: Path, monkeypatch: pytest.Mo
 def test_the_module_of_kernels_is_alive() -> None:
     """The entry of these tests names a kernel that is there: else every one would be ignored for another reason."""
     assert ENTRY.kernel.partition(":")[2] in vars(tuning_kernels)
-    assert ENTRY.kernel in registry.packages_of("tuning.product")
+    assert ENTRY.kernel in packages_of("tuning.product")
+
+
+def test_packages_are_those_of_the_code_and_not_of_the_backend_that_offers_it(add: Add) -> None:
+    for name in ("one", "two"):
+        add(Loopback(Kernel("tuning.product", "torch.nn.functional:linear"), name=name))
+    found = packages_of("tuning.product")
+    assert found["reference"] == (None, None)  # a module of these tests
+    for name in ("one", "two"):
+        assert found[f"{name}/tuning.product/torch.nn.functional:linear"] == ("torch", version("torch"))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from clock import CLOCK
-from kpt_core import Call, Kernel, Op, Refusal, explain, op, registry
+from kpt_core import Call, Kernel, Op, Refusal, explain, op
 from kpt_core import tune as run_tune
 from kpt_core.policy import next_power_of_two
+from kpt_optimize import cases
 from kpt_optimize.cases import Case, CaseTable
 from kpt_optimize.tuning.run import Tuning
 from loopback import Loopback
@@ -206,4 +207,4 @@ TABLES = {
 
 def use_cases(patch: pytest.MonkeyPatch) -> None:
     """Let the case tables of this module be those of installed packages."""
-    patch.setattr(registry, "_cases", lambda: dict(TABLES))
+    patch.setattr(cases, "_cases", lambda: dict(TABLES))

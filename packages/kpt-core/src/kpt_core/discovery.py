@@ -1,18 +1,14 @@
-"""Finding plug-ins: entry points are loaded, what they offer is checked, and whatever goes wrong is one sentence."""
+"""Find plug-ins: load entry points, check what they offer, and say in a sentence what goes wrong."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from .contract import TORCH, Backend, Kernel
-from .errors import PluginWarning, RegistrationError, warn_caller
-from .selection import REFERENCE
+from .errors import PluginWarning, RegistrationError, describe_error, warn_caller
 
-BACKENDS_GROUP = "kpt.backends"
-OPS_GROUP = "kpt.ops"
-POLICIES_GROUP = "kpt.policies"
+Check = Callable[[EntryPoint, Any], Iterable[tuple[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,62 +22,61 @@ class Problem:
         return f"{self.plugin}: {self.reason}"
 
 
-class Problems:
-    """What could not be used so far; each is warned of once."""
-
-    def __init__(self) -> None:
-        self._found: dict[Problem, None] = {}
-
-    def report(self, plugin: str, reason: str) -> None:
-        """Note a problem, and warn of a new one."""
-        problem = Problem(plugin, reason)
-        if problem not in self._found:
-            self._found[problem] = None
-            warn_caller(f"KPT goes on without {problem}", PluginWarning)
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self._found.clear()
-
-    def __iter__(self) -> Iterator[Problem]:
-        return iter(tuple(self._found))
+#: What could not be used so far, and what entry points offer, by their group.
+problems: dict[Problem, None] = {}
+_found: dict[str, dict[str, Any]] = {}
 
 
-class _Discovering(threading.local):
+class _Importing(threading.local):
+    """The groups whose plug-ins this thread imports."""
+
     def __init__(self) -> None:
         self.groups: set[str] = set()
 
 
-_discovering = _Discovering()
+_importing = _Importing()
 
 
-def said(error: BaseException) -> str:
-    """An error's type and text, as a clause."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def report(plugin: str, reason: str) -> None:
+    """Note a problem, and warn of a new one."""
+    problem = Problem(plugin, reason)
+    if problem not in problems:
+        problems[problem] = None
+        warn_caller(f"KPT goes on without {problem}", PluginWarning)
+
+
+def forget() -> None:
+    """Look for plug-ins anew at the next question."""
+    global _found
+    _found = {}  # a thread that is discovering puts what it finds into the old one
+    problems.clear()
 
 
 def origin_of(entry: EntryPoint) -> str:
-    """Distribution and version of an entry point."""
+    """Return distribution and version of an entry point."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
 
 
-def load_group(group: str, accept: Callable[[EntryPoint, Any], None], problems: Problems) -> bool:
-    """Load every entry point of a group; a broken one, or two of one name, is one problem.
+def discovered(group: str, check: Check, then: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Return by name what installed packages offer in a group of entry points.
 
-    Threads may do so at the same time and find the same. No lock is held: another thread may be importing the plug-in,
-    and wait for one.
+    A broken entry point, or two of one name, is one problem. Threads may ask at the same time and find the same. No
+    lock is held: another thread may be importing the plug-in, and wait for one. A plug-in that asks while this thread
+    imports it is told of what was found before it.
 
     Args:
         group: its name.
-        accept: takes an entry point and its value, and raises if that is not what the group promises.
-        problems: where failures are reported.
-
-    Returns:
-        False if nothing was done because a plug-in of the group asks while this thread imports it.
+        check: takes an entry point and its value and gives names with what they name; raises if the value is not what
+            the group promises.
+        then: called once the group is known.
     """
-    if group in _discovering.groups:
-        return False
-    _discovering.groups.add(group)
+    state = _found
+    if group in state:
+        return state[group]
+    found: dict[str, Any] = {}
+    if group in _importing.groups:
+        return found
+    _importing.groups.add(group)
     try:
         by_name: dict[str, list[EntryPoint]] = {}
         for entry in entry_points(group=group):
@@ -89,59 +84,21 @@ def load_group(group: str, accept: Callable[[EntryPoint, Any], None], problems: 
         for name, entries in sorted(by_name.items()):
             origins = sorted({origin_of(entry) for entry in entries})
             if len({entry.value for entry in entries}) > 1:
-                problems.report(f"{group} {name!r}", f"claimed by {' and by '.join(origins)}; uninstall one of them")
+                report(f"{group} {name!r}", f"claimed by {' and by '.join(origins)}; uninstall one of them")
                 continue
             try:
-                accept(entries[0], entries[0].load())
+                offered: dict[str, Any] = {}
+                for each, value in check(entries[0], entries[0].load()):
+                    if each in found or each in offered:
+                        raise RegistrationError(f"{each!r} exists already")
+                    offered[each] = value
+                found.update(offered)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a plug-in that calls sys.exit() must not end the process
-                problems.report(f"{group} {name!r} of {origins[0]}", said(error))
+                report(f"{group} {name!r} of {origins[0]}", describe_error(error))
     finally:
-        _discovering.groups.remove(group)
-    return True
-
-
-def check_backend(backend: object) -> Backend:
-    """Raise `RegistrationError` unless `backend` is one."""
-    if isinstance(backend, type):
-        raise RegistrationError(f"{backend!r} is a class; give an instance of it")
-    if not isinstance(backend, Backend):
-        raise RegistrationError(f"{backend!r} is no backend: derive its class from kpt_core.Backend")
-    name, types = getattr(backend, "name", None), getattr(backend, "device_types", None)
-    if not isinstance(name, str) or not name.isidentifier() or name in (REFERENCE, TORCH):
-        raise RegistrationError(f"backend name {name!r} is reserved or no identifier")
-    if not isinstance(types, tuple) or not types or not all(isinstance(each, str) for each in types):
-        raise RegistrationError(
-            f"device_types of backend {name!r} must be a tuple of torch's types, such as ('cuda',); got {types!r}"
-        )
-    return backend
-
-
-def checked_kernels(backend: Backend, ops: Iterable[str], problems: Problems) -> list[Kernel]:
-    """The kernels of a backend that are what they must be; the others are problems.
-
-    An op of a family that no installed package defines is no problem: backends serve features that are not there.
-    """
-    plugin, known = f"backend {backend.name!r}", set(ops)
-    families = {op.partition(".")[0] for op in known}
-    try:
-        offered: list[object] = list(backend.kernels())
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        problems.report(plugin, f"kernels() raised {said(error)}")
-        return []
-    found: dict[tuple[str, str], Kernel] = {}
-    for kernel in offered:
-        if not isinstance(kernel, Kernel):
-            problems.report(plugin, f"kernels() gave {kernel!r:.80}, which is no kpt_core.Kernel")
-        elif (kernel.op, kernel.forward) in found:
-            problems.report(plugin, f"it offers {kernel.forward} for {kernel.op} twice")
-        else:
-            unknown = {kernel.op, *kernel.composed_of} - known
-            if unknown and min(unknown).partition(".")[0] in families:
-                problems.report(plugin, f"{kernel.forward} is for {min(unknown)!r}, which no installed package defines")
-            else:
-                found[kernel.op, kernel.forward] = kernel
-    return list(found.values())
+        _importing.groups.remove(group)
+    if state.setdefault(group, found) is found:
+        then()
+    return state[group]

@@ -77,6 +77,11 @@ class FallbackWarning(KptWarning):
     """An accelerator runs plain PyTorch because no kernel of a vendor accepted the call."""
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error's type and text, as a clause."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def warn_caller(message: str, category: type[Warning]) -> None:
     """Warn at the line outside this package, and torch, that called it, however deep the call lies."""
     frame, level = sys._getframe(1), 2

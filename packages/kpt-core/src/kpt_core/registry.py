@@ -2,49 +2,23 @@
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, packages_distributions
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
 
+from . import discovery
 from .contract import TORCH, Backend, Kernel, Op, TorchBackend, identity
-from .discovery import (
-    BACKENDS_GROUP,
-    OPS_GROUP,
-    POLICIES_GROUP,
-    Problem,
-    Problems,
-    check_backend,
-    checked_kernels,
-    load_group,
-    origin_of,
-    said,
-)
-from .errors import RegistrationError, UnknownNameError
+from .discovery import Problem, discovered, origin_of, report
+from .errors import RegistrationError, UnknownNameError, describe_error
 from .policy import Policy
 from .selection import REFERENCE
 
-__all__ = ["Problem", "add_backend", "backends", "get_op", "ops", "problems"]
-
-
-@dataclass
-class _Found:
-    """What discovery found; None where it has not looked yet."""
-
-    backends: dict[str, Backend] | None = None
-    torch_kernels: list[Kernel] | None = None
-    policies: list[Policy] | None = None
-    origins: dict[str, str] = field(default_factory=dict)
+__all__ = ["Problem", "add_backend", "backends", "get_op", "ops", "problems", "report"]
 
 
 _lock = threading.RLock()
-_found = _Found()
-_problems = Problems()
-report = _problems.report
 _ops: dict[str, Op[..., Any]] = {}
 _added: dict[str, Backend] = {}
 _forgetting: list[Callable[[], None]] = []
@@ -71,33 +45,28 @@ def define(op: Op[..., Any], prepare: Callable[[Op[..., Any]], None]) -> None:
         _ops[op.name] = op
 
 
-def _discover_ops() -> list[Kernel]:
-    """Import what defines ops; gives the kernels that are listed beside them."""
-    if _found.torch_kernels is None:
-        kernels: list[Kernel] = []
+def _torch_kernels() -> list[Kernel]:
+    """Import what defines ops; return the kernels that are listed beside them."""
 
-        def accept(entry: EntryPoint, value: Any) -> None:
-            for each in value:
-                if isinstance(each, Kernel):
-                    kernels.append(each)
-                elif getattr(each, "name", None) not in _ops:
-                    raise RegistrationError(f"{entry.value} lists {each!r}, which is neither an op nor a Kernel")
+    def check(entry: EntryPoint, value: Any) -> Iterator[tuple[str, Kernel]]:
+        for each in value:
+            if isinstance(each, Kernel):
+                yield identity(TORCH, each), each
+            elif getattr(each, "name", None) not in _ops:
+                raise RegistrationError(f"{entry.value} lists {each!r}, which is neither an op nor a Kernel")
 
-        if load_group(OPS_GROUP, accept, _problems):
-            _found.torch_kernels = kernels
-        return kernels
-    return _found.torch_kernels
+    return list(discovered("kpt.ops", check).values())
 
 
 def ops() -> dict[str, Op[..., Any]]:
-    """Every op by name, those of installed feature packages included."""
-    _discover_ops()
+    """Return every op by name, those of installed feature packages included."""
+    _torch_kernels()
     with _lock:
         return dict(_ops)
 
 
 def get_op(name: str) -> Op[..., Any]:
-    """The op of that name.
+    """Return the op of that name.
 
     Raises:
         UnknownNameError: there is none; the message offers the nearest names.
@@ -111,64 +80,81 @@ def get_op(name: str) -> Op[..., Any]:
     return found
 
 
+def _check_backend(entry: EntryPoint, value: Any) -> Iterator[tuple[str, tuple[Backend, str]]]:
+    backend = check_backend(value)
+    if backend.name != entry.name:
+        raise RegistrationError(f"its backend calls itself {backend.name!r}; make the two names equal")
+    yield entry.name, (backend, origin_of(entry))
+
+
+def _installed() -> dict[str, tuple[Backend, str]]:
+    # At the end selections are forgotten: of ops that a plug-in called while it was imported.
+    return discovered("kpt.backends", _check_backend, forget_selections)
+
+
 def backends() -> dict[str, Backend]:
-    """Installed and added backends by name, and the one that is built in, `torch`, last."""
-    state = _found
-    if state.backends is None:
-        found: dict[str, Backend] = {}
+    """Return installed and added backends by name, and the one that is built in, `torch`, last."""
+    installed = {name: backend for name, (backend, _) in _installed().items()}
+    return {**installed, **_added, TORCH: TorchBackend(_torch_kernels())}
 
-        def accept(entry: EntryPoint, value: Any) -> None:
-            backend = check_backend(value)
-            if backend.name != entry.name:
-                raise RegistrationError(f"its backend calls itself {backend.name!r}; make the two names equal")
-            found[entry.name] = backend
-            state.origins[entry.name] = origin_of(entry)
 
-        if load_group(BACKENDS_GROUP, accept, _problems):
-            with _lock:
-                if state.backends is None:
-                    state.backends = found
-                    forget_selections()  # of ops that a plug-in called while it was imported
-    return {**(state.backends or {}), **_added, TORCH: TorchBackend(_discover_ops())}
+def _answer(backend: Backend, question: str, asked: object, otherwise: bool) -> bool:
+    """Ask a backend; whatever it raises is a problem, and `otherwise` its answer."""
+    try:
+        return bool(getattr(backend, question)(asked))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in that calls sys.exit() must not end the process
+        report(f"backend {backend.name!r}", f"{question}() raised {describe_error(error)}")
+        return otherwise
 
 
 def backend_serves(backend: Backend, device_type: str) -> bool:
     """Return whether a backend is for devices of a type; one that can't tell is for none."""
-    try:
-        return bool(backend.serves(device_type))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plug-in that calls sys.exit() must not end the process
-        report(f"backend {backend.name!r}", f"serves() raised {said(error)}")
-        return False
+    return _answer(backend, "serves", device_type, False)
+
+
+def _vendor_of(device_type: str) -> Backend | None:
+    vendors = (backend for name, backend in backends().items() if name != TORCH)
+    return next((backend for backend in vendors if backend_serves(backend, device_type)), None)
 
 
 def backend_of(device: torch.device) -> Backend:
     """Return who describes a device: the first vendor's backend that is for its type, or else the defaults."""
-    vendors = (backend for name, backend in backends().items() if name != TORCH)
-    return next((backend for backend in vendors if backend_serves(backend, device.type)), Backend())
+    return _vendor_of(device.type) or Backend()
 
 
 def serves(device_type: str) -> bool:
     """Return whether a vendor's backend is for devices of this type."""
-    return any(backend_serves(backend, device_type) for name, backend in backends().items() if name != TORCH)
+    return _vendor_of(device_type) is not None
 
 
 def reference_is_slow(device: torch.device) -> bool:
     """Return whether users want to know that no kernel serves a call on a device, as its backend says."""
-    backend = backend_of(device)
-    try:
-        return bool(backend.reference_is_slow(device))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        report(f"backend {backend.name!r}", f"reference_is_slow() raised {said(error)}")
-        return True
+    return _answer(backend_of(device), "reference_is_slow", device, True)
 
 
 def origin(backend: str) -> str:
-    """Distribution and version that a backend came from."""
-    return _found.origins.get(backend, "kpt-core" if backend == TORCH else "added by this process")
+    """Return distribution and version that a backend came from."""
+    if backend == TORCH:
+        return "kpt-core"
+    return _installed().get(backend, (None, "added by this process"))[1]
+
+
+def check_backend(backend: object) -> Backend:
+    """Raise `RegistrationError` unless `backend` is one."""
+    if isinstance(backend, type):
+        raise RegistrationError(f"{backend!r} is a class; give an instance of it")
+    if not isinstance(backend, Backend):
+        raise RegistrationError(f"{backend!r} is no backend: derive its class from kpt_core.Backend")
+    name, types = getattr(backend, "name", None), getattr(backend, "device_types", None)
+    if not isinstance(name, str) or not name.isidentifier() or name in (REFERENCE, TORCH):
+        raise RegistrationError(f"backend name {name!r} is reserved or no identifier")
+    if not isinstance(types, tuple) or not types or not all(isinstance(each, str) for each in types):
+        raise RegistrationError(
+            f"device_types of backend {name!r} must be a tuple of torch's types, such as ('cuda',); got {types!r}"
+        )
+    return backend
 
 
 def add_backend(backend: Backend) -> None:
@@ -196,85 +182,73 @@ def remove_backend(name: str) -> None:
     forget_selections()
 
 
+def checked_kernels(backend: Backend, ops: Iterable[str]) -> list[Kernel]:
+    """Return the kernels of a backend that are what they must be; the others are problems.
+
+    An op of a family that no installed package defines is no problem: backends serve features that are not there.
+    """
+    plugin, known = f"backend {backend.name!r}", set(ops)
+    families = {op.partition(".")[0] for op in known}
+    try:
+        offered: list[object] = list(backend.kernels())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        report(plugin, f"kernels() raised {describe_error(error)}")
+        return []
+    found: dict[tuple[str, str], Kernel] = {}
+    for kernel in offered:
+        if not isinstance(kernel, Kernel):
+            report(plugin, f"kernels() gave {kernel!r:.80}, which is no kpt_core.Kernel")
+        elif (kernel.op, kernel.forward) in found:
+            report(plugin, f"it offers {kernel.forward} for {kernel.op} twice")
+        else:
+            unknown = {kernel.op, *kernel.composed_of} - known
+            if unknown and min(unknown).partition(".")[0] in families:
+                report(plugin, f"{kernel.forward} is for {min(unknown)!r}, which no installed package defines")
+            else:
+                found[kernel.op, kernel.forward] = kernel
+    return list(found.values())
+
+
 def kernels(op: str) -> list[tuple[Backend, Kernel]]:
-    """Every kernel that any backend offers for an op, best first; those of backend `torch` after all others."""
+    """Return every kernel that any backend offers for an op, best first; those of backend `torch` after all others."""
     known = ops()
     offers: list[tuple[Backend, Kernel]] = []
     for backend in backends().values():
-        offers += [(backend, k) for k in checked_kernels(backend, known, _problems) if k.op == op]
+        offers += [(backend, k) for k in checked_kernels(backend, known) if k.op == op]
     return sorted(offers, key=lambda o: (o[0].name == TORCH, -o[1].priority, o[0].name, o[1].forward))
 
 
 def known_choices() -> set[str]:
-    """What `use` and `KPT_USE` accept: backends, kernels' functions and identities, `reference`."""
+    """Return what `use` and `KPT_USE` accept: backends, kernels' functions and identities, `reference`."""
     names, known = {REFERENCE}, ops()
     for backend in backends().values():
         names.add(backend.name)
-        for kernel in checked_kernels(backend, known, _problems):
+        for kernel in checked_kernels(backend, known):
             names |= {kernel.forward, identity(backend.name, kernel)}
     return names
 
 
-def packages_of(op: str) -> dict[str, tuple[str | None, str | None]]:
-    """Distribution and version of the code of each kernel of an op, by identity; that of the reference as well.
-
-    Both are None for what no installed distribution has.
-    """
-    found = {REFERENCE: _distribution_of(get_op(op).defined_in)}
-    for backend, kernel in kernels(op):
-        found[identity(backend.name, kernel)] = _distribution_of(kernel.forward)
-    return found
-
-
-def package_of(target: str) -> str:
-    """What to upgrade for another version of some code."""
-    return _distribution_of(target)[0] or target.partition(":")[0].partition(".")[0]
-
-
-def _distribution_of(target: str) -> tuple[str | None, str | None]:
-    return _distribution(target.partition(":")[0].partition(".")[0])
-
-
-@cache
-def _distribution(package: str) -> tuple[str | None, str | None]:
-    # By the package's own name first: to ask which distribution has which package reads the files of all.
-    with suppress(PackageNotFoundError):
-        found = distribution(package)
-        return found.name, found.version
-    for name in packages_distributions().get(package, ()):
-        return name, distribution(name).version
-    return None, None
-
-
-def load(group: str, accept: Callable[[EntryPoint, Any], None]) -> bool:
-    """Load a group of entry points for who knows what it must hold; see `discovery.load_group`."""
-    return load_group(group, accept, _problems)
-
-
 def policies() -> list[Policy]:
     """Return what may put another kernel first than priorities do (entry points of the group `kpt.policies`)."""
-    state = _found
-    if state.policies is None:
-        found: list[Policy] = []
 
-        def accept(entry: EntryPoint, value: Any) -> None:
-            if not callable(value):
-                raise RegistrationError(f"{entry.value} is {value!r}, which can't be called")
-            found.append(value)
+    def check(entry: EntryPoint, value: Any) -> Iterator[tuple[str, Policy]]:
+        if not callable(value):
+            raise RegistrationError(f"{entry.value} is {value!r}, which can't be called")
+        yield entry.name, value
 
-        if load(POLICIES_GROUP, accept):
-            state.policies = found
-    return state.policies or []
+    return list(discovered("kpt.policies", check).values())
 
 
 def problems() -> tuple[Problem, ...]:
-    """Every plug-in that could not be used so far; discovers everything first."""
+    """Return every plug-in that could not be used so far; discovers everything first."""
     for name in ops():
         kernels(name)
     policies()
     for discover in _discovering:
         discover()
-    return tuple(_problems)
+    return tuple(discovery.problems)
 
 
 def on_problems(discover: Callable[[], object]) -> None:
@@ -301,11 +275,8 @@ def forget_selections() -> None:
 
 def refresh() -> None:
     """Forget what was discovered, selected and quarantined; read environment variables and tuning tables again."""
-    global _found
     with _lock:
-        _found = _Found()
-        _problems.forget()
-        _distribution.cache_clear()
+        discovery.forget()
         for forget in _refreshing:
             forget()
         forget_selections()

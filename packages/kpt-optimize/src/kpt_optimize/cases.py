@@ -1,6 +1,6 @@
 """Cases: the named sizes of an op or a layer, one table for tests, benchmarks and tuning."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError, KptError, RegistrationError, registry
+from kpt_core.discovery import discovered
 
 Arguments = dict[str, Any]
 """What an op is called with, by name."""
-
-CASES_GROUP = "kpt.cases"
-_found: "dict[str, CaseTable | LayerCase] | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,24 +222,13 @@ class LayerCase:
 
 
 def _cases() -> dict[str, CaseTable | LayerCase]:
-    global _found
-    if _found is None:
-        found: dict[str, CaseTable | LayerCase] = {}
+    def check(entry: EntryPoint, value: Any) -> Iterator[tuple[str, CaseTable | LayerCase]]:
+        for table in value:
+            if not isinstance(table, CaseTable | LayerCase):
+                raise RegistrationError(f"{entry.value} lists {table!r}; expected CaseTables and LayerCases")
+            yield table.op if isinstance(table, CaseTable) else table.name, table
 
-        def accept(entry: EntryPoint, value: Any) -> None:
-            offered: dict[str, CaseTable | LayerCase] = {}
-            for table in value:
-                if not isinstance(table, CaseTable | LayerCase):
-                    raise RegistrationError(f"{entry.value} lists {table!r}; expected CaseTables and LayerCases")
-                name = table.op if isinstance(table, CaseTable) else table.name
-                if name in found or name in offered:
-                    raise RegistrationError(f"cases of {name!r} exist already")
-                offered[name] = table
-            found.update(offered)
-
-        if registry.load(CASES_GROUP, accept):
-            _found = found
-    return _found or {}
+    return discovered("kpt.cases", check)
 
 
 def case_tables() -> dict[str, CaseTable]:
@@ -254,10 +241,4 @@ def layer_cases() -> dict[str, LayerCase]:
     return {name: layer for name, layer in _cases().items() if isinstance(layer, LayerCase)}
 
 
-def _forget() -> None:
-    global _found
-    _found = None
-
-
-registry.on_refresh(_forget)
 registry.on_problems(_cases)

@@ -14,10 +14,10 @@ import torch
 from kpt_core.dispatch.candidates import Candidates
 from kpt_core.errors import InputError, KptError, UnknownNameError
 from kpt_core.policy import Choice, Key
-from kpt_core.registry import get_op, packages_of
+from kpt_core.registry import get_op
 from kpt_core.selection import REFERENCE, Selection
 
-from .tuning.files import load_document, parse_entry, write_document
+from .tuning.files import load_document, packages_of, parse_entry, write_document
 from .tuning.tables import device_name
 
 

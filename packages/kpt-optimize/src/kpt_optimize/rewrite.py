@@ -1,6 +1,6 @@
 """Rewrites: the changes of a model that `optimize` may try."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol, runtime_checkable
@@ -8,14 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from kpt_core import registry
+from kpt_core.discovery import discovered
 from kpt_core.errors import InputError, RegistrationError, UnknownNameError
 
 #: From what changes no number class, over what costs accuracy within a budget, to what costs more of it.
 LEVELS = ("conservative", "balanced", "aggressive")
 OBJECTIVES = ("latency", "memory")
-REWRITES_GROUP = "kpt.rewrites"
-
-_found: dict[str, "Rewrite"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +98,11 @@ def check_max_error(max_error: float | None) -> float | None:
 
 def rewrites() -> dict[str, Rewrite]:
     """Return the rewrites of installed feature packages by name (entry points of the group `kpt.rewrites`)."""
-    global _found
-    if _found is None:
-        found: dict[str, Rewrite] = {}
 
-        def accept(entry: EntryPoint, value: Any) -> None:
-            offered: dict[str, Rewrite] = {}
-            for rewrite in map(check_rewrite, value):
-                if rewrite.name in found or rewrite.name in offered:
-                    raise RegistrationError(f"rewrite {rewrite.name!r} exists already")
-                offered[rewrite.name] = rewrite
-            found.update(offered)
+    def check(entry: EntryPoint, value: Any) -> Iterator[tuple[str, Rewrite]]:
+        return ((rewrite.name, rewrite) for rewrite in map(check_rewrite, value))
 
-        if registry.load(REWRITES_GROUP, accept):
-            _found = found
-    return dict(_found or {})
+    return dict(discovered("kpt.rewrites", check))
 
 
-def _forget() -> None:
-    global _found
-    _found = None
-
-
-registry.on_refresh(_forget)
 registry.on_problems(rewrites)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kpt_core import registry
 from kpt_core.contract import TORCH, Backend, Call, Kernel, Op, identity, load
-from kpt_core.discovery import said
-from kpt_core.errors import KptError, RegistrationError, UnknownNameError
+from kpt_core.errors import KptError, RegistrationError, UnknownNameError, describe_error
 from kpt_core.policy import GRADIENT, Choice, Tuned
 from kpt_core.selection import REFERENCE, Refusal, Refused, Selection
 
@@ -90,12 +89,12 @@ class Candidate:
     def note(self, error: Exception) -> None:
         """Note that it raised."""
         self.free = False
-        self.failures.append(said(error))
+        self.failures.append(describe_error(error))
 
     def take_back(self, error: Exception) -> None:
         """Forget what it raised: the call was wrong."""
-        if said(error) in self.failures:
-            self.failures.remove(said(error))
+        if describe_error(error) in self.failures:
+            self.failures.remove(describe_error(error))
 
     def _load(self) -> None:
         """Import the functions; what can't be imported refuses, and costs a warning."""
@@ -111,7 +110,7 @@ class Candidate:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self._broken = f"could not be loaded: {said(error)}"
+            self._broken = f"could not be loaded: {describe_error(error)}"
             registry.report(f"kernel {self.identity}", self._broken)
 
 
@@ -149,7 +148,9 @@ class Candidates:
 
     def without(self, candidate: Candidate, error: Exception) -> "Candidates":
         """Return them for a call in which one has raised."""
-        refused = Refused(candidate.backend, candidate.kernel.forward, f"it raised {said(error)}", of_call=True)
+        refused = Refused(
+            candidate.backend, candidate.kernel.forward, f"it raised {describe_error(error)}", of_call=True
+        )
         rest = tuple(each for each in self.accepted if each is not candidate)
         return replace(self, accepted=rest, refusals=(*self.refusals, refused))
 
@@ -224,7 +225,7 @@ def _tuned(op: str, device: torch.device, dtype: torch.dtype, kernels: list[str]
         try:
             found = policy(op, device, dtype, kernels)
         except (Exception, SystemExit) as error:  # a plug-in's mistake must not stop a call
-            registry.report(f"policy {policy.__module__}", f"it raised {said(error)}")
+            registry.report(f"policy {policy.__module__}", f"it raised {describe_error(error)}")
             continue
         if found is not None:
             return found
@@ -248,7 +249,7 @@ def _static_refusal(
     except (Exception, SystemExit) as error:
         if isinstance(error, KptError) and scope.choice(op.name)[1] in _names(backend, kernel):
             raise
-        return f"its backend failed to describe {device}: {said(error)}"
+        return f"its backend failed to describe {device}: {describe_error(error)}"
     if unavailable:
         return unavailable
     if missing:

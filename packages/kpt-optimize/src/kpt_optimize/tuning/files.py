@@ -4,17 +4,23 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from kpt_core import registry
+from kpt_core.contract import identity
 from kpt_core.errors import InputError
 from kpt_core.files import write_whole
 from kpt_core.policy import Key
+from kpt_core.registry import get_op, kernels
+from kpt_core.selection import REFERENCE
 
 FORMAT = 1
 
@@ -226,3 +232,27 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def packages_of(op: str) -> dict[str, tuple[str | None, str | None]]:
+    """Return distribution and version of the code of each kernel of an op, by identity; of the reference as well.
+
+    Both are None for what no installed distribution has.
+    """
+    code = {REFERENCE: get_op(op).defined_in}
+    code |= {identity(backend.name, kernel): kernel.forward for backend, kernel in kernels(op)}
+    return {name: _distribution_of(target.partition(":")[0].partition(".")[0]) for name, target in code.items()}
+
+
+@cache
+def _distribution_of(package: str) -> tuple[str | None, str | None]:
+    # By the package's own name first: to ask which distribution has which package reads the files of all.
+    with suppress(PackageNotFoundError):
+        found = distribution(package)
+        return found.name, found.version
+    for name in packages_distributions().get(package, ()):
+        return name, distribution(name).version
+    return None, None
+
+
+registry.on_refresh(_distribution_of.cache_clear)

@@ -10,10 +10,10 @@ import torch
 
 from kpt_core.contract import Op
 from kpt_core.errors import UnknownNameError
-from kpt_core.registry import forget_selections, get_op, kernels, ops, packages_of
+from kpt_core.registry import forget_selections, get_op, kernels, ops
 from kpt_optimize.cases import Case, CaseTable, case_tables
 
-from .files import TuningEntry, merge_into
+from .files import TuningEntry, merge_into, packages_of
 from .tables import device_name, user_table
 from .trials import TuningResult, try_case
 

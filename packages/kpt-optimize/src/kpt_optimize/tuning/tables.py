@@ -15,7 +15,7 @@ from kpt_core import registry
 from kpt_core.errors import InputError, TuningWarning, warn_caller
 from kpt_core.policy import Key, Tuned
 
-from .files import TuningEntry, read_table
+from .files import TuningEntry, packages_of, read_table
 
 #: "0" switches tuned choices off; a folder holds the user's tuning tables instead of the one in the user's cache.
 KPT_TUNING = "KPT_TUNING"
@@ -164,7 +164,7 @@ def _usable(path: Path, device: str) -> Iterable[TuningEntry]:
 
 def _outdated(entry: TuningEntry) -> str | None:
     """Say why an entry does not hold for what is installed; None if it does."""
-    package = registry.packages_of(entry.op).get(entry.kernel)
+    package = packages_of(entry.op).get(entry.kernel)
     if package is None:
         return f"kernel {entry.kernel} of {entry.op} is offered by no installed backend"
     if package != (entry.distribution, entry.version):

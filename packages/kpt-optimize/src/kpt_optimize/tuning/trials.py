@@ -17,12 +17,11 @@ from kpt_core.dispatch.run import run
 from kpt_core.dispatch.settings import effective, scoped
 from kpt_core.errors import InputError, RegistrationError
 from kpt_core.policy import Choice, Key
-from kpt_core.registry import packages_of
 from kpt_core.selection import REFERENCE, Refused
 from kpt_optimize.cases import Arguments, Case, CaseTable
 from kpt_optimize.measure import gain_of, interleaved_times, relative_error, rounding
 
-from .files import TuningEntry, is_config, is_key, today
+from .files import TuningEntry, is_config, is_key, packages_of, today
 
 Config = dict[str, Any] | None
 
