@@ -200,7 +200,7 @@ R.ALL = [R()]
         ("R.lossless = 'yes'", "lossless of rewrite 'bad' must be True or False; got 'yes'"),
         ("del R.sites", "it lacks sites; see kpt_optimize.Rewrite for what is needed"),
         ("R.ALL = [R]", "is a class; give an instance of it"),
-        ("R.ALL = [R(), R()]", "rewrite 'bad' exists already"),
+        ("R.ALL = [R(), R()]", "'bad' exists already"),
         ("R.ALL = 3", "TypeError"),
     ],
 )

@@ -12,6 +12,7 @@ from dawdling import Clock, Dawdling, always, in_float32, never, not_in_float32,
 from torch import Tensor, nn
 
 import kpt_core
+from kpt_core import discovery
 from kpt_optimize import Site
 from kpt_optimize.model import ModelOptimizer, OptimizationReport, OptimizationWarning, OptimizerConfig
 from kpt_optimize.model.steps import STEPS
@@ -288,7 +289,7 @@ class Serve:
 def test_rewrites_of_modules_come_first_and_their_plan_is_reported(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kpt_optimize.rewrite._found", {"nvidia_optimizer.serve": Serve()})
+    monkeypatch.setitem(discovery._found, "kpt.rewrites", {"nvidia_optimizer.serve": Serve()})
     monkeypatch.setattr(SlowLinear, "clock", clock, raising=False)
     model, x = nn.Sequential(SlowLinear(8, 8), nn.ReLU(), SlowLinear(8, 4)), sample(width=8)
     found = ModelOptimizer("conservative", config=only("rewrites")).optimize_for_inference(model, x)
