@@ -16,7 +16,7 @@ from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter, sqnr
 from .report import Mark, Report, decibels
 from .selection import require_module
-from .trials import batches_of, call, evaluating
+from .trials import call, each_batch, evaluating
 
 _OWNER = "quality_report"
 
@@ -137,7 +137,7 @@ def quality_report(
             f"{_OWNER}: converted must have a NativeFP8Linear; got a {got} without: convert it first, or see "
             "conversion_report for experts"
         )
-    outputs = {} if data is None else _outputs(original, pairs, batches_of(_OWNER, data, None))
+    outputs = {} if data is None else _outputs(original, pairs, list(each_batch(_OWNER, data, None)))
     layers = []
     for name, (linear, layer) in pairs.items():
         exact, after = linear.weight.detach(), layer.dequantize()

@@ -16,7 +16,7 @@ from .quality import Quality, QualityMeter
 from .report import Mark, Report, decibels
 from .rewrites import MIN_FEATURES, WEIGHTS, weight_is_read
 from .selection import Chosen, Selection, patterns, require_module, require_some, select
-from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
+from .trials import Effect, Loss, Trials, change_of_loss, each_batch, evaluating, mean_of
 
 #: Called with the number of runs done, of all, and what runs next.
 Progress = Callable[[int, int, str], None]
@@ -143,7 +143,7 @@ def measure_sensitivity(
         UnknownNameError: no such granularity.
     """
     owner = "measure_sensitivity"
-    batches = batches_of(owner, data, max_batches)
+    batches = list(each_batch(owner, data, max_batches))
     candidates, skipped = candidates_of(owner, model, granularities, include, exclude, min_features)
     with evaluating(model):
         return sensitivity_of(Trials(owner, model, loss), candidates, batches, skipped, progress)
@@ -224,26 +224,22 @@ def sensitivity_of(
             skipped.setdefault(candidate.name, "the data do not reach it")
             continue
         effect = mean_of(effects[index])
-        change = None if base is None or effect.loss is None else effect.loss - base
-        found.append(_told(candidate, meters[index].result(), effect.error, change))
+        found.append(
+            LayerSensitivity(
+                candidate.name,
+                candidate.granularity,
+                (candidate.linear.out_features, candidate.linear.in_features),
+                _bytes(candidate.linear),
+                _bytes(candidate.layer),
+                meters[index].result(),
+                effect.error,
+                change_of_loss(effect.loss, base),
+            )
+        )
     if not found:
         raise InputError("measure_sensitivity: no linear layer was called: check the data and the model")
     found.sort(key=lambda layer: (-layer.error, layer.name, layer.granularity))
     return SensitivityReport(tuple(found), skipped, base)
-
-
-def _told(candidate: Candidate, quality: Quality, error: float, change: float | None) -> LayerSensitivity:
-    linear = candidate.linear
-    return LayerSensitivity(
-        candidate.name,
-        candidate.granularity,
-        (linear.out_features, linear.in_features),
-        _bytes(linear),
-        _bytes(candidate.layer),
-        quality,
-        error,
-        change,
-    )
 
 
 def _compare(
