@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from .processes import local, seen_by_all
 from .quantising import ROLES, largest_of
 from .recipe import FP8Recipe
 from .report import ACCUMULATED, SKIPPED, TAKEN, DivergedError, Escalation, LayerState, StepReport, TrainingReport
-from .state import engine_state, load_engine_state, require_fitting
+from .state import load_state, require_fitting, state_of
 from .watched import Watched
 
 _SENTENCES = 10
+_NUMBERS = ("loss_scale", "steps", "skipped", "taken_in_row", "skipped_in_row")
 
 
 class FP8TrainingEngine:
@@ -274,7 +276,14 @@ class FP8TrainingEngine:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "engine": engine_state(self),
+            "engine": {
+                **state_of(self.layers),
+                **{name: getattr(self, name) for name in _NUMBERS},
+                "bad_signs": dict(self.bad_signs),
+                "escalations": [list(astuple(each)) for each in self.escalations],
+                "last_skips": list(self.last_skips),
+                "errors": {name: list(errors) for name, errors in self.errors.items()},
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,10 +294,17 @@ class FP8TrainingEngine:
         Raises:
             InputError: the state is of other layers, recipes, or no state of an engine. Nothing is changed then.
         """
-        require_fitting(self, state)
+        require_fitting(type(self).__name__, self.layers, state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
-        load_engine_state(self, state["engine"])
+        own = state["engine"]
+        for name in _NUMBERS:
+            setattr(self, name, own[name])
+        self.bad_signs = dict(own["bad_signs"])
+        self.escalations = [Escalation(*each) for each in own["escalations"]]
+        self.last_skips = deque(own["last_skips"], maxlen=_SENTENCES)
+        self.errors = {name: tuple(errors) for name, errors in own["errors"].items()}
+        load_state(self.layers, own)
         self._pending = 0
         self.optimizer.zero_grad()
         self._prepare_step()
