@@ -15,14 +15,14 @@ from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .native_linear import NativeFP8Linear, one_positive
 from .quality import Quality
-from .selection import Chosen, ChosenExperts, Selection, chosen_layers, require_module, require_some
+from .selection import Chosen, Selection, chosen_layers, require_module, require_parent, require_some
 from .weight_state import FP8Module
 from .weights import require_finite
 
 _OWNER = "convert_model_to_fp8"
 _ATTRIBUTE = "_kpt_fp8_conversion"
 _Model = TypeVar("_Model", bound=nn.Module)
-_Chosen = Chosen | ChosenExperts
+_Chosen = Chosen[nn.Linear] | Chosen[nn.Module]
 #: Called with the number of layers done, of all, and which is next.
 Progress = Callable[[int, int, str], None]
 
@@ -121,10 +121,8 @@ def convert_model_to_fp8(
         UnknownNameError: no such granularity.
     """
     require_module(_OWNER, model)
-    if inplace and type(model) is nn.Linear:
-        raise InputError(
-            f"{_OWNER}: a single nn.Linear has no place to be replaced at: use NativeFP8Linear.from_linear"
-        )
+    if inplace:
+        require_parent(_OWNER, model, "NativeFP8Linear")
     found = chosen_layers(_OWNER, model, include, exclude, min_features)
     # Wrong names and formats are found before any work.
     NativeFP8Linear(1, 1, granularity=granularity, activations=activations, dtype=dtype, device="meta")
@@ -134,9 +132,9 @@ def convert_model_to_fp8(
 
     def converted(chosen: _Chosen) -> tuple[FP8Module, ConvertedLayer]:
         made: FP8Module
-        if isinstance(chosen, Chosen):
+        if isinstance(chosen.module, nn.Linear):
             made, quality = NativeFP8Linear.from_linear_with_quality(
-                chosen.linear,
+                chosen.module,
                 granularity=granularity,
                 activations=activations,
                 dtype=dtype,
@@ -250,7 +248,7 @@ def _leave_refused_experts(found: Selection, granularity: str, dtype: torch.dtyp
 
 def _require_numbers(found: Selection) -> None:
     for each in found.chosen:
-        require_finite(_OWNER, f"the weight of {each.names[0]!r}", each.linear.weight)
+        require_finite(_OWNER, f"the weight of {each.names[0]!r}", each.module.weight)
     for chosen in found.experts:
         for name, weight in chosen.module.named_parameters(recurse=False):
             if weight.dim() == 3:

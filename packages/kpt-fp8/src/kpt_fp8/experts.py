@@ -158,19 +158,25 @@ def is_fused_experts(module: nn.Module) -> bool:
     )
 
 
+def unusual_part(experts: Any) -> str:
+    """Return what keeps fused experts from being converted, whatever runs them; empty where nothing does."""
+    known = {f"{name}{bias}" for name in ("gate_up_proj", "up_proj", "down_proj") for bias in ("", "_bias")}
+    others = [name for name, _ in (*experts.named_parameters(), *experts.named_buffers()) if name not in known]
+    if experts.has_post_expert_norm or others:
+        return f"there is no place for its {others[0] if others else 'norm after each expert'}"
+    return "its experts are spread over processes" if getattr(experts, "_is_expert_parallel", False) else ""
+
+
 def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:
     """Why op `moe.experts` can't run such experts in 8 bits; empty where it can."""
     module: Any = experts
-    known = {f"{name}{bias}" for name in ("gate_up_proj", "up_proj", "down_proj") for bias in ("", "_bias")}
-    others = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in known]
     try:
         get_op(_OP)
     except UnknownNameError:
         return f"op {_OP} is not there: pip install kpt-moe"
-    if module.has_post_expert_norm or others:
-        return f"op {_OP} has no place for its {others[0] if others else 'norm after each expert'}"
-    if getattr(module, "_is_expert_parallel", False):
-        return "its experts are spread over processes"
+    reason = unusual_part(module)
+    if reason:
+        return reason
     if _activation(module) is None:
         return f"op {_OP} has no such activation ({type(getattr(module, 'act_fn', module)).__name__})"
     return format_refusal(granularity, dtype)

@@ -177,11 +177,7 @@ class FP8Tensor(ScaledCodes):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no class method
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):

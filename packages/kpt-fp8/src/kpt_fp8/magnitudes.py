@@ -41,11 +41,7 @@ class Largest:
         return self._seen is not None and bool(self._seen[1])
 
     def scale(self, dtype: torch.dtype) -> float:
-        """What to divide such numbers by, one for all, so that the largest fits codes of `dtype`.
-
-        Raises:
-            InputError: no finite number was seen.
-        """
+        """What to divide such numbers by, one for all, so that the largest fits codes of `dtype`."""
         if self._seen is None or not self.any:
             raise InputError(_NOTHING)
         return _scale(float(self._seen[0]), dtype)
@@ -128,10 +124,6 @@ class Magnitudes:
             dtype: of the codes.
             method: one of `METHODS`.
             percent: of `percentile`, above 0 and up to 100.
-
-        Raises:
-            UnknownNameError: no such method.
-            InputError: `percent` is out of range, or no number was counted.
         """
         check_method(method, percent)
         if self.count == 0:
@@ -149,12 +141,7 @@ def _scale(most: float, dtype: torch.dtype) -> float:
 
 
 def check_method(method: str, percent: float) -> None:
-    """Raise unless scales can be chosen so.
-
-    Raises:
-        UnknownNameError: no such method.
-        InputError: `percent` is out of range.
-    """
+    """Raise unless scales can be chosen so."""
     if method not in METHODS:
         raise UnknownNameError("calibration method", method, METHODS)
     if not 0 < percent <= 100:

@@ -13,6 +13,7 @@ from kpt_core import InputError
 
 from .pareto import Option, front_of
 from .rewrites import MIN_FEATURES, WEIGHTS
+from .selection import require_parent
 from .sensitivity import Candidate, LayerSensitivity, Progress, SensitivityReport, candidates_of, sensitivity_of
 from .trials import Effect, Loss, Trials, call, change_of_loss, each_batch, evaluating, mean_of
 
@@ -152,10 +153,7 @@ def plan_fp8(
     kpt_optimize.check_max_error(max_error)
     if max_loss_change is not None and not max_loss_change >= 0:
         raise InputError(f"{_OWNER}: max_loss_change must be at least 0; got {max_loss_change!r}: 0.01 is 1%")
-    if type(model) is nn.Linear:
-        raise InputError(
-            f"{_OWNER}: a single nn.Linear has no place to be replaced at: use NativeFP8Linear.from_linear"
-        )
+    require_parent(_OWNER, model, "NativeFP8Linear")
     batches = list(each_batch(_OWNER, data, max_batches))
     candidates, skipped = candidates_of(_OWNER, model, granularities, include, exclude, min_features)
     trials = Trials(_OWNER, model, loss)

@@ -30,15 +30,7 @@ class QualityMeter:
         self._worst = math.inf
 
     def add(self, exact: Tensor, approximate: Tensor) -> None:
-        """Count some rows.
-
-        Args:
-            exact: `[..., K]` floating.
-            approximate: of the same shape, what stands for it.
-
-        Raises:
-            InputError: the shapes differ.
-        """
+        """Count some rows, `[..., K]` floating; raise `InputError` where the shapes differ."""
         if exact.shape != approximate.shape:
             raise InputError(
                 "sqnr: exact and approximate must have one shape; "

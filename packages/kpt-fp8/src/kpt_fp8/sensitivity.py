@@ -167,7 +167,7 @@ def candidates_of(
     excluded = patterns(owner, "exclude", exclude) or ()
     found = select(owner, model, patterns(owner, "include", include), excluded, min_features)
     skipped = dict(found.skipped)
-    chosen: list[Chosen] = []
+    chosen: list[Chosen[nn.Linear]] = []
     for each in found.chosen:
         if any(weight_is_read(model, name) for name in each.names):
             skipped[each.names[0]] = "the module around it reads its weight"
@@ -179,10 +179,7 @@ def candidates_of(
     require_some(owner, Selection(chosen, skipped=skipped))
     return [
         Candidate(
-            each.linear,
-            NativeFP8Linear.from_linear(each.linear, granularity=granularity),
-            each.names[0],
-            granularity,
+            each.module, NativeFP8Linear.from_linear(each.module, granularity=granularity), each.names[0], granularity
         )
         for each in chosen
         for granularity in dict.fromkeys(granularities)

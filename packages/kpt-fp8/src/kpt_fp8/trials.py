@@ -46,11 +46,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def each_batch(owner: str, data: Iterable[Any], most: int | None) -> Iterator[Any]:
-    """Yield the first batches.
-
-    Raises:
-        InputError: there is none, or `data` is a batch itself.
-    """
+    """Yield the first batches."""
     if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
         raise InputError(
             f"{owner}: data must be a sequence of batches; got one {type(data).__name__}: put it in a list"
@@ -85,11 +81,7 @@ class Trials:
         self._owner, self._model, self._loss = owner, model, loss
 
     def exact(self, batch: Any) -> tuple[list[Tensor], float | None]:
-        """Return the output's rows, and the loss.
-
-        Raises:
-            InputError: the output has no floating tensor, or no finite number.
-        """
+        """Return the output's rows, and the loss."""
         rows, loss, kind = self._run(batch)
         if not rows:
             raise InputError(
@@ -106,11 +98,7 @@ class Trials:
     def with_layers(
         self, swaps: Sequence[tuple[nn.Linear, NativeFP8Linear]], batch: Any, exact: Sequence[Tensor]
     ) -> Effect:
-        """Measure the effect on one batch of layers that answer in others' place.
-
-        Raises:
-            InputError: the output's shape depends on its numbers.
-        """
+        """Measure the effect on one batch of layers that answer in others' place."""
         with ExitStack() as stack:
             for linear, layer in swaps:
                 # A hook, so that no module is swapped while others may look at the model.

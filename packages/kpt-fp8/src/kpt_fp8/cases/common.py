@@ -41,17 +41,9 @@ def scales(
     dtype: torch.dtype,
     most: float = 4.0,
 ) -> Tensor:
-    """Scales of random numbers: between a half and three halves of those that give a format the range of `most`.
+    """Draw scales between a half and three halves of those that give format `like` the range of `most`.
 
     Of exponents alone there would be two codes: they are up to three less or more.
-
-    Args:
-        generator: what they are drawn from.
-        shape: of the numbers.
-        granularity: what shares a scale.
-        like: the format.
-        dtype: of the scales.
-        most: what the format's largest number becomes, about.
     """
     drawn = torch.rand(scale_shape(shape, granularity), generator=generator, dtype=torch.float64) + 0.5
     if dtype is torch.float8_e8m0fnu:

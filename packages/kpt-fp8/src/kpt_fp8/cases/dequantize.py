@@ -54,27 +54,12 @@ DEQUANTIZE = CaseTable(
         Case(name="four dimensions", sizes={"rows": 3, "stacked": (3, 2), "granularity": "row"}),
         Case(
             name="every exponent",
-            sizes={
-                "rows": 16,
-                "inner": 512,
-                "every": True,
-                "granularity": "1x32",
-                "scale_dtype": torch.float8_e8m0fnu,
-            },
+            sizes={"rows": 16, "inner": 512, "every": True, "granularity": "1x32", "scale_dtype": torch.float8_e8m0fnu},
         ),
         Case(name="square blocks that end early", sizes={"rows": 130, "inner": 200, "granularity": "128x128"}),
         Case(name="MXFP8", sizes={"inner": 96, "granularity": "1x32", "scale_dtype": torch.float8_e8m0fnu}),
-        Case(
-            name="qwen3-30b-a3b",
-            sizes={"rows": 768, "inner": 2048, "granularity": "128x128"},
-            model=True,
-        ),
-        Case(
-            name="llama-3.1-8b",
-            sizes={"rows": 14336, "inner": 4096, "granularity": "row"},
-            model=True,
-            large=True,
-        ),
+        Case(name="qwen3-30b-a3b", sizes={"rows": 768, "inner": 2048, "granularity": "128x128"}, model=True),
+        Case(name="llama-3.1-8b", sizes={"rows": 14336, "inner": 4096, "granularity": "row"}, model=True, large=True),
     ),
     wrong=(
         WrongInput(

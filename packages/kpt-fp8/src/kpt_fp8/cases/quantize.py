@@ -100,17 +100,8 @@ QUANTIZE = CaseTable(
         Case(name="stochastic", sizes={"stochastic": True}),
         Case(name="stochastic e5m2", sizes={"stochastic": True, "format": torch.float8_e5m2, "granularity": "row"}),
         Case(name="rows of zeros", sizes={"rows": 9, "granularity": "row", "spread": "zeros"}),
-        Case(
-            name="qwen3-30b-a3b",
-            sizes={"rows": 512, "inner": 2048, "granularity": "1x128"},
-            model=True,
-        ),
-        Case(
-            name="llama-3.1-8b",
-            sizes={"rows": 4096, "inner": 14336, "granularity": "row"},
-            model=True,
-            large=True,
-        ),
+        Case(name="qwen3-30b-a3b", sizes={"rows": 512, "inner": 2048, "granularity": "1x128"}, model=True),
+        Case(name="llama-3.1-8b", sizes={"rows": 4096, "inner": 14336, "granularity": "row"}, model=True, large=True),
     ),
     wrong=(
         WrongInput(

@@ -65,12 +65,7 @@ SCALED_MM = CaseTable(
         ),
         Case(
             name="MXFP8",
-            sizes={
-                "inner": 96,
-                "granularity_a": "1x32",
-                "granularity_b": "1x32",
-                "scale_dtype": torch.float8_e8m0fnu,
-            },
+            sizes={"inner": 96, "granularity_a": "1x32", "granularity_b": "1x32", "scale_dtype": torch.float8_e8m0fnu},
         ),
         Case(name="gradients of e5m2", sizes={"format": torch.float8_e5m2}),
         Case(

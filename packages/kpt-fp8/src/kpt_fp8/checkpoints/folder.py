@@ -46,9 +46,6 @@ class CheckpointFolder:
         files: names of the files with weights, in their order.
         tensors: by name, in the order of the files.
         faults: sentences about index and files; empty where all is well.
-
-    Raises:
-        InputError: no such folder, no config.json, no weights in safetensors, or JSON that can't be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -67,11 +64,7 @@ class CheckpointFolder:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """What the checkpoint says of its quantised weights; None where it has none.
-
-        Raises:
-            InputError: it is no object, or hf_quant_config.json can't be read.
-        """
+        """What the checkpoint says of its quantised weights; None where it has none."""
         found = self.config.get("quantization_config")
         if found is None and isinstance(self.config.get("text_config"), dict):
             found = self.config["text_config"].get("quantization_config")
@@ -147,11 +140,7 @@ class TensorReader:
         self._open: dict[str, tuple[Any, Any]] = {}
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the CPU.
-
-        Raises:
-            InputError: the file can't be read.
-        """
+        """A tensor, on the CPU."""
         from safetensors import SafetensorError
 
         file = self._folder.tensors[name].file
@@ -184,11 +173,7 @@ class TensorReader:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a file.
-
-    Raises:
-        InputError: no such file, or it holds something else.
-    """
+    """An object from a file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -7,15 +7,16 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kpt_core import InputError
+from kpt_fp8.selection import require_module
 
 from .conversion import convert_to_fp8_training
 from .guards import Guards, Observation, causes
 from .history import mistrust, multiply_gradients, remember
-from .processes import local, seen_by_all
 from .quantising import ROLES, largest_of
 from .recipe import FP8Recipe
 from .report import ACCUMULATED, SKIPPED, TAKEN, DivergedError, Escalation, LayerState, StepReport, TrainingReport
@@ -78,8 +79,7 @@ class FP8TrainingEngine:
         min_features: int = 64,
     ) -> None:
         owner = type(self).__name__
-        if not isinstance(model, nn.Module):
-            raise InputError(f"{owner}: model must be an nn.Module; got {type(model).__name__}")
+        require_module(owner, model)
         if not isinstance(optimizer, Optimizer):
             raise InputError(f"{owner}: optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
         if accumulation < 1:
@@ -169,7 +169,7 @@ class FP8TrainingEngine:
         where = gradients[0].device
         tops = torch.stack([largest_of(each).float().to(where) for each in gradients])
         observed = torch.stack([layer.observed.to(where) for layer in self.layers.values()])
-        seen_by_all(tops, observed)
+        _share_largest(tops, observed)
         for layer, own in zip(self.layers.values(), observed, strict=True):
             layer.observed.copy_(own)  # what is remembered is of all processes, too
         owners = [names.get(id(each), "a parameter of the optimizer") for each in self._parameters()]
@@ -246,7 +246,7 @@ class FP8TrainingEngine:
         return [each for group in groups for each in group["params"] if each.grad is not None and each.numel()]
 
     def _gradients(self) -> list[Tensor]:
-        return [local(each.grad) for each in self._parameters() if each.grad is not None]
+        return [_local(each.grad) for each in self._parameters() if each.grad is not None]
 
     @property
     def report(self) -> TrainingReport:
@@ -308,3 +308,24 @@ class FP8TrainingEngine:
         self._pending = 0
         self.optimizer.zero_grad()
         self._prepare_step()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor that FSDP2 shards, in the same memory; others as they are."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _share_largest(*found: Tensor) -> None:
+    """Make numbers the largest of all processes, in place; NaN and infinity become infinity. One communication.
+
+    Every process calls it with tensors of the same shapes.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    together = torch.cat([each.reshape(-1) for each in found])
+    # Reductions differ in what the larger of NaN and a number is.
+    together.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(together, dist.ReduceOp.MAX)
+    for each, part in zip(found, together.split([each.numel() for each in found]), strict=True):
+        each.copy_(part.view_as(each))

@@ -7,13 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_fp8.experts import is_fused_experts
+from kpt_fp8.experts import is_fused_experts, unusual_part
 
 from .recipe import FP8Recipe, recipe_of
 from .watched import Watched
-
-_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-_KNOWN = {f"{name}{bias}" for name in _PARAMETERS for bias in ("", "_bias")}
 
 
 class FP8TrainingExperts(nn.Module):
@@ -109,8 +106,4 @@ def refusal(experts: nn.Module) -> str:
     """Why experts can't train in 8 bits; empty where they can."""
     if not is_fused_experts(experts):
         return "it holds no experts as transformers fuses them"
-    module: Any = experts
-    others = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in _KNOWN]
-    if module.has_post_expert_norm or others:
-        return f"there is no place for its {others[0] if others else 'norm after each expert'}"
-    return "its experts are spread over processes" if getattr(module, "_is_expert_parallel", False) else ""
+    return unusual_part(experts)

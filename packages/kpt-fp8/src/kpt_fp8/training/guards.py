@@ -88,14 +88,7 @@ class Observation:
 def causes(
     gradients: Sequence[str], observed: dict[str, Observation], most_saturated: float, shown: int = 3
 ) -> list[str]:
-    """What speaks against a step, as parts of a sentence; empty where nothing does.
-
-    Args:
-        gradients: names of the parameters whose gradient is not finite.
-        observed: by layer.
-        most_saturated: as `Guards` has it.
-        shown: how many of each kind are named.
-    """
+    """Return what speaks against a step, in parts of a sentence that name `shown` of each kind."""
     bad = [f"{_of(role)} {name!r} is not finite" for name, seen in observed.items() for role in seen.not_finite()]
     clipped = [
         f"{100 * seen.saturated[role]:.3g} % of {_of(role)} {name!r} saturated"

@@ -96,13 +96,7 @@ class Product(torch.autograd.Function):
                 transposed, w_scale, _ = current(weight.t(), recipe.dtype, of_weight)
                 weight = transposed.t()
             grad_x = scaled_mm(
-                codes,
-                weight,
-                scale,
-                w_scale,
-                granularity_a=of_rows,
-                granularity_b=of_weight,
-                out_dtype=gradient.dtype,
+                codes, weight, scale, w_scale, granularity_a=of_rows, granularity_b=of_weight, out_dtype=gradient.dtype
             )
         if ctx.needs_input_grad[1]:
             if of_rows == "row":

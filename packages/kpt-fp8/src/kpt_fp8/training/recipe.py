@@ -94,12 +94,7 @@ RECIPES = {
 
 
 def recipe_of(given: FP8Recipe | str) -> FP8Recipe:
-    """A recipe, by itself or by its name.
-
-    Raises:
-        UnknownNameError: no such name.
-        InputError: neither a recipe nor a name.
-    """
+    """A recipe, by itself or by its name."""
     if isinstance(given, FP8Recipe):
         return given
     if not isinstance(given, str):

@@ -69,14 +69,7 @@ def stacks(converter: object) -> bool:
 
 
 def stacking(converter: WeightConverter, sources: list[str], target: str, reader: TensorReader) -> WeightConverter:
-    """A converter that stacks without a second copy, and on the CPU, so that a GPU holds the result alone.
-
-    Args:
-        converter: transformers' own.
-        sources: names in the files, as patterns.
-        target: the name in the model.
-        reader: of the files.
-    """
+    """Return a converter that stacks without a second copy, and on the CPU, so that a GPU holds the result alone."""
     made = _Stacking(sources, [target], [_Stack(reader)], force_cpu=True)
     made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
     return made

@@ -31,20 +31,11 @@ class Format:
     bound: ClassVar[float | None] = None
 
     def read_config(self, config: Mapping[str, Any]) -> Scheme:
-        """What `quantization_config` says.
-
-        Raises:
-            InputError: it says something that is not understood.
-        """
+        """What `quantization_config` says."""
         raise NotImplementedError
 
     def write_config(self, scheme: Scheme, skipped: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of a scheme.
-
-        Args:
-            scheme: how weights are quantised.
-            skipped: modules whose weights are not.
-        """
+        """Return the `quantization_config` of a scheme; `skipped` are modules whose weights are not quantised."""
         raise NotImplementedError
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:
@@ -82,14 +73,7 @@ class Format:
     def metadata(
         self, scheme: Scheme, names: Sequence[str], weights: Mapping[str, Sequence[int]], dtype: str
     ) -> dict[str, str]:
-        """What stands in the header of every file.
-
-        Args:
-            scheme: how weights are quantised.
-            names: of all parameters, as the model has them.
-            weights: shapes of those that are quantised.
-            dtype: of the model, as in `bfloat16`.
-        """
+        """Return the header of every file, from `names` and shapes of quantised `weights` as the model has them."""
         return {"format": "pt"}
 
 

@@ -91,9 +91,7 @@ class CompressedTensors(Format):
             "quantization_status": "compressed",
             "ignore": list(skipped),
             "kv_cache_scheme": None,
-            "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs},
-            },
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
         }
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:  # noqa: D102

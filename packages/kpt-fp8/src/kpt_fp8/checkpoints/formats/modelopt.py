@@ -41,7 +41,7 @@ class ModelOpt(Format):
         if algorithm == "FP8":
             common = {"dynamic": False, "num_bits": 8, "type": "float"}
             config["config_groups"] = {
-                "group_0": {"targets": ["Linear"], "weights": common, "input_activations": common},
+                "group_0": {"targets": ["Linear"], "weights": common, "input_activations": common}
             }
         return config
 

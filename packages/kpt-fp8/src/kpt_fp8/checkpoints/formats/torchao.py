@@ -22,10 +22,7 @@ class TorchAo(Format):
 
     name = "torchao"
     method = "torchao"
-    takes: ClassVar[Takes] = {
-        "row": (("row", False), (NONE, False)),
-        "tensor": (("tensor", False), (NONE, False)),
-    }
+    takes: ClassVar[Takes] = {"row": (("row", False), (NONE, False)), "tensor": (("tensor", False), (NONE, False))}
 
     def read_config(self, config: Mapping[str, Any]) -> Scheme:  # noqa: D102
         kind = (config.get("quant_type") or {}).get("default") or {}
