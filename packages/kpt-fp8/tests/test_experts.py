@@ -228,7 +228,7 @@ def test_what_the_op_does_not_take_is_left(monkeypatch):
     assert "no place for its norm" in left(made(has_post_expert_norm=True))
     odd = made()
     odd["experts"].register_buffer("router_scale", torch.ones(1))
-    assert "has no place for its router_scale" in left(odd)
+    assert "no place for its router_scale" in left(odd)
     odd = made()
     odd["experts"].act_fn = nn.Tanh()
     assert "no such activation (Tanh)" in left(odd)

@@ -14,9 +14,9 @@ from .experts import NativeFP8Experts, refusal
 from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .native_linear import NativeFP8Linear, one_positive
-from .quality import Quality
+from .quality import Quality, QualityMeter
 from .selection import Chosen, Selection, chosen_layers, require_module, require_parent, require_some
-from .weight_state import FP8Module
+from .weight_state import FP8Module, bytes_of
 from .weights import require_finite
 
 _OWNER = "convert_model_to_fp8"
@@ -133,17 +133,22 @@ def convert_model_to_fp8(
     def converted(chosen: _Chosen) -> tuple[FP8Module, ConvertedLayer]:
         made: FP8Module
         if isinstance(chosen.module, nn.Linear):
-            made, quality = NativeFP8Linear.from_linear_with_quality(
+            meter = QualityMeter()
+            made = NativeFP8Linear.from_linear(
                 chosen.module,
                 granularity=granularity,
                 activations=activations,
                 dtype=dtype,
                 input_scale=static.get(chosen.names[0]),
+                meter=meter,
             )
+            quality = meter.result()
         else:
             made, quality = NativeFP8Experts.from_experts(chosen.module, granularity=granularity, dtype=dtype)
         weight = next(made.parameters())
-        return made, ConvertedLayer(chosen.names[0], tuple(weight.shape), _bytes(chosen.module), _bytes(made), quality)
+        return made, ConvertedLayer(
+            chosen.names[0], tuple(weight.shape), bytes_of(chosen.module), bytes_of(made), quality
+        )
 
     order = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     chosen: list[_Chosen] = [*found.chosen, *found.experts]
@@ -231,10 +236,6 @@ def _biases(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _name_of_bias(name: str) -> str:
     return "gate_up_proj_bias" if name == "up_proj_bias" else name
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _leave_refused_experts(found: Selection, granularity: str, dtype: torch.dtype) -> None:

@@ -118,13 +118,7 @@ class Magnitudes:
         return best
 
     def scale(self, dtype: torch.dtype, method: str = "max", percent: float = 99.99) -> float:
-        """What to divide such numbers by, one for all.
-
-        Args:
-            dtype: of the codes.
-            method: one of `METHODS`.
-            percent: of `percentile`, above 0 and up to 100.
-        """
+        """Return what to divide such numbers by, one for all; raise unless some were counted."""
         check_method(method, percent)
         if self.count == 0:
             raise InputError(_NOTHING)

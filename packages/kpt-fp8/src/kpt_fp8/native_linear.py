@@ -13,7 +13,7 @@ from .formats import require_fp8
 from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .linear import linear as linear_op
-from .quality import Quality
+from .quality import QualityMeter
 from .scales import BLOCKS, scale_shape
 from .weight_state import FP8Module, separate
 from .weights import MXFP8, quantize_weight, require_finite, scale_format
@@ -167,6 +167,7 @@ class NativeFP8Linear(FP8Module):
         activations: str = NONE,
         dtype: torch.dtype = torch.float8_e4m3fn,
         input_scale: Tensor | float | None = None,
+        meter: QualityMeter | None = None,
     ) -> Self:
         """Quantise a layer; it stays as it is, and shares no memory with what is returned.
 
@@ -177,38 +178,24 @@ class NativeFP8Linear(FP8Module):
             dtype: of the codes.
             input_scale: what activations are divided by, one positive number (static); None: what they ask for
                 themselves at each call (dynamic).
+            meter: counts how well the new weight stands for the old one.
 
         Raises:
             InputError: no `nn.Linear`, its weight has another dtype, no data, NaN or infinity, or an argument does not
                 fit.
             UnknownNameError: no such granularity.
         """
-        return cls.from_linear_with_quality(
-            linear, granularity=granularity, activations=activations, dtype=dtype, input_scale=input_scale
-        )[0]
-
-    @classmethod
-    def from_linear_with_quality(
-        cls,
-        linear: nn.Linear,
-        *,
-        granularity: str = "row",
-        activations: str = NONE,
-        dtype: torch.dtype = torch.float8_e4m3fn,
-        input_scale: Tensor | float | None = None,
-    ) -> tuple[Self, Quality]:
-        """As `from_linear`, and how well the new weight stands for the old one."""
         if not isinstance(linear, nn.Linear):
             raise InputError(f"{cls.__name__}: linear must be an nn.Linear; got {type(linear).__name__}")
         cls(1, 1, granularity=granularity, activations=activations, dtype=dtype, device="meta")  # before any work
         require_finite(cls.__name__, "weight", linear.weight)
-        codes, scale, quality = quantize_weight(linear.weight, dtype=dtype, granularity=granularity)
+        codes, scale, _ = quantize_weight(linear.weight, dtype=dtype, granularity=granularity, meter=meter)
         weight = FP8Tensor(codes, scale, scale_format(granularity, False)[0], linear.weight.dtype)
         bias = linear.bias
         if bias is not None:
             bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
         made = cls.from_fp8(weight, bias, activations=activations, input_scale=input_scale)
-        return made.train(linear.training), quality
+        return made.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight.t() + bias`, see op `fp8.linear`.

@@ -181,8 +181,27 @@ def plan_fp8(
             fits = allowed(effect.error, change_of_loss(effect.loss, report.loss))
             chosen, above = (count, above) if fits else (chosen, count)
             count = (chosen + above) // 2
-        error = effects[chosen].error if chosen else 0.0
-        plan = _plan(model, versions, _in_force(steps[:chosen]), batches[0], task, error)
+        changes, kept, entries = kpt_optimize.Changes(model), _in_force(steps[:chosen]), []
+        try:
+            for each in versions:
+                entry = each.entry
+                if each in kept:
+                    changes.swap(entry.rewrite, each.name, each.candidate.layer)
+                elif entry.kept:
+                    reason = f"{entry.reason}, and others gain more for the error that the budget allows"
+                    entry = replace(entry, kept=False, reason=reason)
+                entries.append(entry)
+            plan = kpt_optimize.conclude(
+                changes,
+                entries,
+                lambda: call(model, batches[0]),
+                level=task.level,
+                objective=objective,
+                budget=max_error,
+                error=effects[chosen].error if chosen else 0.0,
+            )
+        finally:
+            changes.revert()
     front = []
     for count, step in enumerate(steps, start=1):
         now, measured = _in_force(steps[:count]), effects.get(count)
@@ -293,35 +312,3 @@ def _first_calls(
 def _in_force(steps: Sequence[_Version]) -> list[_Version]:
     """Return each layer's version after the steps."""
     return list({step.name: step for step in steps}.values())
-
-
-def _plan(
-    model: nn.Module,
-    versions: Sequence[_Version],
-    chosen: Collection[_Version],
-    batch: Any,
-    task: kpt_optimize.Task,
-    error: float,
-) -> kpt_optimize.Plan:
-    """Time the model without and with what was chosen; it is left as it was."""
-    entries, changes = [], kpt_optimize.Changes(model)
-    try:
-        for each in versions:
-            entry = each.entry
-            if each in chosen:
-                changes.swap(entry.rewrite, each.name, each.candidate.layer)
-            elif entry.kept:
-                reason = f"{entry.reason}, and others gain more for the error that the budget allows"
-                entry = replace(entry, kept=False, reason=reason)
-            entries.append(entry)
-        return kpt_optimize.conclude(
-            changes,
-            entries,
-            lambda: call(model, batch),
-            level=task.level,
-            objective=task.objective,
-            budget=task.max_error or 0.0,
-            error=error,
-        )
-    finally:
-        changes.revert()

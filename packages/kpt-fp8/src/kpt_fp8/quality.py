@@ -28,6 +28,7 @@ class QualityMeter:
     def __init__(self) -> None:
         self._signal = self._noise = 0.0
         self._worst = math.inf
+        self.called = 0
 
     def add(self, exact: Tensor, approximate: Tensor) -> None:
         """Count some rows, `[..., K]` floating; raise `InputError` where the shapes differ."""
@@ -36,6 +37,7 @@ class QualityMeter:
                 "sqnr: exact and approximate must have one shape; "
                 f"got {list(exact.shape)} and {list(approximate.shape)}: give what stands for the same numbers"
             )
+        self.called += 1
         if exact.numel() == 0:
             return
         # In place, in copies, one after the other: eight bytes a number beside what is given.
@@ -55,15 +57,7 @@ class QualityMeter:
 
 
 def sqnr(exact: Tensor, approximate: Tensor) -> Quality:
-    """SQNR of numbers.
-
-    Args:
-        exact: `[..., K]` floating.
-        approximate: of the same shape, what stands for it.
-
-    Raises:
-        InputError: the shapes differ.
-    """
+    """Measure how well numbers `[..., K]` stand for others; raise `InputError` where the shapes differ."""
     meter = QualityMeter()
     meter.add(exact, approximate)
     return meter.result()

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from kpt_core import InputError
 
 from .native_linear import NativeFP8Linear
+from .quality import QualityMeter
 
 #: The loss of the model's output on a batch; less is better.
 Loss = Callable[[Any, Any], Tensor | float]
@@ -66,6 +67,15 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def watch_output(linear: nn.Linear, layer: NativeFP8Linear, meter: QualityMeter) -> Callable[[], None]:
+    """Compare a layer with what it stands for on the inputs that this gets in its model; return what ends that."""
+
+    def compare(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        meter.add(output, layer(*args, **named))
+
+    return linear.register_forward_hook(compare, with_kwargs=True).remove
 
 
 class Trials:

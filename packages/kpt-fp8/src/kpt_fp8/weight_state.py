@@ -57,6 +57,11 @@ class FP8Module(nn.Module):
         }
 
 
+def bytes_of(module: nn.Module) -> int:
+    """Count the bytes of a module's parameters."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
 def separate(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale of an `FP8Tensor`, sharing its memory; of a DTensor of one: two DTensors, sharded alike."""
     local = getattr(weight, "_local_tensor", None)

@@ -1,13 +1,16 @@
 """What the case tables share."""
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kpt_core import InputError, KptError
 from kpt_fp8.formats import SCALE_DTYPES
 from kpt_fp8.scales import BLOCKS, scale_shape
-from kpt_optimize.cases import Sizes
+from kpt_optimize.cases import Arguments, Sizes, WrongInput
 
 #: Past what int16 and uint16 count, and past a grid's second dimension.
 MANY = 70_001
@@ -49,3 +52,17 @@ def scales(
     if dtype is torch.float8_e8m0fnu:
         drawn = drawn * torch.exp2(torch.randint(-3, 4, drawn.shape, generator=generator).double())
     return (drawn / torch.finfo(like).max * most).float().to(dtype)
+
+
+def wrong_input(op: str, name: str, message: str, *, error: type[KptError] = InputError, **changed: Any) -> WrongInput:
+    """Describe a call that an op must refuse: of right arguments some are changed, to values or by functions.
+
+    The message of an `InputError` begins with the op's name.
+    """
+
+    def change(arguments: Arguments) -> Arguments:
+        made = {key: value(arguments) if callable(value) else value for key, value in changed.items()}
+        return {**arguments, **made}
+
+    pattern = rf"{re.escape(op)}: {message}" if error is InputError else message
+    return WrongInput(name=name, change=change, message=pattern, error=error)

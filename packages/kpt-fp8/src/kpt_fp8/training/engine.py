@@ -51,11 +51,6 @@ class FP8TrainingEngine:
         min_features: likewise.
 
     Attributes:
-        model: what was given.
-        optimizer: likewise.
-        guards: likewise.
-        accumulation: likewise.
-        clip_norm: likewise.
         layers: by name, what is watched.
         left: by name, why another `nn.Linear` was left as it is.
         loss_scale: what the loss is multiplied by.

@@ -66,16 +66,7 @@ class FP8TrainingExperts(nn.Module):
         return "gate_up_proj" if self._original[0].has_gate else "up_proj"
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send each token through its experts.
-
-        Args:
-            hidden_states: `[tokens, hidden_size]` floating.
-            top_k_index: `[tokens, top_k]`; ids that are no expert's contribute nothing.
-            top_k_weights: `[tokens, top_k]`.
-
-        Returns:
-            `[tokens, hidden_size]` of `hidden_states`' dtype.
-        """
+        """Send each token through its experts, as `NativeFP8Experts` does."""
         original = self._original[0]
         activate = original._apply_gate if original.has_gate else original.act_fn
         experts = top_k_index.flatten()

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
+
 from kpt_core import InputError
 from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.scales import scale_shape
@@ -19,6 +21,7 @@ class Format:
     they say nothing, a weight has its own name and its scale ends in `_scale`.
 
     Attributes:
+        scales: dtypes that scales may have.
         name: what `convert_checkpoint` calls it.
         method: `quant_method` in the configuration.
         takes: by granularity of weights, what activations may be, the usual first: granularity, and whether static.
@@ -29,6 +32,7 @@ class Format:
     method: ClassVar[str]
     takes: ClassVar[Takes]
     bound: ClassVar[float | None] = None
+    scales: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
     def read_config(self, config: Mapping[str, Any]) -> Scheme:
         """What `quantization_config` says."""
@@ -66,6 +70,8 @@ class Format:
 
     def refusal(self, scheme: Scheme) -> str:
         """Why the format can't hold such weights, as the rest of a sentence; empty where it can."""
+        if scheme.scale_dtype not in self.scales:
+            return f"its scales are {' or '.join(map(str, self.scales))}; got {scheme.scale_dtype}"
         if scheme.granularity in self.takes:
             return ""
         return f"it has scales per {' or '.join(self.takes)}; got scales per {scheme.granularity}"

@@ -21,6 +21,7 @@ class HfFp8(Format):
 
     name = "fp8"
     method = "fp8"
+    scales = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
     takes: ClassVar[Takes] = {
         "128x128": (("1x128", False), ("tensor", True)),
         "tensor": (("row", False), ("tensor", True)),

@@ -73,8 +73,8 @@ class TorchAo(Format):
         return [1, 1] if granularity == "tensor" else [shape[0], 1]
 
     def refusal(self, scheme: Scheme) -> str:  # noqa: D102
-        if scheme.dtype is not torch.float8_e4m3fn or scheme.scale_dtype is not torch.float32:
-            return f"it has codes of float8_e4m3fn and scales of float32; got {scheme.dtype} and {scheme.scale_dtype}"
+        if scheme.dtype is not torch.float8_e4m3fn:
+            return f"it has codes of float8_e4m3fn; got {scheme.dtype}"
         return super().refusal(scheme)
 
     def metadata(  # noqa: D102
