@@ -166,11 +166,7 @@ def convert_model_to_fp8(
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What `convert_model_to_fp8` did to a model.
-
-    Raises:
-        InputError: it was not converted.
-    """
+    """Return what `convert_model_to_fp8` did to a model; raise `InputError` where it did nothing."""
     report = getattr(model, _ATTRIBUTE, None)
     if not isinstance(report, ConversionReport):
         raise InputError(
@@ -280,14 +276,12 @@ def _static(
     static = {}
     for each in found.chosen:
         own = next((scales[name] for name in each.names if name in scales), None)
-        if own is not None:
-            one_positive(_OWNER, f"input_scales of {each.names[0]!r}", own)
         if own is None:
             raise InputError(
                 f"{_OWNER}: input_scales has no scale of {each.names[0]!r}; got {len(scales)} of other layers: "
                 "calibrate with data that reach this layer, or exclude it"
             )
-        static[each.names[0]] = own
+        static[each.names[0]] = one_positive(_OWNER, f"input_scales of {each.names[0]!r}", own)
     return static
 
 

@@ -151,7 +151,7 @@ class NativeFP8Experts(FP8Module):
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as transformers fuses them: matrices of all experts in one parameter each."""
+    """Tell whether a module holds experts as transformers fuses them: matrices of all experts in one parameter each."""
     return hasattr(module, "_apply_gate") and all(
         isinstance(weight := getattr(module, name, None), Tensor) and weight.dim() == 3
         for name in ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
@@ -168,7 +168,7 @@ def unusual_part(experts: Any) -> str:
 
 
 def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:
-    """Why op `moe.experts` can't run such experts in 8 bits; empty where it can."""
+    """Say why op `moe.experts` can't run such experts in 8 bits; empty where it can."""
     module: Any = experts
     try:
         get_op(_OP)
@@ -183,7 +183,7 @@ def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:
 
 
 def format_refusal(granularity: str, dtype: torch.dtype) -> str:
-    """Why op `moe.experts` takes no such codes and scales; empty where it does."""
+    """Say why op `moe.experts` takes no such codes and scales; empty where it does."""
     if granularity not in _GRANULARITIES:
         return f"op {_OP} takes scales per {' or '.join(_GRANULARITIES)}, not {granularity}"
     return "" if dtype in _DTYPES else f"op {_OP} takes codes of float8_e4m3fn or float8_e5m2, not {dtype}"

@@ -82,7 +82,7 @@ class FP8Tensor(ScaledCodes):
         return self
 
     def is_shared(self) -> bool:
-        """Whether codes and scale are in shared memory."""
+        """Tell whether codes and scale are in shared memory."""
         return bool(self.codes.is_shared() and self.scale.is_shared())
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
@@ -103,11 +103,7 @@ class FP8Tensor(ScaledCodes):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
     ) -> tuple[tuple[Tensor, ...], tuple[torch.dtype, torch.dtype]]:
-        """Return what each process sends, and the dtypes: as bytes, since some backends know no 8-bit floating dtype.
-
-        Raises:
-            InputError: the processes would not have equally many rows.
-        """
+        """Return what each process sends, and dtypes: as bytes, since some backends know no 8-bit floating dtype."""
         processes = mesh.size()
         if outer_size[0] % processes:
             raise InputError(
@@ -130,11 +126,7 @@ class FP8Tensor(ScaledCodes):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight, in the memory that was gathered into.
 
-        Args:
-            all_gather_outputs: what came of `fsdp_pre_all_gather`, of all processes.
-            metadata: the dtypes.
-            param_dtype: what it stands for; FSDP2's mixed precision chooses another one than the shard's.
-            out: what this gave the first time. It looks at the memory that is gathered into again.
+        Mixed precision chooses another `param_dtype` than the shard's. `out` is what this gave the first time.
         """
         codes, *scales = all_gather_outputs
         whole = self.scale
@@ -221,10 +213,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def to_tensors(name: str, tensor: FP8Tensor) -> dict[str, Tensor]:
-    """Plain tensors for a file of safetensors: `name` has the codes, `name` with `_scale` their scale.
+    """Return plain tensors for a file of safetensors: `name` has the codes, `name` with `_scale` their scale.
 
-    Raises:
-        InputError: the tensor is transposed.
+    Raise `InputError` for a transposed tensor.
     """
     if tensor.transposed:
         raise InputError(f"to_tensors: {name!r} is transposed, which files can't tell: call .t() on it first")

@@ -37,7 +37,7 @@ class Largest:
 
     @property
     def any(self) -> bool:
-        """Whether a finite number was seen."""
+        """Tell whether a finite number was seen."""
         return self._seen is not None and bool(self._seen[1])
 
     def scale(self, dtype: torch.dtype) -> float:
@@ -48,14 +48,10 @@ class Largest:
 
 
 class Magnitudes:
-    """Counts the finite magnitudes that it is shown, in bins of one width; zeros count too.
+    """Count finite magnitudes in bins of one width, zeros too, and tell the largest, `most`, and how many, `count`.
 
     Where a larger number comes, the width doubles as often as is needed, and two bins become one: what was counted
     stays exact up to a bin, and nothing is kept but the counts.
-
-    Attributes:
-        most: the largest magnitude so far.
-        count: of the numbers so far.
     """
 
     def __init__(self) -> None:
@@ -95,7 +91,7 @@ class Magnitudes:
 
     @property
     def any(self) -> bool:
-        """Whether a finite number was seen."""
+        """Tell whether a finite number was seen."""
         return self.count > 0
 
     def percentile(self, percent: float) -> float:

@@ -137,7 +137,13 @@ class NativeFP8Linear(FP8Module):
             UnknownNameError: no such granularity.
         """
         owner = cls.__name__
-        _require_matrix(owner, weight)
+        given: object = weight
+        if not isinstance(given, FP8Tensor) or given.dim() != 2 or given.transposed:
+            got = repr(given) if isinstance(given, FP8Tensor) else type(given).__name__
+            raise InputError(
+                f"{owner}: weight must be an FP8Tensor [out_features, in_features], not transposed; got {got}: make "
+                "one with FP8Tensor(codes, scale, granularity, dtype)"
+            )
         if bias is not None and (list(bias.shape) != [weight.shape[0]] or not bias.is_floating_point()):
             raise InputError(f"{owner}: bias must be floating [{weight.shape[0]}]; got {bias.dtype} {list(bias.shape)}")
         static = None if input_scale is None else one_positive(owner, "input_scale", input_scale)
@@ -198,16 +204,9 @@ class NativeFP8Linear(FP8Module):
         return made.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input @ weight.t() + bias`, see op `fp8.linear`.
+        """Compute `input @ weight.t() + bias` by op `fp8.linear`: `[..., out_features]` of `input`'s dtype.
 
-        Args:
-            input: `[..., in_features]` of the bias's dtype; any floating dtype without a bias or under autocast.
-
-        Returns:
-            `[..., out_features]` of `input`'s dtype.
-
-        Raises:
-            InputError: a shape, dtype or device does not fit.
+        `input` has the bias's dtype; any floating one without a bias or under autocast.
         """
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise InputError(
@@ -254,15 +253,6 @@ class NativeFP8Linear(FP8Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"granularity={self.granularity!r}, activations={self.activations!r}, static={static}, "
             f"dtype={self.code_dtype}"
-        )
-
-
-def _require_matrix(owner: str, weight: object) -> None:
-    if not isinstance(weight, FP8Tensor) or weight.dim() != 2 or weight.transposed:
-        got = repr(weight) if isinstance(weight, FP8Tensor) else type(weight).__name__
-        raise InputError(
-            f"{owner}: weight must be an FP8Tensor [out_features, in_features], not transposed; got {got}: make one "
-            "with FP8Tensor(codes, scale, granularity, dtype)"
         )
 
 

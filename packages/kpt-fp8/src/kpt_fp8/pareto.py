@@ -7,14 +7,7 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Option:
-    """One version of a layer.
-
-    Attributes:
-        name: of the layer.
-        granularity: of the version.
-        gain: what it saves, seconds or bytes.
-        error: of the model's output with it alone.
-    """
+    """One version of a layer: what it saves, in seconds or bytes, and the model's error with it alone."""
 
     name: str
     granularity: str

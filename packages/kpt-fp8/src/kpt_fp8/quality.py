@@ -13,9 +13,7 @@ from kpt_core import InputError
 class Quality:
     """SQNR in dB: 10 log10 of the sum of squares over that of the errors; infinite where all is exact.
 
-    Attributes:
-        sqnr: over all numbers.
-        worst_row_sqnr: the least over a row. One bad row can hide in `sqnr`.
+    `worst_row_sqnr` is the least over a row: one bad row can hide in `sqnr`.
     """
 
     sqnr: float

@@ -22,13 +22,7 @@ _OWNER = "quality_report"
 
 @dataclass(frozen=True, slots=True)
 class RowQuality:
-    """A row of a weight.
-
-    Attributes:
-        row: its number, which is that of an output feature.
-        sqnr: in dB.
-        relative_error: `|after - before| / |before|`, in Euclidean norms.
-    """
+    """A row of a weight: its number, its SQNR in dB, and `|after - before| / |before|` in Euclidean norms."""
 
     row: int
     sqnr: float

@@ -68,11 +68,8 @@ class Report(ABC):
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw each layer's SQNR and that of its worst row; the file appears whole or not at all.
 
-        Args:
-            path: of a file that ends in .svg, .png or .pdf.
-
         Raises:
-            InputError: it has another ending, or matplotlib is not installed.
+            InputError: the path does not end in .svg, .png or .pdf, or matplotlib is not installed.
         """
         path = Path(path)
         if path.suffix not in _FORMATS:

@@ -62,7 +62,7 @@ def patterns(owner: str, name: str, given: object) -> tuple[str, ...] | None:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a shell pattern describes a module's name, or its end after a dot: `lm_head` matches `model.lm_head`."""
+    """Match a module's name, or its end after a dot, with a shell pattern: `lm_head` matches `model.lm_head`."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -120,7 +120,7 @@ def select(
 def _left(
     module: nn.Module, names: list[str], include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
 ) -> str:
-    """Why a layer is left as it is; empty where it isn't."""
+    """Say why a layer is left as it is; empty where it isn't."""
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         # It may do something else with its weight, as attention's output projection in torch does.
         return f"it is a {type(module).__name__}, a subclass of nn.Linear, which may use its weight in its own way"

@@ -22,12 +22,7 @@ Loss = Callable[[Any, Any], Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a change does to the model's output.
-
-    Attributes:
-        error: `|after - before| / |before|` of the worst row, in Euclidean norms.
-        loss: mean over the batches; None where there is none.
-    """
+    """What a change does to the model's output: the worst row's `|after - before| / |before|`, and the mean loss."""
 
     error: float
     loss: float | None
@@ -79,13 +74,7 @@ def watch_output(linear: nn.Linear, layer: NativeFP8Linear, meter: QualityMeter)
 
 
 class Trials:
-    """Run a model on batches with layers converted, and compare outputs.
-
-    Args:
-        owner: what messages call the caller.
-        model: in evaluation mode.
-        loss: of its output; None takes `output.loss` where there is one.
-    """
+    """Run a model in evaluation mode with layers converted, and compare outputs; `loss` None is `output.loss`."""
 
     def __init__(self, owner: str, model: nn.Module, loss: Loss | None) -> None:
         self._owner, self._model, self._loss = owner, model, loss

@@ -51,7 +51,7 @@ class CheckpointReport:
 
     @property
     def exact(self) -> bool:
-        """Whether every weight stands for the same numbers as before."""
+        """Tell whether every weight stands for the same numbers as before."""
         return all(each.exact for each in self.tensors)
 
     def __str__(self) -> str:

@@ -22,14 +22,7 @@ _HINT = "download or write the checkpoint again"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        name: of the tensor.
-        file: that holds it.
-        dtype: as safetensors names it, `F8_E4M3` for instance.
-        shape: of the tensor.
-    """
+    """A tensor in a file; its dtype is as safetensors names it, `F8_E4M3` for instance."""
 
     name: str
     file: str
@@ -73,11 +66,6 @@ class CheckpointFolder:
         if found is not None and not isinstance(found, dict):
             raise InputError(f"{self.path / CONFIG}: quantization_config must be an object; got {found!r}: {_HINT}")
         return found
-
-    def require_whole(self) -> None:
-        """Raise `InputError` with the first fault of the files, if there is one."""
-        if self.faults:
-            raise InputError(self.faults[0])
 
     @contextmanager
     def reading(self) -> Iterator["TensorReader"]:

@@ -71,13 +71,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class ShardWriter:
-    """Collects tensors and writes a file whenever they fill one.
-
-    Args:
-        folder: that exists; `finish` must be called at the end.
-        metadata: of each file's header.
-        most: bytes of a file; a tensor that is larger has one for itself.
-    """
+    """Collect tensors and write a file whenever they fill one; a larger one has its own. `finish` ends that."""
 
     def __init__(self, folder: Path, metadata: dict[str, str], most: int) -> None:
         self._folder, self._metadata, self._most = folder, metadata, most

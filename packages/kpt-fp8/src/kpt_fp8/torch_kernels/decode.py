@@ -54,7 +54,7 @@ def decode_into(out: Tensor, codes: Tensor, *, exact: bool = False) -> None:
 
 
 def _has_special(codes: Tensor, form: Format) -> bool:
-    """Whether there is a code of NaN which float16 would take for a number."""
+    """Tell whether there is a code of NaN which float16 would take for a number."""
     signed = codes.view(torch.int8)
     if form.special == 0x80:
         return bool(signed.min() == -128)

@@ -106,10 +106,7 @@ class FP8TrainingEngine:
         return self.model(*args, **kwargs)
 
     def step(self, loss: Tensor) -> StepReport:
-        """Go backward from a loss; after `accumulation` of them, let the optimizer step or skip it.
-
-        Args:
-            loss: one number, `[]` or `[1]`, that the model computed in training mode.
+        """Go backward from a loss, one number; after `accumulation` of them, let the optimizer step or skip it.
 
         Raises:
             InputError: the loss is no such number, or no parameter of the optimizer has a gradient.
@@ -169,7 +166,10 @@ class FP8TrainingEngine:
             layer.observed.copy_(own)  # what is remembered is of all processes, too
         owners = [names.get(id(each), "a parameter of the optimizer") for each in self._parameters()]
         wrong = [name for name, top in zip(owners, tops.tolist(), strict=True) if not top < math.inf]
-        return wrong, {name: Observation(each) for name, each in zip(self.layers, observed.tolist(), strict=True)}
+        return wrong, {
+            name: Observation(*zip(*each, strict=True))
+            for name, each in zip(self.layers, observed.tolist(), strict=True)
+        }
 
     def _skip(self, reason: str, lower: bool, observed: Mapping[str, Observation]) -> StepReport:
         self.skipped += 1
@@ -256,12 +256,10 @@ class FP8TrainingEngine:
         return TrainingReport(self.steps, self.skipped, tuple(self.last_skips), tuple(self.escalations), tuple(layers))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on bit for bit: model, optimizer, engine, and torch's random generators.
+        """Return all that is needed to go on bit for bit: model, optimizer, engine, and torch's random generators.
 
         It holds tensors, numbers, strings, lists and dictionaries, so that `torch.load` reads it with `weights_only`.
-
-        Raises:
-            InputError: some gradients of a step are accumulated, which no checkpoint would hold.
+        Raise `InputError` where gradients of a step are accumulated, which no checkpoint would hold.
         """
         if self._pending:
             raise InputError(
@@ -284,10 +282,8 @@ class FP8TrainingEngine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another engine was, with a model, optimizer and recipe that were made alike.
 
-        torch's random generators are set, too: dropout goes on with what it would have drawn.
-
-        Raises:
-            InputError: the state is of other layers, recipes, or no state of an engine. Nothing is changed then.
+        torch's random generators are set, too: dropout goes on with what it would have drawn. Raise `InputError` for a
+        state of other layers or recipes, or of no engine; nothing is changed then.
         """
         require_fitting(type(self).__name__, self.layers, state)
         self.model.load_state_dict(state["model"])

@@ -34,11 +34,7 @@ class FP8TrainingExperts(nn.Module):
 
     @classmethod
     def from_experts(cls, experts: nn.Module, recipe: FP8Recipe | str = "tensor") -> Self:
-        """Experts that have the very parameters of others, so that an optimizer goes on with them.
-
-        Args:
-            experts: as transformers fuses them.
-            recipe: an `FP8Recipe`, or `tensor`, `delayed`, `row`, `block` or `none`.
+        """Take the very parameters of experts as transformers fuses them, so that an optimizer goes on with them.
 
         Raises:
             InputError: they can't be converted; the message says why.
@@ -94,7 +90,7 @@ class FP8TrainingExperts(nn.Module):
 
 
 def refusal(experts: nn.Module) -> str:
-    """Why experts can't train in 8 bits; empty where they can."""
+    """Say why experts can't train in 8 bits; empty where they can."""
     if not is_fused_experts(experts):
         return "it holds no experts as transformers fuses them"
     return unusual_part(experts)

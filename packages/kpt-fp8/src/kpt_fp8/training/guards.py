@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kpt_core import InputError
 
-from .quantising import AMAX, ERROR, ROLES, SATURATED, ZEROS
+from .quantising import ROLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,44 +46,25 @@ class Guards:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What one layer observed in a step, on the host: `[3][4]`, see `FP8TrainingLinear.observed`."""
+class Observation(NamedTuple):
+    """What one layer observed in a step, on the host, of input, weight and gradient; see `Watched.observed`."""
 
-    rows: Sequence[Sequence[float]]
-
-    def column(self, which: int) -> tuple[float, ...]:
-        """Of input, weight and gradient."""
-        return tuple(row[which] for row in self.rows)
+    amax: tuple[float, ...]
+    saturated: tuple[float, ...]
+    zeros: tuple[float, ...]
+    errors: tuple[float, ...]
 
     def overflown(self, most_saturated: float) -> list[int]:
-        """The roles of which more saturates than may."""
-        return [role for role, share in enumerate(self.column(SATURATED)) if share > most_saturated]
+        """Return the roles of which more saturates than may."""
+        return [role for role, share in enumerate(self.saturated) if share > most_saturated]
 
     def not_finite(self) -> list[int]:
-        """The roles that held NaN or infinity."""
-        return [role for role, top in enumerate(self.column(AMAX)) if not top < float("inf")]
+        """Return the roles that held NaN or infinity."""
+        return [role for role, top in enumerate(self.amax) if not top < float("inf")]
 
     def worst(self) -> tuple[float, str]:
-        """The greatest error, and of what."""
-        errors = self.column(ERROR)
-        role = max(range(len(ROLES)), key=lambda role: errors[role])
-        return errors[role], ROLES[role]
-
-    @property
-    def saturated(self) -> tuple[float, ...]:
-        """Shares of codes."""
-        return self.column(SATURATED)
-
-    @property
-    def zeros(self) -> tuple[float, ...]:
-        """Shares of codes."""
-        return self.column(ZEROS)
-
-    @property
-    def errors(self) -> tuple[float, ...]:
-        """Mean over rows of the relative error."""
-        return self.column(ERROR)
+        """Return the greatest error, and of what."""
+        return max(zip(self.errors, ROLES, strict=True), key=lambda each: each[0])
 
 
 def causes(

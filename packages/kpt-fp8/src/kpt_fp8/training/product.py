@@ -20,14 +20,7 @@ _SHARED = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("1x1
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How a call of a layer quantises.
-
-    Attributes:
-        recipe: of the layer.
-        delayed: by role, whether the delayed scale is used.
-        observes: count what happens, in `observed`.
-        measures: measure errors too.
-    """
+    """How a call of a layer quantises; `delayed` tells by role whether the delayed scale is used."""
 
     recipe: FP8Recipe
     delayed: tuple[bool, bool, bool]

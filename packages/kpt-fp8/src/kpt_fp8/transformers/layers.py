@@ -19,13 +19,7 @@ _SIDE = 128
 
 
 class StoredLinear(nn.Module):
-    """A linear layer as the files have it: parameters by the names there; it never runs.
-
-    Args:
-        linear: the layer that it stands for.
-        form: names and shapes.
-        scheme: how the weight is quantised.
-    """
+    """A linear layer as the files have it: parameters by the names there; it never runs."""
 
     def __init__(self, linear: nn.Linear, form: Format, scheme: Scheme) -> None:
         super().__init__()
@@ -67,12 +61,6 @@ class StoredExperts(FP8Experts):
     `gate_up_proj_scale_inv` has the scales of the gate's matrix and then those of the up projection's, as two matrices
     have them in the files: `[E, 2, 1]`, `[E, 2 * I, 1]` or `[E, 2 * ceil(I / 128), ceil(H / 128)]`; those of static
     activations likewise, `[E, 2, 1]`. With `experts_implementation="kpt"` kpt-moe runs them.
-
-    Args:
-        config: of the model.
-        scheme: how weights are quantised.
-        activations: quantise activations as the checkpoint says.
-        has_gate: there is a `gate_up_proj`; otherwise an `up_proj`.
     """
 
     def __init__(self, config: Any, scheme: Scheme, activations: bool, has_gate: bool = True) -> None:
@@ -126,7 +114,7 @@ class StoredExperts(FP8Experts):
 
 
 def experts_of(module: Any, config: Any, scheme: Scheme, activations: bool) -> StoredExperts:
-    """Experts for a model's own ones; `experts_implementation` chooses what runs them, as it does for transformers'."""
+    """Return experts for a model's own ones; `experts_implementation` chooses what runs them."""
     has_gate = getattr(module, "has_gate", True)
     if getattr(module, "has_bias", False):
         raise InputError(

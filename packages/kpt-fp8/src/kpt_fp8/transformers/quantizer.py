@@ -72,7 +72,7 @@ class _Stacking(WeightConverter):
 
 
 def stacks(converter: object) -> bool:
-    """Whether all that a converter does is to stack matrices of experts."""
+    """Tell whether all that a converter does is to stack matrices of experts."""
     if not isinstance(converter, WeightConverter) or len(converter.target_patterns) > 1:
         return False
     done = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
@@ -89,12 +89,9 @@ def stacking(converter: WeightConverter, sources: list[str], target: str, reader
 
 @register_quantization_config(METHOD)
 class KptFP8Config(QuantizationConfigMixin):
-    """Names KPT as what loads a checkpoint.
+    """Names KPT as what loads a checkpoint, with the `quantization_config` that this has.
 
-    Args:
-        checkpoint: the `quantization_config` that the checkpoint has.
-        activations: quantise activations as the checkpoint says; False leaves them as they are.
-        quantized: by name of a module in the files, whether its weight is 8-bit.
+    `quantized` tells by name of a module in the files whether its weight is 8-bit.
     """
 
     def __init__(

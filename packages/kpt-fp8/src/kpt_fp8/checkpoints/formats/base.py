@@ -18,14 +18,8 @@ class Format:
     """How a library writes quantised weights: names and shapes of tensors, and what its configuration says.
 
     A weight is known by the name that it has in the model, `layer.weight`. Subclasses say how things are named; where
-    they say nothing, a weight has its own name and its scale ends in `_scale`.
-
-    Attributes:
-        scales: dtypes that scales may have.
-        name: what `convert_checkpoint` calls it.
-        method: `quant_method` in the configuration.
-        takes: by granularity of weights, what activations may be, the usual first: granularity, and whether static.
-        bound: the largest magnitude that activations are taken to have unless something else is said; None: none.
+    they say nothing, a weight has its own name and its scale ends in `_scale`. `takes` tells by granularity of weights
+    what activations may be, the usual first; `bound` is the largest magnitude that they are taken to have.
     """
 
     name: ClassVar[str]
@@ -43,7 +37,7 @@ class Format:
         raise NotImplementedError
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:
-        """Whether the configuration names a module among those that are not quantised, as transformers reads names."""
+        """Tell whether the configuration leaves a module as it is, by names as transformers reads them."""
         listed = names_in(self.name, config, "modules_to_not_convert", "ignored_layers")
         end = r"(?:(?<=\.)|(?=\.|$))"
         return any(module.endswith(each) or re.match(f"(?:{each}){end}", module) for each in listed)
@@ -69,7 +63,7 @@ class Format:
         return scale_shape(shape, granularity)
 
     def refusal(self, scheme: Scheme) -> str:
-        """Why the format can't hold such weights, as the rest of a sentence; empty where it can."""
+        """Say why the format can't hold such weights, as the rest of a sentence; empty where it can."""
         if scheme.scale_dtype not in self.scales:
             return f"its scales are {' or '.join(map(str, self.scales))}; got {scheme.scale_dtype}"
         if scheme.granularity in self.takes:
