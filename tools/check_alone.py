@@ -11,8 +11,9 @@ from importlib.metadata import distributions
 
 import torch
 
-#: What joins KPT with a library that is an extra lies in modules of its name, and users import those by name.
-EXTRAS = {"transformers"}
+#: What needs a library that is an extra lies in modules of these names, and users import those by name; case tables and
+#: plans need kpt-optimize.
+EXTRAS = {"cases", "planner", "transformers"}
 
 
 def import_all(package: str) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +63,11 @@ def calibrate(
     seen = {name: Largest() if method == "max" else Magnitudes() for name in chosen}
     with evaluating(model), ExitStack() as stack:
         for name, layer in chosen.items():
-            stack.callback(layer.register_forward_pre_hook(partial(_count, seen[name]), with_kwargs=True).remove)
+
+            def count(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], seen: Any = seen[name]) -> None:
+                seen.add(args[0] if args else named["input"])
+
+            stack.callback(layer.register_forward_pre_hook(count, with_kwargs=True).remove)
         for done, batch in enumerate(each_batch(owner, data, max_batches), start=1):
             call(model, batch)
             if progress is not None:
@@ -96,9 +99,3 @@ def _layers(owner: str, model: nn.Module, names: Collection[str] | None) -> dict
             f"are {', '.join(map(repr, list(every)[:5]))}: correct the name, or leave it out"
         )
     return every if names is None else {name: every[name] for name in names}
-
-
-def _count(
-    magnitudes: Largest | Magnitudes, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> None:
-    magnitudes.add(arguments[0] if arguments else named["input"])

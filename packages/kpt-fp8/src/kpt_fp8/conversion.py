@@ -14,15 +14,15 @@ from .experts import NativeFP8Experts, refusal
 from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .native_linear import NativeFP8Linear, one_positive
-from .quality import Quality
-from .selection import Chosen, ChosenExperts, Selection, chosen_layers, require_module, require_some
-from .weight_state import FP8Module
+from .quality import Quality, QualityMeter
+from .selection import Chosen, Selection, chosen_layers, require_module, require_parent, require_some
+from .weight_state import FP8Module, bytes_of
 from .weights import require_finite
 
 _OWNER = "convert_model_to_fp8"
 _ATTRIBUTE = "_kpt_fp8_conversion"
 _Model = TypeVar("_Model", bound=nn.Module)
-_Chosen = Chosen | ChosenExperts
+_Chosen = Chosen[nn.Linear] | Chosen[nn.Module]
 #: Called with the number of layers done, of all, and which is next.
 Progress = Callable[[int, int, str], None]
 
@@ -121,10 +121,8 @@ def convert_model_to_fp8(
         UnknownNameError: no such granularity.
     """
     require_module(_OWNER, model)
-    if inplace and type(model) is nn.Linear:
-        raise InputError(
-            f"{_OWNER}: a single nn.Linear has no place to be replaced at: use NativeFP8Linear.from_linear"
-        )
+    if inplace:
+        require_parent(_OWNER, model, "NativeFP8Linear")
     found = chosen_layers(_OWNER, model, include, exclude, min_features)
     # Wrong names and formats are found before any work.
     NativeFP8Linear(1, 1, granularity=granularity, activations=activations, dtype=dtype, device="meta")
@@ -134,18 +132,23 @@ def convert_model_to_fp8(
 
     def converted(chosen: _Chosen) -> tuple[FP8Module, ConvertedLayer]:
         made: FP8Module
-        if isinstance(chosen, Chosen):
-            made, quality = NativeFP8Linear.from_linear_with_quality(
-                chosen.linear,
+        if isinstance(chosen.module, nn.Linear):
+            meter = QualityMeter()
+            made = NativeFP8Linear.from_linear(
+                chosen.module,
                 granularity=granularity,
                 activations=activations,
                 dtype=dtype,
                 input_scale=static.get(chosen.names[0]),
+                meter=meter,
             )
+            quality = meter.result()
         else:
             made, quality = NativeFP8Experts.from_experts(chosen.module, granularity=granularity, dtype=dtype)
         weight = next(made.parameters())
-        return made, ConvertedLayer(chosen.names[0], tuple(weight.shape), _bytes(chosen.module), _bytes(made), quality)
+        return made, ConvertedLayer(
+            chosen.names[0], tuple(weight.shape), bytes_of(chosen.module), bytes_of(made), quality
+        )
 
     order = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     chosen: list[_Chosen] = [*found.chosen, *found.experts]
@@ -163,11 +166,7 @@ def convert_model_to_fp8(
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What `convert_model_to_fp8` did to a model.
-
-    Raises:
-        InputError: it was not converted.
-    """
+    """Return what `convert_model_to_fp8` did to a model; raise `InputError` where it did nothing."""
     report = getattr(model, _ATTRIBUTE, None)
     if not isinstance(report, ConversionReport):
         raise InputError(
@@ -235,10 +234,6 @@ def _name_of_bias(name: str) -> str:
     return "gate_up_proj_bias" if name == "up_proj_bias" else name
 
 
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
 def _leave_refused_experts(found: Selection, granularity: str, dtype: torch.dtype) -> None:
     for each in list(found.experts):
         reason = refusal(each.module, granularity, dtype)
@@ -250,7 +245,7 @@ def _leave_refused_experts(found: Selection, granularity: str, dtype: torch.dtyp
 
 def _require_numbers(found: Selection) -> None:
     for each in found.chosen:
-        require_finite(_OWNER, f"the weight of {each.names[0]!r}", each.linear.weight)
+        require_finite(_OWNER, f"the weight of {each.names[0]!r}", each.module.weight)
     for chosen in found.experts:
         for name, weight in chosen.module.named_parameters(recurse=False):
             if weight.dim() == 3:
@@ -281,14 +276,12 @@ def _static(
     static = {}
     for each in found.chosen:
         own = next((scales[name] for name in each.names if name in scales), None)
-        if own is not None:
-            one_positive(_OWNER, f"input_scales of {each.names[0]!r}", own)
         if own is None:
             raise InputError(
                 f"{_OWNER}: input_scales has no scale of {each.names[0]!r}; got {len(scales)} of other layers: "
                 "calibrate with data that reach this layer, or exclude it"
             )
-        static[each.names[0]] = own
+        static[each.names[0]] = one_positive(_OWNER, f"input_scales of {each.names[0]!r}", own)
     return static
 
 

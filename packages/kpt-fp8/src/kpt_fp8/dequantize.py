@@ -17,12 +17,7 @@ def _check(call: Call) -> None:
 
 
 def check_quantized(op: str, name: str, codes: Tensor, scale: Tensor, granularity: str, scale_name: str = "") -> None:
-    """Raise unless codes and scale belong together.
-
-    Raises:
-        InputError: a shape, dtype or device does not fit, or one of them requires a gradient.
-        UnknownNameError: no such granularity.
-    """
+    """Raise unless codes and scale belong together."""
     scale_name = scale_name or "scale"
     require_fp8(op, name, codes.dtype)
     check_granularity(op, name, granularity, codes.shape)

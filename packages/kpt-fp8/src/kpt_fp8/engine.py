@@ -17,12 +17,7 @@ from .selection import chosen_layers, require_module
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of a model's parameters and buffers; what is shared counts once.
-
-    Attributes:
-        before: of the model that was given.
-        after: of the converted one.
-    """
+    """Bytes of parameters and buffers of the given model and the converted one; what is shared counts once."""
 
     before: int
     after: int

@@ -151,33 +151,39 @@ class NativeFP8Experts(FP8Module):
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as transformers fuses them: matrices of all experts in one parameter each."""
+    """Tell whether a module holds experts as transformers fuses them: matrices of all experts in one parameter each."""
     return hasattr(module, "_apply_gate") and all(
         isinstance(weight := getattr(module, name, None), Tensor) and weight.dim() == 3
         for name in ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
     )
 
 
-def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:
-    """Why op `moe.experts` can't run such experts in 8 bits; empty where it can."""
-    module: Any = experts
+def unusual_part(experts: Any) -> str:
+    """Return what keeps fused experts from being converted, whatever runs them; empty where nothing does."""
     known = {f"{name}{bias}" for name in ("gate_up_proj", "up_proj", "down_proj") for bias in ("", "_bias")}
-    others = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in known]
+    others = [name for name, _ in (*experts.named_parameters(), *experts.named_buffers()) if name not in known]
+    if experts.has_post_expert_norm or others:
+        return f"there is no place for its {others[0] if others else 'norm after each expert'}"
+    return "its experts are spread over processes" if getattr(experts, "_is_expert_parallel", False) else ""
+
+
+def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:
+    """Say why op `moe.experts` can't run such experts in 8 bits; empty where it can."""
+    module: Any = experts
     try:
         get_op(_OP)
     except UnknownNameError:
         return f"op {_OP} is not there: pip install kpt-moe"
-    if module.has_post_expert_norm or others:
-        return f"op {_OP} has no place for its {others[0] if others else 'norm after each expert'}"
-    if getattr(module, "_is_expert_parallel", False):
-        return "its experts are spread over processes"
+    reason = unusual_part(module)
+    if reason:
+        return reason
     if _activation(module) is None:
         return f"op {_OP} has no such activation ({type(getattr(module, 'act_fn', module)).__name__})"
     return format_refusal(granularity, dtype)
 
 
 def format_refusal(granularity: str, dtype: torch.dtype) -> str:
-    """Why op `moe.experts` takes no such codes and scales; empty where it does."""
+    """Say why op `moe.experts` takes no such codes and scales; empty where it does."""
     if granularity not in _GRANULARITIES:
         return f"op {_OP} takes scales per {' or '.join(_GRANULARITIES)}, not {granularity}"
     return "" if dtype in _DTYPES else f"op {_OP} takes codes of float8_e4m3fn or float8_e5m2, not {dtype}"

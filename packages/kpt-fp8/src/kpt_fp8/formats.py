@@ -22,12 +22,8 @@ NAMES_OF_SCALES = "float32, float64 or float8_e8m0fnu"
 class Format:
     """What the bits of an 8-bit format mean: one of sign, then those of the exponent, then those of the mantissa.
 
-    Attributes:
-        dtype: torch's name of it.
-        most: the largest finite number.
-        mantissa_bits: 3, or 2.
-        bias: of the exponent.
-        special: codes without their sign from here on are NaN or infinite; 128 where minus zero is the one NaN.
+    `most` is the largest finite number. Codes without their sign from `special` on are NaN or infinite; it is 128 where
+    minus zero is the one NaN.
     """
 
     dtype: torch.dtype

@@ -10,11 +10,9 @@ from torch.nn import functional as F
 
 from kpt_core import InputError
 
-from .dequantize import check_quantized, dequantize
-from .formats import require_floating
+from .dequantize import dequantize
 from .linear import linear as linear_op
-from .sharding import Dtypes, as_bytes, gather_inputs, gathered
-from .tensor_operations import HANDLERS
+from .tensor_operations import HANDLERS, ScaledCodes
 
 _MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 
@@ -22,7 +20,7 @@ _MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.T
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property in C
 
 
-class FP8Tensor(Tensor):
+class FP8Tensor(ScaledCodes):
     """Codes and scale that stand for a tensor of another dtype; only the codes and the scale are in memory.
 
     `F.linear(x, weight)` and `x @ weight.t()` run op `fp8.linear`, differentiable in `x` and the bias. It has these
@@ -50,47 +48,6 @@ class FP8Tensor(Tensor):
         InputError: a shape, dtype or device does not fit.
         UnknownNameError: no such granularity.
     """
-
-    #: As quantised, also where `transposed`. (`data` is a name that torch keeps for itself.)
-    codes: Tensor
-    scale: Tensor
-    granularity: str
-    transposed: bool
-
-    @staticmethod
-    def __new__(  # noqa: D102  documented by the class
-        cls: type[Self],
-        codes: Tensor,
-        scale: Tensor,
-        granularity: str,
-        dtype: torch.dtype = torch.float32,
-        transposed: bool = False,
-    ) -> Self:
-        shape, strides = codes.shape, codes.stride()
-        if transposed:
-            shape, strides = shape[::-1], strides[::-1]
-        return torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=dtype, device=codes.device, layout=codes.layout, requires_grad=False
-        )
-
-    def __init__(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        granularity: str,
-        dtype: torch.dtype = torch.float32,
-        transposed: bool = False,
-    ) -> None:
-        require_floating("FP8Tensor", "dtype", dtype)
-        check_quantized("FP8Tensor", "codes", codes, scale, granularity)
-        if transposed and codes.dim() != 2:
-            raise InputError(
-                f"FP8Tensor: a transposed one has two dimensions; got codes of {list(codes.shape)}: dequantize() first"
-            )
-        self.codes = codes
-        self.scale = scale
-        self.granularity = granularity
-        self.transposed = transposed
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers, as a plain tensor.
@@ -125,23 +82,12 @@ class FP8Tensor(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether codes and scale are in shared memory."""
+        """Tell whether codes and scale are in shared memory."""
         return bool(self.codes.is_shared() and self.scale.is_shared())
-
-    def like(self, codes: Tensor, scale: Tensor, *, dtype: torch.dtype | None = None, turn: bool = False) -> Self:
-        """One of other codes and scale.
-
-        Args:
-            codes: as the class takes them.
-            scale: likewise.
-            dtype: what it stands for; None is as here.
-            turn: transposed if this is not, and the other way round.
-        """
-        return type(self)(codes, scale, self.granularity, dtype or self.dtype, self.transposed ^ turn)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # As bytes: pickle alone, without torch.save, reads no 8-bit floating-point numbers in torch 2.13.
-        tensors = (self.codes.view(torch.uint8), self.codes.dtype, as_bytes(self.scale), self.scale.dtype)
+        tensors = (self.codes.view(torch.uint8), self.codes.dtype, _as_bytes(self.scale), self.scale.dtype)
         about = (self.granularity, self.dtype, self.transposed)
         return _unpickled, (*tensors, *about, isinstance(self, torch.nn.Parameter), self.requires_grad)
 
@@ -154,21 +100,43 @@ class FP8Tensor(Tensor):
     ) -> Self:
         return cls(inner["codes"], inner["scale"], *about)
 
-    def fsdp_pre_all_gather(  # noqa: D102  what fully_shard asks for
+    def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
-    ) -> tuple[tuple[Tensor, ...], Dtypes]:
-        return gather_inputs(self, outer_size, mesh.size())
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.dtype, torch.dtype]]:
+        """Return what each process sends, and dtypes: as bytes, since some backends know no 8-bit floating dtype."""
+        processes = mesh.size()
+        if outer_size[0] % processes:
+            raise InputError(
+                f"FP8Tensor: FSDP2 shards codes together with their scales, in equal parts; got {outer_size[0]} rows "
+                f"for {processes} processes: leave this layer as it is (exclude), or pass its weight to fully_shard in "
+                "ignored_params"
+            )
+        scale = self.scale.reshape(1) if self.scale.dim() == 0 else self.scale
+        # Of a process alone torch 2.13 takes the first input and no other.
+        sent = (self.codes,) if processes == 1 else (self.codes, scale)
+        return tuple(map(_as_bytes, sent)), (self.codes.dtype, scale.dtype)
 
-    def fsdp_post_all_gather(  # noqa: D102  what fully_shard asks for
+    def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: Dtypes,
+        metadata: tuple[torch.dtype, torch.dtype],
         param_dtype: torch.dtype,
         *,
         out: Self | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        whole = gathered(self, all_gather_outputs, metadata, param_dtype, out)
-        return None if out is not None else (whole, ())
+        """Return the whole weight, in the memory that was gathered into.
+
+        Mixed precision chooses another `param_dtype` than the shard's. `out` is what this gave the first time.
+        """
+        codes, *scales = all_gather_outputs
+        whole = self.scale
+        if scales:
+            # All processes have the same scale where all numbers share one.
+            whole = scales[0].view(metadata[1]) if self.scale.dim() else scales[0].view(metadata[1])[0]
+        if out is None:
+            return type(self)(codes.view(metadata[0]), whole, self.granularity, param_dtype), ()
+        out.scale = whole
+        return None
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # no name in torch's stub
         turned = ", transposed" if self.transposed else ""
@@ -201,11 +169,7 @@ class FP8Tensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no class method
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -243,11 +207,15 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return out.reshape(*input.shape[:-1], weight.shape[0])
 
 
-def to_tensors(name: str, tensor: FP8Tensor) -> dict[str, Tensor]:
-    """Plain tensors for a file of safetensors: `name` has the codes, `name` with `_scale` their scale.
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor of an 8-bit dtype as one of bytes, in the same memory; others as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
-    Raises:
-        InputError: the tensor is transposed.
+
+def to_tensors(name: str, tensor: FP8Tensor) -> dict[str, Tensor]:
+    """Return plain tensors for a file of safetensors: `name` has the codes, `name` with `_scale` their scale.
+
+    Raise `InputError` for a transposed tensor.
     """
     if tensor.transposed:
         raise InputError(f"to_tensors: {name!r} is transposed, which files can't tell: call .t() on it first")

@@ -14,10 +14,7 @@ from .weights import MXFP8, scale_format
 
 
 def compute_fp8_scale(
-    x: Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    granularity: str = "row",
-    power_of_two: bool = False,
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, granularity: str = "row", power_of_two: bool = False
 ) -> Tensor:
     """What `quantize_to_fp8` divides numbers by, to the bit.
 

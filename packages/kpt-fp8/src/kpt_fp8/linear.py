@@ -96,11 +96,7 @@ def linear(
     rows = x.to(wide)
     if activations != NONE:
         codes, own = quantize.reference(
-            x.detach(),
-            input_scale,
-            dtype=activation_dtype,
-            granularity=activations,
-            scale_rounding=activation_rounding,
+            x.detach(), input_scale, dtype=activation_dtype, granularity=activations, scale_rounding=activation_rounding
         )
         numbers = dequantize.reference(codes, own, granularity=activations, dtype=wide)
         # Zero, with the gradient of `x`.

@@ -37,29 +37,21 @@ class Largest:
 
     @property
     def any(self) -> bool:
-        """Whether a finite number was seen."""
+        """Tell whether a finite number was seen."""
         return self._seen is not None and bool(self._seen[1])
 
     def scale(self, dtype: torch.dtype) -> float:
-        """What to divide such numbers by, one for all, so that the largest fits codes of `dtype`.
-
-        Raises:
-            InputError: no finite number was seen.
-        """
+        """What to divide such numbers by, one for all, so that the largest fits codes of `dtype`."""
         if self._seen is None or not self.any:
             raise InputError(_NOTHING)
         return _scale(float(self._seen[0]), dtype)
 
 
 class Magnitudes:
-    """Counts the finite magnitudes that it is shown, in bins of one width; zeros count too.
+    """Count finite magnitudes in bins of one width, zeros too, and tell the largest, `most`, and how many, `count`.
 
     Where a larger number comes, the width doubles as often as is needed, and two bins become one: what was counted
     stays exact up to a bin, and nothing is kept but the counts.
-
-    Attributes:
-        most: the largest magnitude so far.
-        count: of the numbers so far.
     """
 
     def __init__(self) -> None:
@@ -99,7 +91,7 @@ class Magnitudes:
 
     @property
     def any(self) -> bool:
-        """Whether a finite number was seen."""
+        """Tell whether a finite number was seen."""
         return self.count > 0
 
     def percentile(self, percent: float) -> float:
@@ -122,17 +114,7 @@ class Magnitudes:
         return best
 
     def scale(self, dtype: torch.dtype, method: str = "max", percent: float = 99.99) -> float:
-        """What to divide such numbers by, one for all.
-
-        Args:
-            dtype: of the codes.
-            method: one of `METHODS`.
-            percent: of `percentile`, above 0 and up to 100.
-
-        Raises:
-            UnknownNameError: no such method.
-            InputError: `percent` is out of range, or no number was counted.
-        """
+        """Return what to divide such numbers by, one for all; raise unless some were counted."""
         check_method(method, percent)
         if self.count == 0:
             raise InputError(_NOTHING)
@@ -149,12 +131,7 @@ def _scale(most: float, dtype: torch.dtype) -> float:
 
 
 def check_method(method: str, percent: float) -> None:
-    """Raise unless scales can be chosen so.
-
-    Raises:
-        UnknownNameError: no such method.
-        InputError: `percent` is out of range.
-    """
+    """Raise unless scales can be chosen so."""
     if method not in METHODS:
         raise UnknownNameError("calibration method", method, METHODS)
     if not 0 < percent <= 100:

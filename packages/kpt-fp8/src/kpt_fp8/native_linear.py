@@ -13,7 +13,7 @@ from .formats import require_fp8
 from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .linear import linear as linear_op
-from .quality import Quality
+from .quality import QualityMeter
 from .scales import BLOCKS, scale_shape
 from .weight_state import FP8Module, separate
 from .weights import MXFP8, quantize_weight, require_finite, scale_format
@@ -137,7 +137,13 @@ class NativeFP8Linear(FP8Module):
             UnknownNameError: no such granularity.
         """
         owner = cls.__name__
-        _require_matrix(owner, weight)
+        given: object = weight
+        if not isinstance(given, FP8Tensor) or given.dim() != 2 or given.transposed:
+            got = repr(given) if isinstance(given, FP8Tensor) else type(given).__name__
+            raise InputError(
+                f"{owner}: weight must be an FP8Tensor [out_features, in_features], not transposed; got {got}: make "
+                "one with FP8Tensor(codes, scale, granularity, dtype)"
+            )
         if bias is not None and (list(bias.shape) != [weight.shape[0]] or not bias.is_floating_point()):
             raise InputError(f"{owner}: bias must be floating [{weight.shape[0]}]; got {bias.dtype} {list(bias.shape)}")
         static = None if input_scale is None else one_positive(owner, "input_scale", input_scale)
@@ -167,6 +173,7 @@ class NativeFP8Linear(FP8Module):
         activations: str = NONE,
         dtype: torch.dtype = torch.float8_e4m3fn,
         input_scale: Tensor | float | None = None,
+        meter: QualityMeter | None = None,
     ) -> Self:
         """Quantise a layer; it stays as it is, and shares no memory with what is returned.
 
@@ -177,50 +184,29 @@ class NativeFP8Linear(FP8Module):
             dtype: of the codes.
             input_scale: what activations are divided by, one positive number (static); None: what they ask for
                 themselves at each call (dynamic).
+            meter: counts how well the new weight stands for the old one.
 
         Raises:
             InputError: no `nn.Linear`, its weight has another dtype, no data, NaN or infinity, or an argument does not
                 fit.
             UnknownNameError: no such granularity.
         """
-        return cls.from_linear_with_quality(
-            linear, granularity=granularity, activations=activations, dtype=dtype, input_scale=input_scale
-        )[0]
-
-    @classmethod
-    def from_linear_with_quality(
-        cls,
-        linear: nn.Linear,
-        *,
-        granularity: str = "row",
-        activations: str = NONE,
-        dtype: torch.dtype = torch.float8_e4m3fn,
-        input_scale: Tensor | float | None = None,
-    ) -> tuple[Self, Quality]:
-        """As `from_linear`, and how well the new weight stands for the old one."""
         if not isinstance(linear, nn.Linear):
             raise InputError(f"{cls.__name__}: linear must be an nn.Linear; got {type(linear).__name__}")
         cls(1, 1, granularity=granularity, activations=activations, dtype=dtype, device="meta")  # before any work
         require_finite(cls.__name__, "weight", linear.weight)
-        codes, scale, quality = quantize_weight(linear.weight, dtype=dtype, granularity=granularity)
+        codes, scale, _ = quantize_weight(linear.weight, dtype=dtype, granularity=granularity, meter=meter)
         weight = FP8Tensor(codes, scale, scale_format(granularity, False)[0], linear.weight.dtype)
         bias = linear.bias
         if bias is not None:
             bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
         made = cls.from_fp8(weight, bias, activations=activations, input_scale=input_scale)
-        return made.train(linear.training), quality
+        return made.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input @ weight.t() + bias`, see op `fp8.linear`.
+        """Compute `input @ weight.t() + bias` by op `fp8.linear`: `[..., out_features]` of `input`'s dtype.
 
-        Args:
-            input: `[..., in_features]` of the bias's dtype; any floating dtype without a bias or under autocast.
-
-        Returns:
-            `[..., out_features]` of `input`'s dtype.
-
-        Raises:
-            InputError: a shape, dtype or device does not fit.
+        `input` has the bias's dtype; any floating one without a bias or under autocast.
         """
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise InputError(
@@ -267,15 +253,6 @@ class NativeFP8Linear(FP8Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"granularity={self.granularity!r}, activations={self.activations!r}, static={static}, "
             f"dtype={self.code_dtype}"
-        )
-
-
-def _require_matrix(owner: str, weight: object) -> None:
-    if not isinstance(weight, FP8Tensor) or weight.dim() != 2 or weight.transposed:
-        got = repr(weight) if isinstance(weight, FP8Tensor) else type(weight).__name__
-        raise InputError(
-            f"{owner}: weight must be an FP8Tensor [out_features, in_features], not transposed; got {got}: make one "
-            "with FP8Tensor(codes, scale, granularity, dtype)"
         )
 
 

@@ -1,23 +1,26 @@
-"""Which layers go to FP8, and how: `plan_fp8` weighs what each costs with what it was measured to gain."""
+"""Choose which layers go to FP8, and how: `plan_fp8` weighs what each costs with what it was measured to gain."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
 
 from torch import nn
 
 from kpt_core import InputError
 
-from .front import Option, Step, chosen_by, front_of
-from .planned import Key, gain_of_layer, plan_of
-from .rewrites import MIN_FEATURES
-from .sensitivity import LayerSensitivity, Progress, SensitivityReport, candidates_of, sensitivity_of
-from .timing import Timing, time_layers
-from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
+from .pareto import Option, front_of
+from .rewrites import MIN_FEATURES, WEIGHTS
+from .selection import require_parent
+from .sensitivity import Candidate, LayerSensitivity, Progress, SensitivityReport, candidates_of, sensitivity_of
+from .trials import Effect, Loss, Trials, call, change_of_loss, each_batch, evaluating, mean_of
 
-if TYPE_CHECKING:
-    from kpt_optimize import Plan
+try:
+    import kpt_optimize
+except ModuleNotFoundError as error:
+    raise ImportError("plan_fp8 needs kpt-optimize: pip install 'kpt-fp8[plan]'") from error
 
 _OWNER = "plan_fp8"
 
@@ -31,7 +34,7 @@ class Point:
         granularity: of its weight.
         layers: so many are converted.
         bytes_saved: of weights.
-        seconds_saved: of the first batch, from the layers' times; negative where it takes longer.
+        seconds_saved: of one call of each layer; negative where it takes longer.
         predicted_error: of the model's output, from the layers' sensitivities.
         error: the same, measured; None where it was not.
         loss_change: likewise of the loss.
@@ -53,21 +56,20 @@ class Planning:
 
     Attributes:
         plan: `kpt_core.apply_plan(model, planning.plan)` converts a model by it; `plan.save` writes the file that
-            `apply_plan` reads. Its errors are `|after - before| / |before|` of the worst row of the model's output;
-            a layer's is that with this layer alone.
+            `apply_plan` reads. It has an entry for each layer and granularity. Its errors are
+            `|after - before| / |before|` of the worst row of the model's output; a layer's is that with this layer
+            alone.
         front: the choices that nothing beats, of layers that gain something and alone are within the budget.
         chosen: how many of the front's steps the plan takes.
         sensitivity: of each layer.
     """
 
-    plan: "Plan"
+    plan: kpt_optimize.Plan
     front: tuple[Point, ...]
     chosen: int
     sensitivity: SensitivityReport
 
     def __str__(self) -> str:
-        from kpt_optimize import table
-
         head = ("", "layers", "bytes saved", "ms saved", "predicted error", "error", "the step's layer")
         rows = [
             (
@@ -81,20 +83,18 @@ class Planning:
             )
             for number, point in enumerate(self.front, start=1)
         ]
+        if self.plan.kept:
+            layers = f"{len(self.plan.kept)} of {len({entry.module for entry in self.plan.entries})} layers"
+            last = f"{layers} are converted; error {self.plan.error:.2%} of at most {self.plan.max_error:.2%}"
+        else:
+            nearest = min(self.plan.entries, key=lambda entry: entry.error)
+            last = f"no layer is converted; {nearest.module}: {nearest.reason}"
         left = len(self.sensitivity.skipped)
         more = [f"{left} others are left, see planning.sensitivity.skipped"] if left else []
-        return "\n".join([*(table(head, *rows) if rows else ()), self._conclusion(), *more])
-
-    def _conclusion(self) -> str:
-        plan = self.plan
-        if plan.kept:
-            layers = f"{len(plan.kept)} of {len(plan.entries)} layers are converted"
-            return f"{layers}; error {plan.error:.2%} of at most {plan.max_error:.2%}"
-        nearest = min(plan.entries, key=lambda entry: entry.error)
-        return f"no layer is converted; {nearest.module}: {nearest.reason}"
+        return "\n".join([*(kpt_optimize.table(head, *rows) if rows else ()), last, *more])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a document for JSON."""
         return {
             "plan": self.plan.as_dict(),
             "front": [asdict(point) for point in self.front],
@@ -120,9 +120,9 @@ def plan_fp8(
 ) -> Planning:
     """Choose the layers that gain most for the error they cost, as many as the budget allows.
 
-    Each layer is converted by itself, and what that does to the model's output is measured; its time is measured once
-    for each shape. Layers that alone cost more than the budget are left. From the others follow the choices that
-    nothing beats, from one layer to all that gain something. The largest whose error, measured on all the data, is
+    Each layer is converted by itself, and what that does to the model's output is measured. Layers that alone cost more
+    than the budget are left; the time of the others is measured once for each shape, on their first call. From those
+    that gain something follow the choices that nothing beats. The largest whose error, measured on all the data, is
     within the budget is found by bisection, and taken. At last the model is timed with it; a plan for latency that is
     slower as a whole converts nothing. Where nothing fits, the plan is empty, and `print` says why.
 
@@ -149,23 +149,15 @@ def plan_fp8(
             `measure_sensitivity`.
         UnknownNameError: no such objective or granularity.
     """
-    try:
-        from kpt_optimize import check_max_error, check_objective
-    except ModuleNotFoundError as error:
-        raise ImportError("plan_fp8 needs kpt-optimize: pip install 'kpt-fp8[plan]'") from error
-
-    check_objective(objective)
-    check_max_error(max_error)
+    kpt_optimize.check_objective(objective)
+    kpt_optimize.check_max_error(max_error)
     if max_loss_change is not None and not max_loss_change >= 0:
         raise InputError(f"{_OWNER}: max_loss_change must be at least 0; got {max_loss_change!r}: 0.01 is 1%")
-    if type(model) is nn.Linear:
-        raise InputError(
-            f"{_OWNER}: a single nn.Linear has no place to be replaced at: use NativeFP8Linear.from_linear"
-        )
-    batches = batches_of(_OWNER, data, max_batches)
+    require_parent(_OWNER, model, "NativeFP8Linear")
+    batches = list(each_batch(_OWNER, data, max_batches))
     candidates, skipped = candidates_of(_OWNER, model, granularities, include, exclude, min_features)
-    by_key = {(each.name, each.granularity): each for each in candidates}
     trials = Trials(_OWNER, model, loss)
+    task = kpt_optimize.Task(kpt_optimize.Example((), {}), "balanced", objective, max_error)
 
     def allowed(error: float, change: float | None) -> bool:
         return error <= max_error and (max_loss_change is None or (change is not None and change <= max_loss_change))
@@ -177,86 +169,146 @@ def plan_fp8(
                 "batches, or give loss"
             )
         report = sensitivity_of(trials, candidates, batches, skipped, progress)
-        told = {key: layer for key in by_key for layer in report.layers if key == (layer.name, layer.granularity)}
-        timings = time_layers(model, [by_key[key] for key in told], batches[0])
-        within = {key: layer for key, layer in told.items() if allowed(layer.error, layer.loss_change)}
-        steps = front_of(
-            [
-                Option(*key, gain, layer.error)
-                for key, layer in within.items()
-                if (gain := gain_of_layer(layer, timings.get(key), objective)) > 0
-            ]
-        )
-
-        def measure(count: int) -> Effect:
-            swaps = [(by_key[key].linear, by_key[key].layer) for key in chosen_by(steps[:count]).items()]
-            return mean_of([trials.with_layers(swaps, batch, trials.exact(batch)[0]) for batch in batches])
-
-        chosen, measured = _largest(
-            len(steps), measure, lambda effect: allowed(effect.error, loss_change(effect, report.loss))
-        )
-        plan = plan_of(
-            model,
-            batches[0],
-            candidates,
-            chosen_by(steps[:chosen]),
-            told,
-            timings,
-            objective=objective,
-            within=within,
-            max_error=max_error,
-            error=measured[chosen].error if chosen else 0.0,
-        )
-    front = _points(steps, told, timings, measured, report.loss)
-    return Planning(plan, front, chosen if plan.kept else 0, report)
-
-
-def loss_change(effect: Effect, loss: float | None) -> float | None:
-    """What was added to the loss; None without one, infinite where it is no number."""
-    if loss is None or effect.loss is None:
-        return None
-    change = effect.loss - loss
-    return math.inf if math.isnan(change) else change
-
-
-def _largest(
-    most: int, measure: Callable[[int], Effect], allowed: Callable[[Effect], bool]
-) -> tuple[int, dict[int, Effect]]:
-    """The largest count that is allowed, by bisection, and all that was measured on the way; 0 always is."""
-    measured: dict[int, Effect] = {}
-    low, high = 0, most + 1
-    count = most
-    while high - low > 1:
-        measured[count] = measure(count)
-        if allowed(measured[count]):
-            low = count
-        else:
-            high = count
-        count = (low + high) // 2
-    return low, measured
-
-
-def _points(
-    steps: Sequence[Step],
-    told: Mapping[Key, LayerSensitivity],
-    timings: Mapping[Key, Timing],
-    measured: Mapping[int, Effect],
-    loss: float | None,
-) -> tuple[Point, ...]:
-    points = []
+        within = [layer for layer in report.layers if allowed(layer.error, layer.loss_change)]
+        versions = _try_versions(model, candidates, report, within, batches, task)
+        steps = front_of([version for version in versions if version.entry.kept])
+        effects: dict[int, Effect] = {}
+        chosen, above, count = 0, len(steps) + 1, len(steps)
+        while above - chosen > 1:
+            swaps = [(each.candidate.linear, each.candidate.layer) for each in _in_force(steps[:count])]
+            effect = mean_of([trials.with_layers(swaps, batch, trials.exact(batch)[0]) for batch in batches])
+            effects[count] = effect
+            fits = allowed(effect.error, change_of_loss(effect.loss, report.loss))
+            chosen, above = (count, above) if fits else (chosen, count)
+            count = (chosen + above) // 2
+        changes, kept, entries = kpt_optimize.Changes(model), _in_force(steps[:chosen]), []
+        try:
+            for each in versions:
+                entry = each.entry
+                if each in kept:
+                    changes.swap(entry.rewrite, each.name, each.candidate.layer)
+                elif entry.kept:
+                    reason = f"{entry.reason}, and others gain more for the error that the budget allows"
+                    entry = replace(entry, kept=False, reason=reason)
+                entries.append(entry)
+            plan = kpt_optimize.conclude(
+                changes,
+                entries,
+                lambda: call(model, batches[0]),
+                level=task.level,
+                objective=objective,
+                budget=max_error,
+                error=effects[chosen].error if chosen else 0.0,
+            )
+        finally:
+            changes.revert()
+    front = []
     for count, step in enumerate(steps, start=1):
-        chosen = chosen_by(steps[:count])
-        effect = measured.get(count)
-        points.append(
+        now, measured = _in_force(steps[:count]), effects.get(count)
+        front.append(
             Point(
-                step.option.name,
-                step.option.granularity,
-                len(chosen),
-                sum(told[key].bytes_before - told[key].bytes_after for key in chosen.items()),
-                sum(timings[key].before - timings[key].after for key in chosen.items() if key in timings),
-                step.error,
-                None if effect is None else effect.error,
-                None if effect is None else loss_change(effect, loss),
+                step.name,
+                step.granularity,
+                len(now),
+                sum(each.bytes for each in now),
+                sum(each.seconds for each in now),
+                sum(each.cost for each in now) ** 0.5,
+                None if measured is None else measured.error,
+                None if measured is None else change_of_loss(measured.loss, report.loss),
             )
         )
-    return tuple(points)
+    return Planning(plan, tuple(front), chosen if plan.kept else 0, report)
+
+
+@dataclass(frozen=True)
+class _Version(Option):
+    """What was tried at a layer, and the bytes and seconds that it saves; no seconds where it is over the budget."""
+
+    candidate: Candidate
+    entry: kpt_optimize.PlanEntry
+    bytes: int
+    seconds: float
+
+
+class _VersionTrial(kpt_optimize.ModuleTrial):
+    """A version of a layer, which is refused for what it costs the model, and timed once for each shape."""
+
+    cost = ""
+    known: dict[tuple[int, str], Sequence[Sequence[float]]]
+
+    def error(self, candidate: nn.Module) -> float:
+        """Run the layer; what that does to the model is measured already."""
+        super().error(candidate)
+        if self.cost:
+            raise kpt_optimize.RejectedError(f"alone it costs more than the budget: {self.cost}")
+        return 0.0
+
+    def times(self, before: nn.Module, after: nn.Module) -> Sequence[Sequence[float]]:
+        """Return seconds of a call of each; layers of equal shapes share their call."""
+        key = id(self._call), str(after.granularity)
+        if key not in self.known:
+            self.known[key] = super().times(before, after)
+        return self.known[key]
+
+
+def _try_versions(
+    model: nn.Module,
+    candidates: Sequence[Candidate],
+    report: SensitivityReport,
+    within: Collection[LayerSensitivity],
+    batches: Sequence[Any],
+    task: kpt_optimize.Task,
+) -> list[_Version]:
+    """Try what the data reach, in the model's order."""
+    told = {(layer.name, layer.granularity): layer for layer in report.layers}
+    reached = {each: told[key] for each in candidates if (key := (each.name, each.granularity)) in told}
+    calls = _first_calls(model, {each.linear for each in reached}, batches)
+    versions = []
+    known: dict[tuple[int, str], Sequence[Sequence[float]]] = {}
+    for each, layer in reached.items():
+        site = kpt_optimize.Site(each.name, "fp8.linear")
+        trial = _VersionTrial(model, each.linear, site, calls[each.linear], task)
+        trial.known = known
+        if layer not in within:
+            loss = "" if layer.loss_change is None else f", loss {layer.loss_change:+.2g}"
+            trial.cost = f"error {layer.error:.2%}{loss}"
+        verdict, _ = kpt_optimize.attempt(
+            trial, partial(getattr, each, "layer"), each.linear, task.objective, lossless=False
+        )
+        rewrite, gain = WEIGHTS[each.granularity].name, verdict.gain or 1.0
+        entry = kpt_optimize.PlanEntry(
+            each.name, rewrite, site.op, trial.kernel, gain, layer.error, verdict.kept, verdict.reason, verdict.noise
+        )
+        before, after = map(median, trial.times(each.linear, each.layer)) if verdict.kept else (0.0, 0.0)
+        saved, seconds = layer.bytes_before - layer.bytes_after, before - after
+        gained = saved if task.objective == "memory" else seconds
+        versions.append(_Version(each.name, each.granularity, gained, layer.error, each, entry, saved, seconds))
+    return versions
+
+
+def _first_calls(
+    model: nn.Module, layers: Collection[nn.Linear], batches: Sequence[Any]
+) -> dict[nn.Module, kpt_optimize.Example]:
+    """Return each layer's first call, one for all of equal shapes: what a product costs does not depend on numbers."""
+    calls: dict[nn.Module, kpt_optimize.Example] = {}
+    known: dict[tuple[Any, ...], kpt_optimize.Example] = {}
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if layer not in calls:
+            x = args[0] if args else named["input"]
+            own = [(each.shape, each.dtype) for each in layer.parameters()]
+            key = (x.shape, x.stride(), x.dtype, x.device, *own)
+            calls[layer] = known.setdefault(key, kpt_optimize.Example((x,), {}))
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for batch in batches:
+            if len(calls) < len(layers):
+                call(model, batch)
+    return calls
+
+
+def _in_force(steps: Sequence[_Version]) -> list[_Version]:
+    """Return each layer's version after the steps."""
+    return list({step.name: step for step in steps}.values())

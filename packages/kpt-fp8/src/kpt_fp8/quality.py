@@ -13,9 +13,7 @@ from kpt_core import InputError
 class Quality:
     """SQNR in dB: 10 log10 of the sum of squares over that of the errors; infinite where all is exact.
 
-    Attributes:
-        sqnr: over all numbers.
-        worst_row_sqnr: the least over a row. One bad row can hide in `sqnr`.
+    `worst_row_sqnr` is the least over a row: one bad row can hide in `sqnr`.
     """
 
     sqnr: float
@@ -28,22 +26,16 @@ class QualityMeter:
     def __init__(self) -> None:
         self._signal = self._noise = 0.0
         self._worst = math.inf
+        self.called = 0
 
     def add(self, exact: Tensor, approximate: Tensor) -> None:
-        """Count some rows.
-
-        Args:
-            exact: `[..., K]` floating.
-            approximate: of the same shape, what stands for it.
-
-        Raises:
-            InputError: the shapes differ.
-        """
+        """Count some rows, `[..., K]` floating; raise `InputError` where the shapes differ."""
         if exact.shape != approximate.shape:
             raise InputError(
                 "sqnr: exact and approximate must have one shape; "
                 f"got {list(exact.shape)} and {list(approximate.shape)}: give what stands for the same numbers"
             )
+        self.called += 1
         if exact.numel() == 0:
             return
         # In place, in copies, one after the other: eight bytes a number beside what is given.
@@ -63,15 +55,7 @@ class QualityMeter:
 
 
 def sqnr(exact: Tensor, approximate: Tensor) -> Quality:
-    """SQNR of numbers.
-
-    Args:
-        exact: `[..., K]` floating.
-        approximate: of the same shape, what stands for it.
-
-    Raises:
-        InputError: the shapes differ.
-    """
+    """Measure how well numbers `[..., K]` stand for others; raise `InputError` where the shapes differ."""
     meter = QualityMeter()
     meter.add(exact, approximate)
     return meter.result()

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +13,16 @@ from kpt_core import InputError
 
 from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter, sqnr
-from .report import Mark, Report, decibels
+from .report import Report
 from .selection import require_module
-from .trials import batches_of, call, evaluating
+from .trials import call, each_batch, evaluating, watch_output
 
 _OWNER = "quality_report"
 
 
 @dataclass(frozen=True, slots=True)
 class RowQuality:
-    """A row of a weight.
-
-    Attributes:
-        row: its number, which is that of an output feature.
-        sqnr: in dB.
-        relative_error: `|after - before| / |before|`, in Euclidean norms.
-    """
+    """A row of a weight: its number, its SQNR in dB, and `|after - before| / |before|` in Euclidean norms."""
 
     row: int
     sqnr: float
@@ -70,38 +63,26 @@ class QualityReport(Report):
 
     layers: tuple[LayerQuality, ...]
 
-    def title(self) -> str:
-        """One line."""
-        return "Quality of layers in dB, worst first"
+    title: ClassVar[str] = "Quality of layers in dB, worst first"
 
-    def head(self) -> tuple[str, ...]:
-        """Names of the columns."""
+    def head(self) -> tuple[str, ...]:  # noqa: D102
         return "layer", "scales", "shape", "weight", "relative error", "worst rows", "output", "its worst row"
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """The table's rows."""
-        return [
-            (
-                layer.name,
-                layer.granularity,
-                "x".join(map(str, layer.shape)),
-                decibels(layer.weight.sqnr),
-                f"{layer.relative_error:.2%}",
-                ", ".join(f"{row.row}: {decibels(row.sqnr)}" for row in layer.worst_rows),
-                *(("", "") if layer.output is None else map(decibels, _both(layer.output))),
-            )
-            for layer in self.layers
-        ]
+    def cells(self, layer: LayerQuality) -> tuple[str, ...]:  # noqa: D102
+        output = layer.output
+        return (
+            layer.name,
+            layer.granularity,
+            "x".join(map(str, layer.shape)),
+            f"{layer.weight.sqnr:.1f}",
+            f"{layer.relative_error:.2%}",
+            ", ".join(f"{row.row}: {row.sqnr:.1f}" for row in layer.worst_rows),
+            *(("", "") if output is None else (f"{output.sqnr:.1f}", f"{output.worst_row_sqnr:.1f}")),
+        )
 
-    def marks(self) -> list[Mark]:
-        """Outputs, or weights where there are none."""
-        return [
-            Mark(f"{layer.name} ({layer.granularity})", *_both(layer.output or layer.weight)) for layer in self.layers
-        ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def plotted(self, layer: LayerQuality) -> Quality:
+        """Return the output's quality, or the weight's where there is none."""
+        return layer.output or layer.weight
 
 
 def quality_report(
@@ -137,7 +118,7 @@ def quality_report(
             f"{_OWNER}: converted must have a NativeFP8Linear; got a {got} without: convert it first, or see "
             "conversion_report for experts"
         )
-    outputs = {} if data is None else _outputs(original, pairs, batches_of(_OWNER, data, None))
+    outputs = {} if data is None else _outputs(original, pairs, list(each_batch(_OWNER, data, None)))
     layers = []
     for name, (linear, layer) in pairs.items():
         exact, after = linear.weight.detach(), layer.dequantize()
@@ -148,7 +129,7 @@ def quality_report(
                 layer.granularity,
                 (layer.out_features, layer.in_features),
                 weight,
-                _relative(weight.sqnr),
+                float(10 ** (-weight.sqnr / 20)),
                 _worst_rows(exact, after, rows),
                 outputs.get(name),
             )
@@ -174,26 +155,13 @@ def _original_of(name: str, linear: nn.Module | None, layer: NativeFP8Linear) ->
 def _outputs(
     model: nn.Module, pairs: dict[str, tuple[nn.Linear, NativeFP8Linear]], batches: list[Any]
 ) -> dict[str, Quality]:
-    meters: dict[str, QualityMeter] = {}
+    meters = {name: QualityMeter() for name in pairs}
     with evaluating(model), ExitStack() as stack:
         for name, (linear, layer) in pairs.items():
-            hook = partial(_compare, meters, name, layer)
-            stack.callback(linear.register_forward_hook(hook, with_kwargs=True).remove)
+            stack.callback(watch_output(linear, layer, meters[name]))
         for batch in batches:
             call(model, batch)
-    return {name: meter.result() for name, meter in meters.items()}
-
-
-def _compare(
-    meters: dict[str, QualityMeter],
-    name: str,
-    layer: NativeFP8Linear,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    named: dict[str, Any],
-    output: Tensor,
-) -> None:
-    meters.setdefault(name, QualityMeter()).add(output, layer(*args, **named))
+    return {name: meter.result() for name, meter in meters.items() if meter.called}
 
 
 def _worst_rows(exact: Tensor, after: Tensor, rows: int) -> tuple[RowQuality, ...]:
@@ -205,11 +173,3 @@ def _worst_rows(exact: Tensor, after: Tensor, rows: int) -> tuple[RowQuality, ..
         RowQuality(int(row), -20 * math.log10(error) if error else math.inf, error)
         for row, error in zip(worst.indices.tolist(), worst.values.tolist(), strict=True)
     )
-
-
-def _relative(decibels: float) -> float:
-    return float(10 ** (-decibels / 20))
-
-
-def _both(quality: Quality) -> tuple[float, float]:
-    return quality.sqnr, quality.worst_row_sqnr

@@ -28,12 +28,7 @@ def _check(call: Call) -> None:
 
 
 def check_scale_format(op: str, dtype: torch.dtype, rounding: str) -> None:
-    """Raise unless scales may be computed so.
-
-    Raises:
-        UnknownNameError: no such rounding.
-        InputError: the dtype is none of scales, or holds powers of two alone.
-    """
+    """Raise unless scales may be computed so."""
     if rounding not in ROUNDINGS:
         raise UnknownNameError("scale_rounding", rounding, ROUNDINGS)
     if dtype not in SCALE_DTYPES:

@@ -5,12 +5,14 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kpt_core import InputError
 from kpt_core.files import write_whole
+
+from .quality import Quality
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,58 +23,42 @@ _PLOTTED = 40
 _FORMATS = (".svg", ".png", ".pdf")
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A layer in a plot.
-
-    Attributes:
-        label: of the line.
-        sqnr: over all numbers, in dB.
-        worst_row_sqnr: the least over a row.
-    """
-
-    label: str
-    sqnr: float
-    worst_row_sqnr: float
-
-
 class Report(ABC):
-    """Rows, worst first. `print` gives text; rich prints a table."""
+    """A dataclass with `layers`, worst first. `print` gives text; rich prints a table."""
 
-    @abstractmethod
-    def title(self) -> str:
-        """One line."""
+    title: ClassVar[str]
+    layers: tuple[Any, ...]
 
     @abstractmethod
     def head(self) -> tuple[str, ...]:
-        """Names of the columns."""
+        """Name the columns."""
 
     @abstractmethod
-    def cells(self) -> list[tuple[str, ...]]:
-        """The table's rows."""
+    def cells(self, layer: Any) -> tuple[str, ...]:
+        """Return the table's row of a layer."""
 
     @abstractmethod
-    def marks(self) -> list[Mark]:
-        """What is plotted, worst first."""
+    def plotted(self, layer: Any) -> Quality:
+        """Return what is plotted of a layer."""
 
-    @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; an infinite number is None."""
+        """Return a document for JSON."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]  # subclasses are dataclasses
 
     def __str__(self) -> str:
         from kpt_optimize import table
 
-        return "\n".join([self.title(), *table(self.head(), *self.cells())])
+        return "\n".join([self.title, *table(self.head(), *map(self.cells, self.layers))])
 
     def __rich__(self) -> "Table":
         from rich import box
         from rich.table import Table
 
-        made = Table(title=self.title(), title_justify="left", box=box.SIMPLE_HEAD)
+        made = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for number, name in enumerate(self.head()):
             made.add_column(name, justify="right" if number > 1 else "left", overflow="fold")
-        for cells in self.cells():
-            made.add_row(*cells)
+        for layer in self.layers:
+            made.add_row(*self.cells(layer))
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -82,11 +68,8 @@ class Report(ABC):
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw each layer's SQNR and that of its worst row; the file appears whole or not at all.
 
-        Args:
-            path: of a file that ends in .svg, .png or .pdf.
-
         Raises:
-            InputError: it has another ending, or matplotlib is not installed.
+            InputError: the path does not end in .svg, .png or .pdf, or matplotlib is not installed.
         """
         path = Path(path)
         if path.suffix not in _FORMATS:
@@ -98,16 +81,15 @@ class Report(ABC):
         temporary = path.with_name(f".{path.stem}.{os.urandom(4).hex()}{path.suffix}")
         try:
             with matplotlib.rc_context({"svg.fonttype": "none"}):
-                _draw(self.title(), self.marks(), temporary)
+                _draw(
+                    self.title,
+                    [(f"{each.name} ({each.granularity})", self.plotted(each)) for each in self.layers],
+                    temporary,
+                )
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def decibels(number: float) -> str:
-    """For a table."""
-    return f"{number:.1f}"
 
 
 def finite(value: Any) -> Any:
@@ -119,18 +101,18 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _draw(title: str, marks: Sequence[Mark], path: Path) -> None:
+def _draw(title: str, marks: Sequence[tuple[str, Quality]], path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: it has global state, and looks for a window system
 
-    shown = [mark for mark in marks if math.isfinite(mark.sqnr) and math.isfinite(mark.worst_row_sqnr)][:_PLOTTED]
+    shown = [mark for mark in marks if math.isfinite(mark[1].sqnr) and math.isfinite(mark[1].worst_row_sqnr)][:_PLOTTED]
     figure = Figure(figsize=(8, 1.2 + 0.2 * max(len(shown), 3)), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(shown))
-    worst, whole = [mark.worst_row_sqnr for mark in shown], [mark.sqnr for mark in shown]
+    worst, whole = [each.worst_row_sqnr for _, each in shown], [each.sqnr for _, each in shown]
     axes.hlines(places, worst, whole, color="#c5ccd6", linewidth=1.5, zorder=1)
     axes.scatter(worst, places, color="#d4622a", s=18, label="worst row", zorder=2)
     axes.scatter(whole, places, color="#2f6fdf", s=18, label="all rows", zorder=2)
-    axes.set_yticks(places, [mark.label for mark in shown], fontsize=8)
+    axes.set_yticks(places, [label for label, _ in shown], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("SQNR in dB; more is better")
     axes.grid(axis="x", color="#dde2e8", linewidth=0.8)

@@ -23,14 +23,10 @@ MIN_FEATURES = 64
 
 @dataclass(frozen=True)
 class FP8Linear:
-    """Make an `nn.Linear` a `NativeFP8Linear`.
+    """Make an `nn.Linear` a `NativeFP8Linear`, with what shares a scale of weight and activations.
 
     `optimize` keeps it where the layer's output is within the error budget and the layer is measured faster, or smaller
     where that is the objective.
-
-    Attributes:
-        granularity: what shares a scale of the weight.
-        activations: likewise of the activations; `none` leaves them as they are.
     """
 
     name: str
@@ -51,12 +47,7 @@ class FP8Linear:
                 yield Site(paths[0], "fp8.linear")
 
     def replacement(self, module: nn.Module) -> nn.Module:
-        """The converted layer.
-
-        Raises:
-            RejectedError: the layer was converted already, and this rewrite adds nothing to it.
-            InputError: it is no `nn.Linear`, or its weight holds NaN or infinity.
-        """
+        """Return the converted layer; raise `RejectedError` where it was converted and this rewrite adds nothing."""
         if isinstance(module, NativeFP8Linear):
             return self._from_converted(module)
         if not isinstance(module, nn.Linear):
@@ -73,7 +64,7 @@ class FP8Linear:
 
 
 def convertible(module: nn.Module) -> bool:
-    """Whether a module is a layer that `convert_model_to_fp8` would convert, by itself."""
+    """Tell whether a module is a layer that `convert_model_to_fp8` would convert, by itself."""
     if type(module) is not nn.Linear or module.weight.is_meta:
         return False
     try:
@@ -83,7 +74,7 @@ def convertible(module: nn.Module) -> bool:
 
 
 def weight_is_read(model: nn.Module, path: str) -> bool:
-    """Whether the layer's parent reads its weight instead of only calling it, as its source tells.
+    """Tell whether the layer's parent reads its weight instead of only calling it, as its source tells.
 
     Such a parent would take codes for numbers: `nn.TransformerEncoderLayer`, and T5's feed-forward layers, which
     convert their input to the weight's dtype.

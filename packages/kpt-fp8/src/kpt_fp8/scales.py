@@ -52,12 +52,7 @@ def scale_shape(shape: Sequence[int], granularity: str) -> list[int]:
 
 
 def check_granularity(op: str, name: str, granularity: str, shape: Sequence[int]) -> None:
-    """Raise unless numbers of a shape may have such scales.
-
-    Raises:
-        UnknownNameError: no such granularity.
-        InputError: the shape has too few dimensions for it.
-    """
+    """Raise unless numbers of a shape may have such scales."""
     if granularity not in BLOCKS:
         raise UnknownNameError("granularity", granularity, tuple(BLOCKS))
     least = 2 if granularity == "128x128" else 0 if granularity == "tensor" else 1
@@ -79,15 +74,10 @@ def check_scale(op: str, name: str, scale: Tensor, shape: Sequence[int], granula
 
 
 def tiled(x: Tensor, scale: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
-    """A view of the numbers, and their scale so that it broadcasts to it: no scale is repeated in memory.
+    """Return a view of numbers or codes, and their scale so that it broadcasts to it: no scale is repeated in memory.
 
     What is computed of the two has the view's shape, `[..., N / 128, 128, K / 128, 128]` for `128x128`. Only the scales
     of a row or column of blocks that ends early are repeated.
-
-    Args:
-        x: numbers or codes, any strides.
-        scale: of `scale_shape(x.shape, granularity)`.
-        granularity: as `scale_shape` takes it.
     """
     rows, columns = BLOCKS[granularity]
     if rows is None:
@@ -108,15 +98,7 @@ def _in_blocks(x: Tensor, scale: Tensor, dim: int, size: int) -> tuple[Tensor, T
 
 
 def largest(x: Tensor, granularity: str) -> Tensor:
-    """The largest magnitude among the finite numbers that share a scale; 0 where there is none.
-
-    Args:
-        x: float32.
-        granularity: as `scale_shape` takes it.
-
-    Returns:
-        float32 of `scale_shape`.
-    """
+    """Return the largest finite magnitude of float32 numbers that share a scale; 0 where there is none."""
     magnitude = x.abs().nan_to_num_(0.0, 0.0)
     rows, columns = BLOCKS[granularity]
     if rows is None:
@@ -138,19 +120,11 @@ def _of_blocks(magnitude: Tensor, dim: int, size: int) -> Tensor:
 
 
 def scale_of(amax: Tensor, most: float, rounding: str) -> Tensor:
-    """What numbers are divided by, so that the largest of them becomes the largest that a format has.
+    """Return what numbers are divided by, so that the largest of them becomes the largest that a format has, `most`.
 
     `amax / most`, divided in float32, and at least 2^-126. `up`: the next power of two, so that nothing saturates.
     `down`: 2^(floor(log2(amax)) - floor(log2(most))), as OCP Microscaling 1.0 has it; up to `2 / 1.75` of the largest
-    number saturates. 1 where `amax` is 0.
-
-    Args:
-        amax: float32, finite, not negative.
-        most: the largest number of the format.
-        rounding: one of `ROUNDINGS`.
-
-    Returns:
-        float32 of `amax`'s shape.
+    number saturates. 1 where `amax` is 0. `amax` is float32, finite and not negative.
     """
     if rounding == "down":
         _, exponent = torch.frexp(amax)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,29 +17,14 @@ EXCLUDED = ("lm_head",)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A layer that is converted.
-
-    Attributes:
-        linear: the layer.
-        names: where it stands in the model; several where the model shares it.
-    """
-
-    linear: nn.Linear
-    names: tuple[str, ...]
-
-    @property
-    def module(self) -> nn.Module:
-        """The layer, as experts have it."""
-        return self.linear
+Module = TypeVar("Module", bound=nn.Module, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenExperts:
-    """Experts that are converted, as `Chosen`."""
+class Chosen(Generic[Module]):
+    """A module that is converted, and its names: several where the model shares it."""
 
-    module: nn.Module
+    module: Module
     names: tuple[str, ...]
 
 
@@ -46,8 +32,8 @@ class ChosenExperts:
 class Selection:
     """What is converted, and by name the reason for each other `nn.Linear` and module of experts."""
 
-    chosen: list[Chosen] = field(default_factory=list)
-    experts: list[ChosenExperts] = field(default_factory=list)
+    chosen: list[Chosen[nn.Linear]] = field(default_factory=list)
+    experts: list[Chosen[nn.Module]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -57,12 +43,14 @@ def require_module(owner: str, model: object) -> None:
         raise InputError(f"{owner}: model must be an nn.Module; got {type(model).__name__}: load the model first")
 
 
-def patterns(owner: str, name: str, given: object) -> tuple[str, ...] | None:
-    """The patterns as a tuple; one string is one pattern.
+def require_parent(owner: str, model: nn.Module, instead: str) -> None:
+    """Raise `InputError` where a model is a single layer; `instead` converts that."""
+    if type(model) is nn.Linear:
+        raise InputError(f"{owner}: a single nn.Linear has no place to be replaced at: use {instead}.from_linear")
 
-    Raises:
-        InputError: something else than strings.
-    """
+
+def patterns(owner: str, name: str, given: object) -> tuple[str, ...] | None:
+    """The patterns as a tuple; one string is one pattern."""
     if given is None:
         return None
     listed = []
@@ -74,22 +62,14 @@ def patterns(owner: str, name: str, given: object) -> tuple[str, ...] | None:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a shell pattern describes a module's name, or its end after a dot: `lm_head` matches `model.lm_head`."""
+    """Match a module's name, or its end after a dot, with a shell pattern: `lm_head` matches `model.lm_head`."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def chosen_layers(
-    owner: str,
-    model: nn.Module,
-    include: str | Sequence[str] | None,
-    exclude: str | Sequence[str],
-    min_features: int,
+    owner: str, model: nn.Module, include: str | Sequence[str] | None, exclude: str | Sequence[str], min_features: int
 ) -> Selection:
-    """Choose layers and experts by patterns as users give them; what `EXCLUDED` describes is for `include` to ask for.
-
-    Raises:
-        InputError: as `select`; or nothing is left to convert.
-    """
+    """Choose layers and experts by users' patterns; what `EXCLUDED` describes is for `include` to ask for."""
     wanted, unwanted = patterns(owner, "include", include), patterns(owner, "exclude", exclude) or ()
     if wanted is None:
         unwanted += EXCLUDED
@@ -111,12 +91,7 @@ def require_some(owner: str, found: Selection) -> None:
 def select(
     owner: str, model: nn.Module, include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
 ) -> Selection:
-    """Choose the layers.
-
-    Raises:
-        InputError: a pattern describes no module, a layer that is asked for can't be converted, or `min_features` is no
-            positive integer.
-    """
+    """Choose the layers."""
     least: object = min_features
     if not isinstance(least, int) or least < 1:
         raise InputError(f"{owner}: min_features must be a positive integer; got {min_features!r}: 64 is usual")
@@ -138,14 +113,14 @@ def select(
         if isinstance(module, nn.Linear):
             found.chosen.append(Chosen(module, tuple(names)))
         else:
-            found.experts.append(ChosenExperts(module, tuple(names)))
+            found.experts.append(Chosen(module, tuple(names)))
     return found
 
 
 def _left(
     module: nn.Module, names: list[str], include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
 ) -> str:
-    """Why a layer is left as it is; empty where it isn't."""
+    """Say why a layer is left as it is; empty where it isn't."""
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         # It may do something else with its weight, as attention's output projection in torch does.
         return f"it is a {type(module).__name__}, a subclass of nn.Linear, which may use its weight in its own way"

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -13,10 +12,11 @@ from kpt_core import InputError, UnknownNameError
 
 from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter
-from .report import Mark, Report, decibels
+from .report import Report
 from .rewrites import MIN_FEATURES, WEIGHTS, weight_is_read
 from .selection import Chosen, Selection, patterns, require_module, require_some, select
-from .trials import Effect, Loss, Trials, batches_of, evaluating, mean_of
+from .trials import Effect, Loss, Trials, change_of_loss, each_batch, evaluating, mean_of, watch_output
+from .weight_state import bytes_of
 
 #: Called with the number of runs done, of all, and what runs next.
 Progress = Callable[[int, int, str], None]
@@ -60,40 +60,26 @@ class SensitivityReport(Report):
     skipped: dict[str, str]
     loss: float | None = None
 
-    def title(self) -> str:
-        """One line."""
-        return "Sensitivity of layers, worst first"
+    title: ClassVar[str] = "Sensitivity of layers, worst first"
 
-    def head(self) -> tuple[str, ...]:
-        """Names of the columns."""
+    def head(self) -> tuple[str, ...]:  # noqa: D102
         last = ("perplexity",) if self.loss is not None else ()
         return ("layer", "scales", "shape", "output SQNR", "worst row", "model error", *last)
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """The table's rows. Perplexity is told by the factor that it changes by, as a percentage."""
-        return [
-            (
-                layer.name,
-                layer.granularity,
-                "x".join(map(str, layer.shape)),
-                decibels(layer.output.sqnr),
-                decibels(layer.output.worst_row_sqnr),
-                f"{layer.error:.2%}",
-                *(() if layer.loss_change is None else (f"{math.expm1(layer.loss_change):+.3%}",)),
-            )
-            for layer in self.layers
-        ]
+    def cells(self, layer: LayerSensitivity) -> tuple[str, ...]:
+        """Return a row; perplexity is told by the factor that it changes by, as a percentage."""
+        return (
+            layer.name,
+            layer.granularity,
+            "x".join(map(str, layer.shape)),
+            f"{layer.output.sqnr:.1f}",
+            f"{layer.output.worst_row_sqnr:.1f}",
+            f"{layer.error:.2%}",
+            *(() if layer.loss_change is None else (f"{math.expm1(layer.loss_change):+.3%}",)),
+        )
 
-    def marks(self) -> list[Mark]:
-        """Outputs of layers."""
-        return [
-            Mark(f"{layer.name} ({layer.granularity})", layer.output.sqnr, layer.output.worst_row_sqnr)
-            for layer in self.layers
-        ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; an infinite number is None."""
-        return asdict(self)
+    def plotted(self, layer: LayerSensitivity) -> Quality:  # noqa: D102
+        return layer.output
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +129,7 @@ def measure_sensitivity(
         UnknownNameError: no such granularity.
     """
     owner = "measure_sensitivity"
-    batches = batches_of(owner, data, max_batches)
+    batches = list(each_batch(owner, data, max_batches))
     candidates, skipped = candidates_of(owner, model, granularities, include, exclude, min_features)
     with evaluating(model):
         return sensitivity_of(Trials(owner, model, loss), candidates, batches, skipped, progress)
@@ -167,7 +153,7 @@ def candidates_of(
     excluded = patterns(owner, "exclude", exclude) or ()
     found = select(owner, model, patterns(owner, "include", include), excluded, min_features)
     skipped = dict(found.skipped)
-    chosen: list[Chosen] = []
+    chosen: list[Chosen[nn.Linear]] = []
     for each in found.chosen:
         if any(weight_is_read(model, name) for name in each.names):
             skipped[each.names[0]] = "the module around it reads its weight"
@@ -179,10 +165,7 @@ def candidates_of(
     require_some(owner, Selection(chosen, skipped=skipped))
     return [
         Candidate(
-            each.linear,
-            NativeFP8Linear.from_linear(each.linear, granularity=granularity),
-            each.names[0],
-            granularity,
+            each.module, NativeFP8Linear.from_linear(each.module, granularity=granularity), each.names[0], granularity
         )
         for each in chosen
         for granularity in dict.fromkeys(granularities)
@@ -198,21 +181,19 @@ def sensitivity_of(
 ) -> SensitivityReport:
     """The report, see `measure_sensitivity`; the model is in evaluation mode."""
     meters = [QualityMeter() for _ in candidates]
-    called = [0] * len(candidates)
     effects: list[list[Effect]] = [[] for _ in candidates]
     losses: list[Effect] = []
     total, done = len(batches) * len(candidates), 0
     for batch in batches:
         with ExitStack() as stack:
             for index, candidate in enumerate(candidates):
-                hook = partial(_compare, candidate.layer, meters[index], called, index)
-                stack.callback(candidate.linear.register_forward_hook(hook, with_kwargs=True).remove)
+                stack.callback(watch_output(candidate.linear, candidate.layer, meters[index]))
             exact, loss = trials.exact(batch)
         losses.append(Effect(0.0, loss))
         for index, candidate in enumerate(candidates):
             if progress is not None:
                 progress(done, total, f"{candidate.name} ({candidate.granularity})")
-            if called[index]:
+            if meters[index].called:
                 effects[index].append(trials.with_layers([(candidate.linear, candidate.layer)], batch, exact))
             done += 1
     if progress is not None:
@@ -220,45 +201,23 @@ def sensitivity_of(
     base = mean_of(losses).loss
     found = []
     for index, candidate in enumerate(candidates):
-        if not called[index]:
+        if not meters[index].called:
             skipped.setdefault(candidate.name, "the data do not reach it")
             continue
         effect = mean_of(effects[index])
-        change = None if base is None or effect.loss is None else effect.loss - base
-        found.append(_told(candidate, meters[index].result(), effect.error, change))
+        found.append(
+            LayerSensitivity(
+                candidate.name,
+                candidate.granularity,
+                (candidate.linear.out_features, candidate.linear.in_features),
+                bytes_of(candidate.linear),
+                bytes_of(candidate.layer),
+                meters[index].result(),
+                effect.error,
+                change_of_loss(effect.loss, base),
+            )
+        )
     if not found:
         raise InputError("measure_sensitivity: no linear layer was called: check the data and the model")
     found.sort(key=lambda layer: (-layer.error, layer.name, layer.granularity))
     return SensitivityReport(tuple(found), skipped, base)
-
-
-def _told(candidate: Candidate, quality: Quality, error: float, change: float | None) -> LayerSensitivity:
-    linear = candidate.linear
-    return LayerSensitivity(
-        candidate.name,
-        candidate.granularity,
-        (linear.out_features, linear.in_features),
-        _bytes(linear),
-        _bytes(candidate.layer),
-        quality,
-        error,
-        change,
-    )
-
-
-def _compare(
-    layer: NativeFP8Linear,
-    meter: QualityMeter,
-    called: list[int],
-    index: int,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    named: dict[str, Any],
-    output: Any,
-) -> None:
-    called[index] += 1
-    meter.add(output, layer(*args, **named))
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())

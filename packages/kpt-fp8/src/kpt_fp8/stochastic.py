@@ -38,19 +38,12 @@ def random_bits(count: int, seed: int, offset: int, device: torch.device) -> Ten
 
 
 def round_stochastically(x: Tensor, to: Format, seed: int, offset: int) -> Tensor:
-    """Numbers of a format on either side of `x`, the upper one the likelier the nearer it is, by steps of 2^-24.
+    """Round to a format's numbers on either side of `x`, the upper one the likelier the nearer it is.
 
     The magnitude is split into steps of the format and a fraction of one; it is rounded up where the fraction is more
-    than the upper 24 bits of `random_bits` make of one. So the mean over many seeds is `x`, to 2^-24 of a step.
-
-    Args:
-        x: float32, no larger than the format's largest number; NaN stays.
-        to: the format.
-        seed: any integer, of which 64 bits count.
-        offset: number of the first element in row-major order, of which 64 bits count.
-
-    Returns:
-        float32 of `x`'s shape, contiguous, all of them numbers of the format.
+    than the upper 24 bits of `random_bits` make of one. So the mean over many seeds is `x`, to 2^-24 of a step. `x` is
+    float32 and no larger than the format's largest number; NaN stays. Of the seed, and of the offset, the number of the
+    first element in row-major order, 64 bits count.
     """
     many = _AT_ONCE if x.device.type == "cpu" else _AT_ONCE_ELSEWHERE
     parts = x.reshape(-1).split(many)

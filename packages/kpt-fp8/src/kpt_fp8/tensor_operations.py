@@ -1,53 +1,100 @@
-"""What torch's own operations do to an `FP8Tensor`: each handler works on codes and scale, none dequantises."""
+"""Run torch's own operations on an `FP8Tensor`: each handler works on codes and scale, none dequantises."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from kpt_core import InputError
 
+from .dequantize import check_quantized
 from .formats import require_floating
 from .scales import BLOCKS, scale_shape
-
-if TYPE_CHECKING:
-    from .fp8_tensor import FP8Tensor
 
 _aten = torch.ops.aten
 
 
-def _alias(x: "FP8Tensor") -> "FP8Tensor":
+class ScaledCodes(Tensor):
+    """The data of an `FP8Tensor`, which has its operations."""
+
+    #: As quantised, also where `transposed`. (`data` is a name that torch keeps for itself.)
+    codes: Tensor
+    scale: Tensor
+    granularity: str
+    transposed: bool
+
+    @staticmethod
+    def __new__(  # noqa: D102  documented by `FP8Tensor`
+        cls: type[Self],
+        codes: Tensor,
+        scale: Tensor,
+        granularity: str,
+        dtype: torch.dtype = torch.float32,
+        transposed: bool = False,
+    ) -> Self:
+        shape, strides = codes.shape, codes.stride()
+        if transposed:
+            shape, strides = shape[::-1], strides[::-1]
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=codes.device, layout=codes.layout, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        granularity: str,
+        dtype: torch.dtype = torch.float32,
+        transposed: bool = False,
+    ) -> None:
+        require_floating("FP8Tensor", "dtype", dtype)
+        check_quantized("FP8Tensor", "codes", codes, scale, granularity)
+        if transposed and codes.dim() != 2:
+            raise InputError(
+                f"FP8Tensor: a transposed one has two dimensions; got codes of {list(codes.shape)}: dequantize() first"
+            )
+        self.codes = codes
+        self.scale = scale
+        self.granularity = granularity
+        self.transposed = transposed
+
+    def like(self, codes: Tensor, scale: Tensor, *, dtype: torch.dtype | None = None, turn: bool = False) -> Self:
+        """Return one of other codes and scale; `turn` makes it transposed if this is not, and the other way round."""
+        return type(self)(codes, scale, self.granularity, dtype or self.dtype, self.transposed ^ turn)
+
+
+def _alias(x: ScaledCodes) -> ScaledCodes:
     return x.like(x.codes.detach(), x.scale.detach())
 
 
-def _clone(x: "FP8Tensor", *, memory_format: torch.memory_format | None = None) -> "FP8Tensor":
+def _clone(x: ScaledCodes, *, memory_format: torch.memory_format | None = None) -> ScaledCodes:
     return x.like(x.codes.clone(), x.scale.clone())
 
 
 def _empty_like(
-    x: "FP8Tensor", *, dtype: torch.dtype | None = None, device: torch.device | None = None, **others: object
-) -> "FP8Tensor":
+    x: ScaledCodes, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **others: object
+) -> ScaledCodes:
     codes, scale = torch.empty_like(x.codes, device=device), torch.empty_like(x.scale, device=device)
     return x.like(codes, scale, dtype=dtype)
 
 
 def _to_copy(
-    x: "FP8Tensor",
+    x: ScaledCodes,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
     **others: object,
-) -> "FP8Tensor":
+) -> ScaledCodes:
     if dtype is not None:
         require_floating("FP8Tensor.to", "dtype", dtype)
     codes = x.codes.to(device, non_blocking=non_blocking, copy=True)
     return x.like(codes, x.scale.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
 
 
-def _copy(x: "FP8Tensor", source: Tensor, non_blocking: bool = False) -> "FP8Tensor":
+def _copy(x: ScaledCodes, source: Tensor, non_blocking: bool = False) -> ScaledCodes:
     if not isinstance(source, type(x)) or _about(source) != _about(x):
         what = " ".join(map(str, _about(source))) if isinstance(source, type(x)) else f"a tensor of {source.dtype}"
         raise InputError(
@@ -59,22 +106,22 @@ def _copy(x: "FP8Tensor", source: Tensor, non_blocking: bool = False) -> "FP8Ten
     return x
 
 
-def _about(x: "FP8Tensor") -> tuple[object, ...]:
+def _about(x: ScaledCodes) -> tuple[object, ...]:
     return x.codes.dtype, list(x.codes.shape), x.granularity, x.scale.dtype, "transposed" if x.transposed else "upright"
 
 
-def _t(x: "FP8Tensor") -> "FP8Tensor":
+def _t(x: ScaledCodes) -> ScaledCodes:
     return _permute(x, list(range(x.dim()))[::-1])
 
 
-def _transpose(x: "FP8Tensor", first: int, second: int) -> "FP8Tensor":
+def _transpose(x: ScaledCodes, first: int, second: int) -> ScaledCodes:
     order = list(range(x.dim()))
     one, other = _dim(x, first), _dim(x, second)
     order[one], order[other] = other, one
     return _permute(x, order)
 
 
-def _permute(x: "FP8Tensor", dims: list[int]) -> "FP8Tensor":
+def _permute(x: ScaledCodes, dims: list[int]) -> ScaledCodes:
     order = [_dim(x, dim) for dim in dims]
     if sorted(order) != list(range(x.dim())):
         raise InputError(f"FP8Tensor.permute: needs each dimension of {list(x.shape)} once; got {list(dims)}")
@@ -87,7 +134,7 @@ def _permute(x: "FP8Tensor", dims: list[int]) -> "FP8Tensor":
     return x.like(x.codes.detach(), x.scale.detach(), turn=True)
 
 
-def _dim(x: "FP8Tensor", dim: int) -> int:
+def _dim(x: ScaledCodes, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise InputError(
             f"FP8Tensor: no dimension {dim}; got {list(x.shape)}: give one from {-x.dim()} to {x.dim() - 1}"
@@ -98,10 +145,10 @@ def _dim(x: "FP8Tensor", dim: int) -> int:
 class Flat(Tensor):
     """A view `[numbers]` of an `FP8Tensor`. FSDP2 takes one and keeps it, unread; it has no operation but `detach`."""
 
-    whole: "FP8Tensor"
+    whole: ScaledCodes
 
     @staticmethod
-    def __new__(cls: type["Flat"], whole: "FP8Tensor") -> "Flat":  # noqa: D102  documented by the class
+    def __new__(cls: type["Flat"], whole: ScaledCodes) -> "Flat":  # noqa: D102  documented by the class
         made: Flat = torch.Tensor._make_wrapper_subclass(
             cls, (whole.numel(),), dtype=whole.dtype, device=whole.device, requires_grad=False
         )
@@ -125,7 +172,7 @@ class Flat(Tensor):
         )
 
 
-def _view(x: "FP8Tensor", size: list[int]) -> Tensor:
+def _view(x: ScaledCodes, size: list[int]) -> Tensor:
     if list(size) == [-1]:
         return Flat(x)
     if list(size) != list(x.shape):
@@ -137,24 +184,24 @@ def _view(x: "FP8Tensor", size: list[int]) -> Tensor:
 
 
 def _as_strided(
-    x: "FP8Tensor", size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> "FP8Tensor":
+    x: ScaledCodes, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> ScaledCodes:
     if list(stride) != list(x.stride()) or storage_offset:
         raise InputError(
             f"FP8Tensor.as_strided: strides are {list(x.stride())}; got {list(stride)} from {storage_offset}: "
             "dequantize() first"
         )
-    return cast("FP8Tensor", _view(x, list(size)))
+    return cast(ScaledCodes, _view(x, list(size)))
 
 
 def _new_zeros(
-    x: "FP8Tensor",
+    x: ScaledCodes,
     size: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     **others: object,
-) -> "FP8Tensor":
+) -> ScaledCodes:
     if x.transposed:
         raise InputError("FP8Tensor.new_zeros: expected one as quantised; got a transposed one: call .t() on it first")
     scale = torch.ones(scale_shape(size, x.granularity), dtype=x.scale.dtype, device=device or x.device)
@@ -162,8 +209,8 @@ def _new_zeros(
 
 
 def _slice(
-    x: "FP8Tensor", dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> "FP8Tensor":
+    x: ScaledCodes, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> ScaledCodes:
     dim = _dim(x, dim)
     size = x.shape[dim]
     start, end, step = slice(start, end, step).indices(size)
@@ -185,14 +232,14 @@ def _slice(
     return x.like(x.codes[part], x.scale[(*(slice(None),) * own, scales)])
 
 
-def _split(x: "FP8Tensor", size: int, dim: int = 0) -> list["FP8Tensor"]:
+def _split(x: ScaledCodes, size: int, dim: int = 0) -> list[ScaledCodes]:
     dim = _dim(x, dim)
     if size < 1:
         raise InputError(f"FP8Tensor.split: parts must have a size of 1 at least; got {size} for {list(x.shape)}")
     return [_slice(x, dim, start, start + size) for start in range(0, max(x.shape[dim], 1), size)]
 
 
-def _split_with_sizes(x: "FP8Tensor", sizes: list[int], dim: int = 0) -> list["FP8Tensor"]:
+def _split_with_sizes(x: ScaledCodes, sizes: list[int], dim: int = 0) -> list[ScaledCodes]:
     dim = _dim(x, dim)
     if sum(sizes) != x.shape[dim] or min(sizes, default=0) < 0:
         raise InputError(f"FP8Tensor.split: sizes must be positive and add up to {x.shape[dim]}; got {list(sizes)}")

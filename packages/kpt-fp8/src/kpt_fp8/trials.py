@@ -1,4 +1,4 @@
-"""A model that runs with some layers converted for the time of a call, and how far its output is off then."""
+"""Run a model with some layers converted for the time of a call, and compare its output."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from kpt_core import InputError
 
 from .native_linear import NativeFP8Linear
+from .quality import QualityMeter
 
 #: The loss of the model's output on a batch; less is better.
 Loss = Callable[[Any, Any], Tensor | float]
@@ -21,12 +22,7 @@ Loss = Callable[[Any, Any], Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a change does to the model's output.
-
-    Attributes:
-        error: `|after - before| / |before|` of the worst row, in Euclidean norms.
-        loss: mean over the batches; None where there is none.
-    """
+    """What a change does to the model's output: the worst row's `|after - before| / |before|`, and the mean loss."""
 
     error: float
     loss: float | None
@@ -34,7 +30,7 @@ class Effect:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients inside; every module has its own flag again afterwards."""
+    """Evaluate without gradients inside; every module has its own flag again afterwards."""
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -45,17 +41,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def batches_of(owner: str, data: Iterable[Any], most: int | None) -> list[Any]:
-    """The first batches in a list, as `each_batch`."""
-    return list(each_batch(owner, data, most))
-
-
 def each_batch(owner: str, data: Iterable[Any], most: int | None) -> Iterator[Any]:
-    """The first batches, one after the other.
-
-    Raises:
-        InputError: there is none, or `data` is a batch itself.
-    """
+    """Yield the first batches."""
     if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
         raise InputError(
             f"{owner}: data must be a sequence of batches; got one {type(data).__name__}: put it in a list"
@@ -71,98 +58,89 @@ def each_batch(owner: str, data: Iterable[Any], most: int | None) -> Iterator[An
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output: for a tensor, keyword arguments in a mapping, or positional ones in a list or tuple."""
+    """Call the model: with a tensor, keyword arguments in a mapping, or positional ones in a list or tuple."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
-def instead(linear: nn.Linear, layer: NativeFP8Linear) -> Callable[[], None]:
-    """Let a layer answer in another's place, wherever the model has it; returns what ends that."""
+def watch_output(linear: nn.Linear, layer: NativeFP8Linear, meter: QualityMeter) -> Callable[[], None]:
+    """Compare a layer with what it stands for on the inputs that this gets in its model; return what ends that."""
 
-    def answer(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
-        return layer(*args, **named)
+    def compare(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        meter.add(output, layer(*args, **named))
 
-    # A hook, so that no module is swapped while others may look at the model.
-    return linear.register_forward_hook(answer, with_kwargs=True).remove
+    return linear.register_forward_hook(compare, with_kwargs=True).remove
 
 
 class Trials:
-    """Runs a model on batches with layers converted, and compares outputs.
-
-    Args:
-        owner: what messages call the caller.
-        model: in evaluation mode.
-        loss: of its output; None takes `output.loss` where there is one.
-    """
+    """Run a model in evaluation mode with layers converted, and compare outputs; `loss` None is `output.loss`."""
 
     def __init__(self, owner: str, model: nn.Module, loss: Loss | None) -> None:
         self._owner, self._model, self._loss = owner, model, loss
 
     def exact(self, batch: Any) -> tuple[list[Tensor], float | None]:
-        """Rows of the output, and the loss.
-
-        Raises:
-            InputError: the output has no floating tensor, or no finite number.
-        """
-        output = call(self._model, batch)
-        rows = _rows(output)
+        """Return the output's rows, and the loss."""
+        rows, loss, kind = self._run(batch)
         if not rows:
             raise InputError(
-                f"{self._owner}: the model's output has no floating tensor; got {type(output).__name__}: wrap the "
-                "model in a module that returns what matters"
+                f"{self._owner}: the model's output has no floating tensor; got {kind}: wrap the model in a module "
+                "that returns what matters"
             )
         if not any(each.isfinite().any() for each in rows):
             raise InputError(
                 f"{self._owner}: the model's output must hold finite numbers to compare; got none among "
                 f"{sum(each.numel() for each in rows)}: check the data and the weights"
             )
-        return rows, self._loss_of(output, batch)
+        return rows, loss
 
     def with_layers(
         self, swaps: Sequence[tuple[nn.Linear, NativeFP8Linear]], batch: Any, exact: Sequence[Tensor]
     ) -> Effect:
-        """The effect on one batch of converting some layers.
-
-        Args:
-            swaps: what answers in whose place.
-            batch: what the model runs on.
-            exact: rows of its own output.
-
-        Raises:
-            InputError: the output's shape depends on its numbers.
-        """
+        """Measure the effect on one batch of layers that answer in others' place."""
         with ExitStack() as stack:
             for linear, layer in swaps:
-                stack.callback(instead(linear, layer))
-            output = call(self._model, batch)
-        rows = _rows(output)
+                # A hook, so that no module is swapped while others may look at the model.
+                hook = linear.register_forward_hook(
+                    lambda _, args, named, output, layer=layer: layer(*args, **named), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+            rows, loss, _ = self._run(batch)
         after, before = ([list(each.shape) for each in tensors] for tensors in (rows, exact))
         if after != before:
             raise InputError(
                 f"{self._owner}: the model's output must have one shape with and without 8-bit layers; got {before}, "
                 f"then {after}: wrap the model in a module that returns what can be compared, such as logits"
             )
-        return Effect(max(map(worst_error, rows, exact)), self._loss_of(output, batch))
+        return Effect(max(map(_worst_error, rows, exact)), loss)
 
-    def _loss_of(self, output: Any, batch: Any) -> float | None:
+    def _run(self, batch: Any) -> tuple[list[Tensor], float | None, str]:
+        """Return floating tensors as matrices (logits or last hidden states where they are named), loss and type."""
+        output = call(self._model, batch)
         value = self._loss(output, batch) if self._loss is not None else getattr(output, "loss", None)
-        return None if value is None else float(value)
+        shown = output
+        for name in ("logits", "last_hidden_state"):
+            shown = getattr(shown, name, shown)
+        leaves = [leaf for leaf in tree_leaves(shown) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        rows = [leaf.reshape(-1, leaf.shape[-1]) if leaf.dim() else leaf.reshape(1, 1) for leaf in leaves]
+        return rows, None if value is None else float(value), type(output).__name__
 
 
 def mean_of(effects: Sequence[Effect]) -> Effect:
-    """The worst error and the mean loss."""
+    """Return the worst error and the mean loss."""
     losses = [effect.loss for effect in effects if effect.loss is not None]
     return Effect(max(effect.error for effect in effects), sum(losses) / len(losses) if losses else None)
 
 
-def worst_error(after: Tensor, before: Tensor) -> float:
-    """`|after - before| / |before|` of the worst row, in Euclidean norms; infinite where it is no number.
+def change_of_loss(loss: float | None, before: float | None) -> float | None:
+    """Return what was added to the loss; None without one, infinite where it is no number."""
+    if loss is None or before is None:
+        return None
+    return math.inf if math.isnan(loss - before) else loss - before
 
-    Args:
-        after: `[R, K]`.
-        before: the same shape. Its NaN and infinite numbers, as of masked scores, are left out.
-    """
+
+def _worst_error(after: Tensor, before: Tensor) -> float:
+    """Return the worst row's error, infinite where it is no number; leave out what is not finite before, as masks."""
     exact = before.to(torch.float64)
     usable = exact.isfinite()
     if not usable.any():
@@ -170,11 +148,3 @@ def worst_error(after: Tensor, before: Tensor) -> float:
     noise, signal = (torch.where(usable, each, 0).norm(dim=-1) for each in (after.to(torch.float64) - exact, exact))
     worst = float(torch.where(noise == 0, 0.0, noise / signal).amax())
     return math.inf if math.isnan(worst) else worst
-
-
-def _rows(output: Any) -> list[Tensor]:
-    """Floating tensors of an output as matrices: logits or last hidden states alone where it names them."""
-    for name in ("logits", "last_hidden_state"):
-        output = getattr(output, name, output)
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf.reshape(-1, leaf.shape[-1]) if leaf.dim() else leaf.reshape(1, 1) for leaf in leaves]

@@ -57,6 +57,11 @@ class FP8Module(nn.Module):
         }
 
 
+def bytes_of(module: nn.Module) -> int:
+    """Count the bytes of a module's parameters."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
 def separate(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale of an `FP8Tensor`, sharing its memory; of a DTensor of one: two DTensors, sharded alike."""
     local = getattr(weight, "_local_tensor", None)
@@ -67,11 +72,7 @@ def separate(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def combine(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
-    """The other way round: what `like` is, an `FP8Tensor` or a DTensor of one, of other codes and scale.
-
-    Raises:
-        InputError: codes and scale do not belong together, or only one of them is a DTensor.
-    """
+    """The other way round: what `like` is, an `FP8Tensor` or a DTensor of one, of other codes and scale."""
     local, parts = getattr(like, "_local_tensor", None), [getattr(t, "_local_tensor", None) for t in (codes, scale)]
     if local is None and parts == [None, None]:
         return like.like(codes, scale)  # type: ignore[attr-defined,no-any-return]
@@ -94,11 +95,6 @@ def _distributed(local: Tensor, shape: Sequence[int], like: Any) -> Tensor:
 
 def read(state: Mapping[str, Any], name: str, own: Tensor) -> tuple[dict[str, Any], list[str]]:
     """Take codes and scale out of a state dict, for a weight that is there.
-
-    Args:
-        state: has the codes as `name`, and their scale as `name` with `_scale`.
-        name: of the codes.
-        own: the weight, which tells the format.
 
     Returns:
         The state dict with what `own` is under `name`; and sentences about what does not fit, if anything does not.

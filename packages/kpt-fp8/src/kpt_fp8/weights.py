@@ -22,12 +22,7 @@ MXFP8 = "mxfp8"
 
 
 def scale_format(granularity: str, power_of_two: bool) -> tuple[str, torch.dtype, str]:
-    """The granularity, the scale's dtype and its rounding, as op `fp8.quantize` takes them.
-
-    Args:
-        granularity: `mxfp8`, or one of the op.
-        power_of_two: round scales up to powers of two. In `mxfp8` they are so anyway.
-    """
+    """Return the granularity, the scale's dtype and its rounding, as op `fp8.quantize` takes them."""
     if granularity == MXFP8:
         return "1x32", torch.float8_e8m0fnu, "up"
     return granularity, torch.float32, "up" if power_of_two else "none"
@@ -53,21 +48,10 @@ def quantize_weight(
     power_of_two: bool = False,
     meter: QualityMeter | None = None,
 ) -> tuple[Tensor, Tensor, Quality]:
-    """What op `fp8.quantize` makes of a matrix, bit for bit, and how good that is.
-
-    Args:
-        weight: `[N, K]` float64, float32, bfloat16 or float16, finite.
-        dtype: of the codes.
-        granularity: `mxfp8`, or one of op `fp8.quantize`.
-        power_of_two: round scales up to powers of two.
-        meter: what has seen other matrices, so that the quality is of all of them.
+    """Quantise a finite matrix part by part, as op `fp8.quantize` does to the bit.
 
     Returns:
-        Codes `[N, K]`, contiguous, their scale, and the quality.
-
-    Raises:
-        InputError: a shape or dtype does not fit.
-        UnknownNameError: no such granularity.
+        Codes `[N, K]`, contiguous, their scale, and the quality, which is that of all that `meter` has seen.
     """
     owner = "quantize_weight"
     require_floating(owner, "weight", weight.dtype)

@@ -3,8 +3,10 @@
 A vendor's own optimiser uses the same trial loop: `attempt`, with a `Trial` that says what its candidates are.
 """
 
+from .attempt import ModuleTrial, Task
+from .changes import Changes
 from .measure import device_of, gain_of, interleaved_times, parameter_bytes, relative_error, rounding
-from .optimize import Optimized, apply_plan, optimize
+from .optimize import Optimized, apply_plan, conclude, optimize
 from .plan import Plan, PlanEntry, table
 from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_model, check_objective, rewrites
 from .trial import (
@@ -27,13 +29,16 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_MAX_ERROR",
     "LEVELS",
+    "Changes",
     "Example",
+    "ModuleTrial",
     "Optimized",
     "Plan",
     "PlanEntry",
     "RejectedError",
     "Rewrite",
     "Site",
+    "Task",
     "Trial",
     "UnsteadyError",
     "Verdict",
@@ -44,6 +49,7 @@ __all__ = [
     "check_max_error",
     "check_model",
     "check_objective",
+    "conclude",
     "device_of",
     "failed",
     "first_run",

@@ -60,7 +60,7 @@ def attempt_rewrite(changes: Changes, rewrite: Rewrite, site: Site, task: Task) 
     if call is None:
         reason = "the example inputs do not reach this module"
         return PlanEntry(site.module, rewrite.name, site.op, "", 1.0, 0.0, False, reason)
-    trial = _ModuleTrial(changes.model, current, site, call, task)
+    trial = ModuleTrial(changes.model, current, site, call, task)
     verdict, winner = attempt(
         trial, lambda: rewrite.replacement(current).eval(), current, task.objective, lossless=rewrite.lossless
     )
@@ -79,7 +79,7 @@ def attempt_rewrite(changes: Changes, rewrite: Rewrite, site: Site, task: Task) 
     )
 
 
-class _ModuleTrial:
+class ModuleTrial:
     """Replacements of one module, compared and timed on the call that it gets."""
 
     def __init__(self, model: nn.Module, current: nn.Module, site: Site, call: Example, task: Task) -> None:

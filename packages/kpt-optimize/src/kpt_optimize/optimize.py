@@ -113,7 +113,17 @@ def optimize(
                 if on_progress is not None:
                     on_progress(done, len(tries), f"{rewrite.name} at {site.module}")
                 entries.append(attempt_rewrite(changes, rewrite, site, task))
-            plan = _conclude(changes, entries, task, expected)
+            budget = task.budget(expected)
+            entries, error = _settle(changes, entries, task, expected, budget)
+            plan = conclude(
+                changes,
+                entries,
+                lambda: task.example(changes.model),
+                level=level,
+                objective=objective,
+                budget=budget,
+                error=error,
+            )
     except BaseException:
         changes.revert()
         raise
@@ -162,14 +172,31 @@ def _allowed(level: str) -> list[Rewrite]:
     ]
 
 
-def _conclude(changes: Changes, entries: list[PlanEntry], task: Task, expected: Any) -> Plan:
-    """Judge the kept rewrites together, on the whole model."""
-    budget = task.budget(expected)
-    entries, error = _settle(changes, entries, task, expected, budget)
+def conclude(
+    changes: Changes,
+    entries: Sequence[PlanEntry],
+    run: Callable[[], object],
+    *,
+    level: str,
+    objective: str,
+    budget: float,
+    error: float,
+) -> Plan:
+    """Judge what is in force on the whole model: time it with and without, and take all back where that does not pay.
+
+    Args:
+        changes: the model, with what was kept in its place.
+        entries: what was tried; what the kept ones say is in force.
+        run: runs the model on its example.
+        level: goes into the plan.
+        objective: `latency` or `memory`.
+        budget: goes into the plan, as the error allowed.
+        error: of the model's output with what was kept.
+    """
     device = device_of(changes.model)
-    before, after = _contest(changes, task, device)
+    before, after = _contest(changes, run, device)
     bytes_before, bytes_after = _bytes(changes)
-    reason = setback((before, after), (bytes_before, bytes_after), task.objective, "rewrites")
+    reason = setback((before, after), (bytes_before, bytes_after), objective, "rewrites")
     if reason is not None:
         changes.revert()
         entries = [replace(entry, kept=False, reason=reason) if entry.kept else entry for entry in entries]
@@ -177,8 +204,8 @@ def _conclude(changes: Changes, entries: list[PlanEntry], task: Task, expected: 
     gain, noise = gain_of(before, after)
     return Plan(
         model=type(changes.model).__name__,
-        level=task.level,
-        objective=task.objective,
+        level=level,
+        objective=objective,
         device=str(device),
         max_error=budget,
         versions=_versions(),
@@ -212,16 +239,16 @@ def _settle(
         ]
 
 
-def _contest(changes: Changes, task: Task, device: torch.device) -> tuple[list[float], list[float]]:
+def _contest(changes: Changes, run: Callable[[], object], device: torch.device) -> tuple[list[float], list[float]]:
     """Seconds of the model without and with the rewrites, in turn."""
 
     def before() -> None:
         changes.show_original()
-        task.example(changes.model)
+        run()
 
     def after() -> None:
         changes.show_changed()
-        task.example(changes.model)
+        run()
 
     try:
         original, changed = settled_times((before, after), device, seconds=2.0)

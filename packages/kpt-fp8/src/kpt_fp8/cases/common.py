@@ -1,13 +1,16 @@
 """What the case tables share."""
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kpt_core import InputError, KptError
 from kpt_fp8.formats import SCALE_DTYPES
 from kpt_fp8.scales import BLOCKS, scale_shape
-from kpt_optimize.cases import Sizes
+from kpt_optimize.cases import Arguments, Sizes, WrongInput
 
 #: Past what int16 and uint16 count, and past a grid's second dimension.
 MANY = 70_001
@@ -41,19 +44,25 @@ def scales(
     dtype: torch.dtype,
     most: float = 4.0,
 ) -> Tensor:
-    """Scales of random numbers: between a half and three halves of those that give a format the range of `most`.
+    """Draw scales between a half and three halves of those that give format `like` the range of `most`.
 
     Of exponents alone there would be two codes: they are up to three less or more.
-
-    Args:
-        generator: what they are drawn from.
-        shape: of the numbers.
-        granularity: what shares a scale.
-        like: the format.
-        dtype: of the scales.
-        most: what the format's largest number becomes, about.
     """
     drawn = torch.rand(scale_shape(shape, granularity), generator=generator, dtype=torch.float64) + 0.5
     if dtype is torch.float8_e8m0fnu:
         drawn = drawn * torch.exp2(torch.randint(-3, 4, drawn.shape, generator=generator).double())
     return (drawn / torch.finfo(like).max * most).float().to(dtype)
+
+
+def wrong_input(op: str, name: str, message: str, *, error: type[KptError] = InputError, **changed: Any) -> WrongInput:
+    """Describe a call that an op must refuse: of right arguments some are changed, to values or by functions.
+
+    The message of an `InputError` begins with the op's name.
+    """
+
+    def change(arguments: Arguments) -> Arguments:
+        made = {key: value(arguments) if callable(value) else value for key, value in changed.items()}
+        return {**arguments, **made}
+
+    pattern = rf"{re.escape(op)}: {message}" if error is InputError else message
+    return WrongInput(name=name, change=change, message=pattern, error=error)

@@ -1,14 +1,16 @@
 """The case table of `fp8.dequantize`."""
 
+from functools import partial
+
 import torch
 
 from kpt_core import UnknownNameError
 from kpt_fp8.formats import FORMATS, FP8_DTYPES
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, WrongInput
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain
 
-from .common import GRANULARITIES, SCALES, SIZES, STACKS, codes, scales
+from .common import GRANULARITIES, SCALES, SIZES, STACKS, codes, scales, wrong_input
 
-_PREFIX = r"fp8\.dequantize"
+_wrong = partial(wrong_input, "fp8.dequantize")
 
 
 def _build(
@@ -54,59 +56,30 @@ DEQUANTIZE = CaseTable(
         Case(name="four dimensions", sizes={"rows": 3, "stacked": (3, 2), "granularity": "row"}),
         Case(
             name="every exponent",
-            sizes={
-                "rows": 16,
-                "inner": 512,
-                "every": True,
-                "granularity": "1x32",
-                "scale_dtype": torch.float8_e8m0fnu,
-            },
+            sizes={"rows": 16, "inner": 512, "every": True, "granularity": "1x32", "scale_dtype": torch.float8_e8m0fnu},
         ),
         Case(name="square blocks that end early", sizes={"rows": 130, "inner": 200, "granularity": "128x128"}),
         Case(name="MXFP8", sizes={"inner": 96, "granularity": "1x32", "scale_dtype": torch.float8_e8m0fnu}),
-        Case(
-            name="qwen3-30b-a3b",
-            sizes={"rows": 768, "inner": 2048, "granularity": "128x128"},
-            model=True,
-        ),
-        Case(
-            name="llama-3.1-8b",
-            sizes={"rows": 14336, "inner": 4096, "granularity": "row"},
-            model=True,
-            large=True,
-        ),
+        Case(name="qwen3-30b-a3b", sizes={"rows": 768, "inner": 2048, "granularity": "128x128"}, model=True),
+        Case(name="llama-3.1-8b", sizes={"rows": 14336, "inner": 4096, "granularity": "row"}, model=True, large=True),
     ),
     wrong=(
-        WrongInput(
-            name="codes of floats",
-            change=lambda a: {**a, "codes": a["codes"].float()},
-            message=rf"{_PREFIX}: codes must be float8_e4m3fn.*got torch\.float32",
+        _wrong(
+            "codes of floats", r"codes must be float8_e4m3fn.*got torch\.float32", codes=lambda a: a["codes"].float()
         ),
-        WrongInput(
-            name="no such granularity",
-            change=lambda a: {**a, "granularity": "128"},
-            message="unknown granularity '128'",
-            error=UnknownNameError,
+        _wrong("no such granularity", "unknown granularity '128'", error=UnknownNameError, granularity="128"),
+        _wrong(
+            "a scale for each column",
+            r"scale must be float32.*\[5\].*'row'; got torch\.float32 \[40\]",
+            scale=torch.ones(40),
+            granularity="row",
         ),
-        WrongInput(
-            name="a scale for each column",
-            change=lambda a: {**a, "scale": torch.ones(40), "granularity": "row"},
-            message=rf"{_PREFIX}: scale must be float32.*\[5\].*'row'; got torch\.float32 \[40\]",
-        ),
-        WrongInput(
-            name="a result of 8 bits",
-            change=lambda a: {**a, "dtype": torch.float8_e5m2},
-            message=rf"{_PREFIX}: dtype must be float64.*got torch\.float8_e5m2",
-        ),
-        WrongInput(
-            name="two devices",
-            change=lambda a: {**a, "scale": torch.ones((), device="meta")},
-            message=rf"{_PREFIX}: codes is on cpu, but scale on meta",
-        ),
-        WrongInput(
-            name="scales that want a gradient",
-            change=lambda a: {**a, "scale": torch.ones((), requires_grad=True)},
-            message=rf"{_PREFIX}: scale is quantised or scales .* got requires_grad=True",
+        _wrong("a result of 8 bits", r"dtype must be float64.*got torch\.float8_e5m2", dtype=torch.float8_e5m2),
+        _wrong("two devices", r"codes is on cpu, but scale on meta", scale=torch.ones((), device="meta")),
+        _wrong(
+            "scales that want a gradient",
+            r"scale is quantised or scales .* got requires_grad=True",
+            scale=torch.ones((), requires_grad=True),
         ),
     ),
     rare=(torch.float64,),

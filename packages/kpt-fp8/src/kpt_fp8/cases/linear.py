@@ -1,6 +1,7 @@
 """The case table of `fp8.linear`."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from kpt_core import UnknownNameError
 from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.linear import NONE
 from kpt_fp8.scales import ROUNDINGS
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes
 
-from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales
+from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales, wrong_input
 
-_PREFIX = r"fp8\.linear"
+_wrong = partial(wrong_input, "fp8.linear")
 
 
 def _build(
@@ -88,41 +89,41 @@ LINEAR = CaseTable(
         Case(name="llama-3.1-8b", sizes={"rows": 4096, "inner": 4096, "columns": 14336}, model=True, large=True),
     ),
     wrong=(
-        WrongInput(
-            name="x of three dimensions",
-            change=lambda a: {**a, "x": a["x"][None]},
-            message=rf"{_PREFIX}: x must be \[M, K\] and weight \[N, K\].*got \[1, 5, 40\] and \[6, 40\]",
+        _wrong(
+            "x of three dimensions",
+            r"x must be \[M, K\] and weight \[N, K\].*got \[1, 5, 40\] and \[6, 40\]",
+            x=lambda a: a["x"][None],
         ),
-        WrongInput(
-            name="weight of floats",
-            change=lambda a: {**a, "weight": a["weight"].float()},
-            message=rf"{_PREFIX}: weight must be float8_e4m3fn.*got torch\.float32",
+        _wrong(
+            "weight of floats",
+            r"weight must be float8_e4m3fn.*got torch\.float32",
+            weight=lambda a: a["weight"].float(),
         ),
-        WrongInput(
-            name="scales of bfloat16",
-            change=lambda a: {**a, "scale": a["scale"].bfloat16()},
-            message=rf"{_PREFIX}: scale must be float32.*\[6\].*got torch\.bfloat16 \[6\]",
+        _wrong(
+            "scales of bfloat16",
+            r"scale must be float32.*\[6\].*got torch\.bfloat16 \[6\]",
+            scale=lambda a: a["scale"].bfloat16(),
         ),
-        WrongInput(
-            name="bias of another dtype",
-            change=lambda a: {**a, "bias": torch.ones(6, dtype=torch.float16)},
-            message=rf"{_PREFIX}: bias must have x's dtype, torch\.float32; got torch\.float16",
+        _wrong(
+            "bias of another dtype",
+            r"bias must have x's dtype, torch\.float32; got torch\.float16",
+            bias=torch.ones(6, dtype=torch.float16),
         ),
-        WrongInput(
-            name="no such granularity of activations",
-            change=lambda a: {**a, "activations": "token"},
-            message="unknown granularity of activations 'token'",
+        _wrong(
+            "no such granularity of activations",
+            "unknown granularity of activations 'token'",
             error=UnknownNameError,
+            activations="token",
         ),
-        WrongInput(
-            name="an input scale for nothing",
-            change=lambda a: {**a, "input_scale": torch.ones(())},
-            message=rf"{_PREFIX}: input_scale is for quantised activations; got activations='none'",
+        _wrong(
+            "an input scale for nothing",
+            r"input_scale is for quantised activations; got activations='none'",
+            input_scale=torch.ones(()),
         ),
-        WrongInput(
-            name="weight that wants a gradient",
-            change=lambda a: {**a, "scale": a["scale"].detach().requires_grad_()},
-            message=rf"{_PREFIX}: scale is quantised or scales .* got requires_grad=True",
+        _wrong(
+            "weight that wants a gradient",
+            r"scale is quantised or scales .* got requires_grad=True",
+            scale=lambda a: a["scale"].detach().requires_grad_(),
         ),
     ),
     gradients=("x", "bias"),

@@ -1,6 +1,7 @@
 """The case table of `fp8.quantize`."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 from kpt_core import UnknownNameError
 from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.scales import ROUNDINGS
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, WrongInput
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain
 
-from .common import GRANULARITIES, SCALES, SIZES, STACKS, normal, scales
+from .common import GRANULARITIES, SCALES, SIZES, STACKS, normal, scales, wrong_input
 
-_PREFIX = r"fp8\.quantize"
+_wrong = partial(wrong_input, "fp8.quantize")
 
 
 def _build(
@@ -100,66 +101,47 @@ QUANTIZE = CaseTable(
         Case(name="stochastic", sizes={"stochastic": True}),
         Case(name="stochastic e5m2", sizes={"stochastic": True, "format": torch.float8_e5m2, "granularity": "row"}),
         Case(name="rows of zeros", sizes={"rows": 9, "granularity": "row", "spread": "zeros"}),
-        Case(
-            name="qwen3-30b-a3b",
-            sizes={"rows": 512, "inner": 2048, "granularity": "1x128"},
-            model=True,
-        ),
-        Case(
-            name="llama-3.1-8b",
-            sizes={"rows": 4096, "inner": 14336, "granularity": "row"},
-            model=True,
-            large=True,
-        ),
+        Case(name="qwen3-30b-a3b", sizes={"rows": 512, "inner": 2048, "granularity": "1x128"}, model=True),
+        Case(name="llama-3.1-8b", sizes={"rows": 4096, "inner": 14336, "granularity": "row"}, model=True, large=True),
     ),
     wrong=(
-        WrongInput(
-            name="integers",
-            change=lambda a: {**a, "x": a["x"].long()},
-            message=rf"{_PREFIX}: x must be float64.*got torch\.int64",
-        ),
-        WrongInput(
-            name="not 8 bits",
-            change=lambda a: {**a, "dtype": torch.float16},
-            message=rf"{_PREFIX}: dtype must be float8_e4m3fn.*got torch\.float16",
-        ),
-        WrongInput(
-            name="no such granularity",
-            change=lambda a: {**a, "granularity": "rows"},
-            message="unknown granularity 'rows': did you mean 'row'",
+        _wrong("integers", r"x must be float64.*got torch\.int64", x=lambda a: a["x"].long()),
+        _wrong("not 8 bits", r"dtype must be float8_e4m3fn.*got torch\.float16", dtype=torch.float16),
+        _wrong(
+            "no such granularity",
+            "unknown granularity 'rows': did you mean 'row'",
             error=UnknownNameError,
+            granularity="rows",
         ),
-        WrongInput(
-            name="no such rounding",
-            change=lambda a: {**a, "scale_rounding": "upp"},
-            message="unknown scale_rounding 'upp': did you mean 'up'",
+        _wrong(
+            "no such rounding",
+            "unknown scale_rounding 'upp': did you mean 'up'",
             error=UnknownNameError,
+            scale_rounding="upp",
         ),
-        WrongInput(
-            name="square blocks of a vector",
-            change=lambda a: {**a, "x": a["x"][0], "granularity": "128x128"},
-            message=rf"{_PREFIX}: x must have 2 dimensions at least .*'128x128'; got \[40\]",
+        _wrong(
+            "square blocks of a vector",
+            r"x must have 2 dimensions at least .*'128x128'; got \[40\]",
+            x=lambda a: a["x"][0],
+            granularity="128x128",
         ),
-        WrongInput(
-            name="exponents that are no powers of two",
-            change=lambda a: {**a, "scale_dtype": torch.float8_e8m0fnu},
-            message=rf"{_PREFIX}: scales of float8_e8m0fnu are powers of two; got scale_rounding='none'",
+        _wrong(
+            "exponents that are no powers of two",
+            r"scales of float8_e8m0fnu are powers of two; got scale_rounding='none'",
+            scale_dtype=torch.float8_e8m0fnu,
         ),
-        WrongInput(
-            name="scales of bfloat16",
-            change=lambda a: {**a, "scale_dtype": torch.bfloat16},
-            message=rf"{_PREFIX}: scale_dtype must be float32, float64 or float8_e8m0fnu; got torch\.bfloat16",
+        _wrong(
+            "scales of bfloat16",
+            r"scale_dtype must be float32, float64 or float8_e8m0fnu; got torch\.bfloat16",
+            scale_dtype=torch.bfloat16,
         ),
-        WrongInput(
-            name="a scale of another shape",
-            change=lambda a: {**a, "scale": torch.ones(4), "granularity": "row"},
-            message=rf"{_PREFIX}: scale must be float32.*\[5\].*'row'; got torch\.float32 \[4\]",
+        _wrong(
+            "a scale of another shape",
+            r"scale must be float32.*\[5\].*'row'; got torch\.float32 \[4\]",
+            scale=torch.ones(4),
+            granularity="row",
         ),
-        WrongInput(
-            name="two devices",
-            change=lambda a: {**a, "scale": torch.ones((), device="meta")},
-            message=rf"{_PREFIX}: x is on cpu, but scale on meta",
-        ),
+        _wrong("two devices", r"x is on cpu, but scale on meta", scale=torch.ones((), device="meta")),
     ),
     rare=(torch.float64,),
     exact=True,

@@ -1,16 +1,17 @@
 """The case table of `fp8.scaled_mm`."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from kpt_fp8.formats import FP8_DTYPES
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes
 
-from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales
+from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales, wrong_input
 
-_PREFIX = r"fp8\.scaled_mm"
+_wrong = partial(wrong_input, "fp8.scaled_mm")
 
 
 def _build(
@@ -65,12 +66,7 @@ SCALED_MM = CaseTable(
         ),
         Case(
             name="MXFP8",
-            sizes={
-                "inner": 96,
-                "granularity_a": "1x32",
-                "granularity_b": "1x32",
-                "scale_dtype": torch.float8_e8m0fnu,
-            },
+            sizes={"inner": 96, "granularity_a": "1x32", "granularity_b": "1x32", "scale_dtype": torch.float8_e8m0fnu},
         ),
         Case(name="gradients of e5m2", sizes={"format": torch.float8_e5m2}),
         Case(
@@ -81,35 +77,26 @@ SCALED_MM = CaseTable(
         Case(name="llama-3.1-8b", sizes={"rows": 4096, "inner": 4096, "columns": 14336}, model=True, large=True),
     ),
     wrong=(
-        WrongInput(
-            name="other K",
-            change=lambda a: {**a, "a": a["a"][:, 1:]},
-            message=rf"{_PREFIX}: a must be \[M, K\] and b \[K, N\] with equal K; got \[5, 39\] and \[40, 6\]",
+        _wrong(
+            "other K",
+            r"a must be \[M, K\] and b \[K, N\] with equal K; got \[5, 39\] and \[40, 6\]",
+            a=lambda a: a["a"][:, 1:],
         ),
-        WrongInput(
-            name="floats",
-            change=lambda a: {**a, "a": a["a"].float()},
-            message=rf"{_PREFIX}: a must be float8_e4m3fn.*got torch\.float32",
+        _wrong("floats", r"a must be float8_e4m3fn.*got torch\.float32", a=lambda a: a["a"].float()),
+        _wrong(
+            "e5m2 times e5m2",
+            r"a or b must be float8_e4m3fn.*got torch\.float8_e5m2 and torch\.float8_e5m2",
+            a=lambda a: a["a"].to(torch.float8_e5m2),
+            b=lambda a: a["b"].to(torch.float8_e5m2),
         ),
-        WrongInput(
-            name="e5m2 times e5m2",
-            change=lambda a: {**a, "a": a["a"].to(torch.float8_e5m2), "b": a["b"].to(torch.float8_e5m2)},
-            message=rf"{_PREFIX}: a or b must be float8_e4m3fn.*got torch\.float8_e5m2 and torch\.float8_e5m2",
+        _wrong(
+            "scales of another granularity",
+            r"scale_a must be float32.*\[5, 1\].*'1x128'; got torch\.float32 \[5\]",
+            granularity_a="1x128",
         ),
-        WrongInput(
-            name="scales of another granularity",
-            change=lambda a: {**a, "granularity_a": "1x128"},
-            message=rf"{_PREFIX}: scale_a must be float32.*\[5, 1\].*'1x128'; got torch\.float32 \[5\]",
-        ),
-        WrongInput(
-            name="bias of another width",
-            change=lambda a: {**a, "bias": torch.ones(5)},
-            message=rf"{_PREFIX}: bias must be floating \[6\]; got torch\.float32 \[5\]",
-        ),
-        WrongInput(
-            name="a result of 8 bits",
-            change=lambda a: {**a, "out_dtype": torch.float8_e4m3fn},
-            message=rf"{_PREFIX}: out_dtype must be float64.*got torch\.float8_e4m3fn",
+        _wrong("bias of another width", r"bias must be floating \[6\]; got torch\.float32 \[5\]", bias=torch.ones(5)),
+        _wrong(
+            "a result of 8 bits", r"out_dtype must be float64.*got torch\.float8_e4m3fn", out_dtype=torch.float8_e4m3fn
         ),
     ),
     reduction=lambda arguments: int(arguments["a"].shape[1]),

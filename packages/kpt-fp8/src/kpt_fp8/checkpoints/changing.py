@@ -20,17 +20,17 @@ _MINUS_ZERO = 0x80
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """A weight in its new scheme.
+class ConvertedTensor:
+    """What became of a quantised weight.
 
     Attributes:
-        weight: codes and scale; the scale is float32, whatever the file has.
+        name: of the weight in the model.
         exact: it stands for the same numbers as before, to the bit.
         how: what was done.
         sqnr: signal-to-noise ratio in dB against the numbers before; None where they are the same.
     """
 
-    weight: QuantizedWeight
+    name: str
     exact: bool
     how: str
     sqnr: float | None = None
@@ -41,12 +41,7 @@ class Inexact(Exception):
 
 
 def require_sound(name: str, weight: QuantizedWeight) -> None:
-    """Raise `InputError` where codes or scales of a weight are no numbers that it could have.
-
-    Args:
-        name: of the weight.
-        weight: as the file has it.
-    """
+    """Raise `InputError` where codes or scales of a weight are no numbers that it could have."""
     bad = int(torch.count_nonzero(nan_codes(weight.codes)))  # a sum would make int64 of it
     if bad:
         raise InputError(
@@ -68,16 +63,8 @@ def nan_codes(codes: Tensor) -> Tensor:
     return bits == special if special == _MINUS_ZERO else (bits & _MAGNITUDE) >= special
 
 
-def same_numbers(weight: QuantizedWeight, scheme: Scheme) -> Changed:
-    """The weight in another scheme with the same numbers.
-
-    Args:
-        weight: a sound one.
-        scheme: the other one.
-
-    Raises:
-        Inexact: there is none.
-    """
+def same_numbers(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[QuantizedWeight, ConvertedTensor]:
+    """Write a sound weight with the same numbers in another scheme; raise `Inexact` where that has none."""
     done = []
     codes, scale = weight.codes, weight.scale
     if weight.granularity != scheme.granularity:
@@ -89,7 +76,7 @@ def same_numbers(weight: QuantizedWeight, scheme: Scheme) -> Changed:
     if not torch.equal(scale.to(scheme.scale_dtype).to(torch.float32), scale):
         raise Inexact(f"its scales are no numbers of {scheme.scale_dtype}")
     changed = replace(weight, codes=codes, scale=scale, granularity=scheme.granularity)
-    return Changed(changed, True, ", ".join(done) or "codes and scales as they were")
+    return changed, ConvertedTensor(name, True, ", ".join(done) or "codes and scales as they were")
 
 
 def _finer(weight: QuantizedWeight, granularity: str) -> Tensor:
@@ -120,18 +107,10 @@ def _recoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     return bits.clone().view(dtype), scale / 2
 
 
-def quantized_anew(name: str, numbers: Tensor, scheme: Scheme, input_scale: Tensor | None) -> Changed:
-    """Quantise numbers.
-
-    Args:
-        name: of the weight.
-        numbers: `[N, K]` of a floating dtype.
-        scheme: how.
-        input_scale: goes along.
-
-    Raises:
-        InputError: NaN or infinity among the numbers, or K is no multiple of a block.
-    """
+def quantized_anew(
+    name: str, numbers: Tensor, scheme: Scheme, input_scale: Tensor | None
+) -> tuple[QuantizedWeight, ConvertedTensor]:
+    """Quantise numbers `[N, K]`; raise `InputError` for NaN or infinity, or where K is no multiple of a block."""
     require_finite("convert_checkpoint", name, numbers)
     if scheme.granularity == "128x128" and numbers.shape[1] % 128:
         raise InputError(
@@ -151,7 +130,7 @@ def quantized_anew(name: str, numbers: Tensor, scheme: Scheme, input_scale: Tens
             numbers, dtype=scheme.dtype, granularity=scheme.granularity, power_of_two=powers
         )
         made = QuantizedWeight(codes, scale, scheme.granularity, input_scale)
-    return Changed(made, False, f"quantised anew per {scheme.granularity}", quality.sqnr)
+    return made, ConvertedTensor(name, False, f"quantised anew per {scheme.granularity}", quality.sqnr)
 
 
 def _rounded_up(scale: Tensor) -> Tensor:

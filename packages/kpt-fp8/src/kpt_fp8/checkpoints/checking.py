@@ -60,7 +60,7 @@ def _faults(contents: Contents, scheme: Scheme, stored: StoredWeight, reader: Te
 
 
 def _reciprocal(stored: StoredWeight, weight: QuantizedWeight) -> list[str]:
-    """Whether weights would be usual if the scale were 1 by what is stored."""
+    """Tell whether weights would be usual if the scale were 1 by what is stored."""
     if weight.codes.numel() == 0:
         return []
     largest = _largest(weight)

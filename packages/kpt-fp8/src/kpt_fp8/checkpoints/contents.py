@@ -23,14 +23,7 @@ _E5M2 = (
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A quantised weight in the files.
-
-    Attributes:
-        name: that the model has for it.
-        shape: of the codes, N and K.
-        codes, scale: names of the tensors.
-        input_scale: likewise, of the static scale of activations; None without one.
-    """
+    """A quantised weight: its name in the model, the codes' shape, and the names of its tensors in the files."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,15 +45,9 @@ class StoredWeight:
 
 @dataclass(slots=True)
 class Contents:
-    """What a checkpoint holds.
+    """What a checkpoint holds; format and scheme are None where it is not quantised.
 
-    Attributes:
-        folder: where.
-        format: how it is written; None for a checkpoint that is not quantised.
-        scheme: how its weights are quantised; likewise.
-        weights: the quantised ones, by the name that the model has for them.
-        plain: other tensors, by name.
-        faults: sentences about what is wrong.
+    Quantised weights and plain tensors are by name, faults are sentences about what is wrong.
     """
 
     folder: CheckpointFolder

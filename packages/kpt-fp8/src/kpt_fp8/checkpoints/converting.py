@@ -14,11 +14,10 @@ from kpt_fp8.conversion import Progress
 from kpt_fp8.scales import LEAST
 from kpt_fp8.selection import matches, patterns
 
-from .changing import Changed, Inexact, quantized_anew, require_sound, same_numbers
+from .changing import ConvertedTensor, Inexact, quantized_anew, require_sound, same_numbers
 from .contents import Contents, describe
 from .folder import CONFIG, CheckpointFolder, Stored, TensorReader
 from .formats import Format, format_named, module_of
-from .report import CheckpointReport, ConvertedTensor
 from .scheme import NUMBERS, QuantizedWeight, Scheme
 from .staging import ShardWriter, check_target, copy_rest, staged, write_json
 
@@ -29,6 +28,41 @@ LEFT = (HEAD, "*embed*", "*norm*", "wte", "wpe", "gate", "*router*", "*shared_ex
 #: Models whose matrices are stored transposed, so that a row there is no row of `nn.Linear`.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt")
 _SHARD = 2 << 30
+
+
+@dataclass(slots=True)
+class CheckpointReport:
+    """What a conversion of a checkpoint did.
+
+    Attributes:
+        source, target: names of the formats; `unquantised` where weights were not.
+        scheme: how weights are quantised now.
+        tensors: the quantised ones, in the order of the files.
+        notes: what else changed, a sentence each.
+        bytes: of all tensors now.
+    """
+
+    source: str
+    target: str
+    scheme: Scheme
+    tensors: list[ConvertedTensor] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether every weight stands for the same numbers as before."""
+        return all(each.exact for each in self.tensors)
+
+    def __str__(self) -> str:
+        exact = sum(each.exact for each in self.tensors)
+        lines = [
+            f"{self.source} -> {self.target}: {self.scheme}",
+            f"{exact} of {len(self.tensors)} weights are bit-exact, {self.bytes} bytes in all",
+        ]
+        anew = sorted((each for each in self.tensors if not each.exact), key=lambda each: each.sqnr or 0.0)
+        lines += [f"{each.name}  {each.how}  SQNR {each.sqnr:.1f} dB" for each in anew]
+        return "\n".join([*lines, *self.notes])
 
 
 def convert_checkpoint(
@@ -99,10 +133,10 @@ def convert_checkpoint(
             if name in contents.plain and name not in anew:
                 writer.add(name, reader.tensor(name))
                 continue
-            changed = work.change(name, reader)
-            for stored, tensor in work.tensors(name, changed.weight):
+            weight, told = work.change(name, reader)
+            for stored, tensor in work.tensors(name, weight):
                 writer.add(stored, tensor)
-            report.tensors.append(ConvertedTensor(name, changed.exact, changed.how, changed.sqnr))
+            report.tensors.append(told)
         writer.finish()
         report.bytes = writer.total
     return report
@@ -162,7 +196,7 @@ class _Work:
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         return self.format.metadata(self.scheme, self.names, shapes, dtype)
 
-    def change(self, name: str, reader: TensorReader) -> Changed:
+    def change(self, name: str, reader: TensorReader) -> tuple[QuantizedWeight, ConvertedTensor]:
         given = self.input_scales.get(module_of(name)) if self.scheme.static else None
         own = None if given is None else torch.tensor(given, dtype=torch.float32)
         if name in self.anew:
@@ -174,7 +208,7 @@ class _Work:
         own = (weight.input_scale if own is None else own) if self.scheme.static else None
         weight = replace(weight, input_scale=own)
         try:
-            return same_numbers(weight, self.scheme)
+            return same_numbers(name, weight, self.scheme)
         except Inexact as error:
             if not self.requantize:
                 raise InputError(

@@ -22,14 +22,7 @@ _HINT = "download or write the checkpoint again"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        name: of the tensor.
-        file: that holds it.
-        dtype: as safetensors names it, `F8_E4M3` for instance.
-        shape: of the tensor.
-    """
+    """A tensor in a file; its dtype is as safetensors names it, `F8_E4M3` for instance."""
 
     name: str
     file: str
@@ -46,9 +39,6 @@ class CheckpointFolder:
         files: names of the files with weights, in their order.
         tensors: by name, in the order of the files.
         faults: sentences about index and files; empty where all is well.
-
-    Raises:
-        InputError: no such folder, no config.json, no weights in safetensors, or JSON that can't be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -67,11 +57,7 @@ class CheckpointFolder:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """What the checkpoint says of its quantised weights; None where it has none.
-
-        Raises:
-            InputError: it is no object, or hf_quant_config.json can't be read.
-        """
+        """What the checkpoint says of its quantised weights; None where it has none."""
         found = self.config.get("quantization_config")
         if found is None and isinstance(self.config.get("text_config"), dict):
             found = self.config["text_config"].get("quantization_config")
@@ -80,11 +66,6 @@ class CheckpointFolder:
         if found is not None and not isinstance(found, dict):
             raise InputError(f"{self.path / CONFIG}: quantization_config must be an object; got {found!r}: {_HINT}")
         return found
-
-    def require_whole(self) -> None:
-        """Raise `InputError` with the first fault of the files, if there is one."""
-        if self.faults:
-            raise InputError(self.faults[0])
 
     @contextmanager
     def reading(self) -> Iterator["TensorReader"]:
@@ -147,11 +128,7 @@ class TensorReader:
         self._open: dict[str, tuple[Any, Any]] = {}
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the CPU.
-
-        Raises:
-            InputError: the file can't be read.
-        """
+        """A tensor, on the CPU."""
         from safetensors import SafetensorError
 
         file = self._folder.tensors[name].file
@@ -184,11 +161,7 @@ class TensorReader:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a file.
-
-    Raises:
-        InputError: no such file, or it holds something else.
-    """
+    """An object from a file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -49,13 +49,9 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight: about `codes * scale`.
+    """A weight: `codes * scale`, with the scale in float32 of `scale_shape(codes.shape, granularity)`.
 
-    Attributes:
-        codes: `[N, K]` of an 8-bit format.
-        scale: float32 of `scale_shape([N, K], granularity)`; it multiplies.
-        granularity: what shares a scale.
-        input_scale: float32 `[]`, what activations are divided by; None where they have no static scale.
+    `input_scale` is what activations are divided by; None where they have no static scale.
     """
 
     codes: Tensor

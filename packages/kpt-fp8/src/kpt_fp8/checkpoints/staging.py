@@ -19,11 +19,7 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "*.py",
 
 
 def check_target(source: Path, target: Path) -> Path:
-    """The real path of a target that may be written.
-
-    Raises:
-        InputError: it is taken, in a wrong place, or its folder does not exist.
-    """
+    """The real path of a target that may be written."""
     real, origin = target.resolve(), source.resolve()
     if real == origin or origin in real.parents or real in origin.parents:
         raise InputError(f"{target} overlaps the source {source}; expected a folder apart from it: choose another")
@@ -75,13 +71,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class ShardWriter:
-    """Collects tensors and writes a file whenever they fill one.
-
-    Args:
-        folder: that exists; `finish` must be called at the end.
-        metadata: of each file's header.
-        most: bytes of a file; a tensor that is larger has one for itself.
-    """
+    """Collect tensors and write a file whenever they fill one; a larger one has its own. `finish` ends that."""
 
     def __init__(self, folder: Path, metadata: dict[str, str], most: int) -> None:
         self._folder, self._metadata, self._most = folder, metadata, most
@@ -112,8 +102,7 @@ class ShardWriter:
             (self._folder / self._part(number)).rename(self._folder / final)
             places.update(dict.fromkeys(names, final))
         write_json(
-            self._folder / INDEX,
-            {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(places.items()))},
+            self._folder / INDEX, {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(places.items()))}
         )
 
     def _part(self, number: int) -> str:

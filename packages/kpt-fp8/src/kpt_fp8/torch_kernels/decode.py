@@ -17,11 +17,7 @@ _AT_ONCE = 1 << 18
 
 
 def decode(codes: Tensor) -> Tensor:
-    """The numbers of 8-bit codes in float32, exact; NaN and infinity too.
-
-    Args:
-        codes: of an 8-bit format, any shape and strides, in host memory.
-    """
+    """Return the numbers of 8-bit codes in host memory, of any strides, in float32, exact; NaN and infinity too."""
     out = torch.empty(codes.shape, dtype=torch.float32)
     decode_into(out, codes, exact=True)
     return out
@@ -33,13 +29,7 @@ def lacking(dtype: torch.dtype) -> float:
 
 
 def decode_into(out: Tensor, codes: Tensor, *, exact: bool = False) -> None:
-    """Write the numbers of codes.
-
-    Args:
-        out: float32 or float64 of the codes' shape, contiguous.
-        codes: as `decode` takes them.
-        exact: whether they are the codes' numbers, or those divided by `lacking`, which is faster.
-    """
+    """Write the numbers of codes into `out`, contiguous: `exact`, or divided by `lacking`, which is faster."""
     if codes.numel() == 0:
         return
     if codes.is_contiguous():
@@ -64,7 +54,7 @@ def decode_into(out: Tensor, codes: Tensor, *, exact: bool = False) -> None:
 
 
 def _has_special(codes: Tensor, form: Format) -> bool:
-    """Whether there is a code of NaN which float16 would take for a number."""
+    """Tell whether there is a code of NaN which float16 would take for a number."""
     signed = codes.view(torch.int8)
     if form.special == 0x80:
         return bool(signed.min() == -128)

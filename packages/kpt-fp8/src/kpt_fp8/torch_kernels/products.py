@@ -16,16 +16,9 @@ _ROWS = 512
 
 
 def product(rows: Tensor, weight: Tensor, scale: Tensor, granularity: str) -> Tensor:
-    """`rows @ (weight * scale).t()`.
+    """Return `rows @ (weight * scale).t()`, for rows `[M, K]` float32 or float64: `[M, N]`.
 
-    Args:
-        rows: `[M, K]` float32 or float64.
-        weight: `[N, K]` of an 8-bit format.
-        scale: of the weight, of `rows`' dtype.
-        granularity: what shares a scale. One for a row or all multiplies the sums, which are fewer.
-
-    Returns:
-        `[M, N]` of `rows`' dtype.
+    One scale for a row or all multiplies the sums, which are fewer.
     """
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     for part, numbers in _parts(weight, scale, granularity, rows.dtype, rows.shape[0]):

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from kpt_core import InputError
-from kpt_fp8.selection import chosen_layers
+from kpt_fp8.selection import chosen_layers, require_module, require_parent
 
 from .experts import FP8TrainingExperts, refusal
 from .layer import FP8TrainingLinear
@@ -44,17 +43,13 @@ def convert_to_fp8_training(
         InputError: no layer is left to convert, a pattern describes no module, or a layer can't be converted.
         UnknownNameError: no such recipe.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{_OWNER}: model must be an nn.Module; got {type(model).__name__}")
-    if type(model) is nn.Linear:
-        raise InputError(
-            f"{_OWNER}: a single nn.Linear has no place to be replaced at: use FP8TrainingLinear.from_linear"
-        )
+    require_module(_OWNER, model)
+    require_parent(_OWNER, model, "FP8TrainingLinear")
     chosen_recipe = recipe_of(recipe)
     found = chosen_layers(_OWNER, model, include, exclude, min_features)
     made: list[tuple[tuple[str, ...], nn.Module]] = []
     for layer in found.chosen:
-        made.append((layer.names, FP8TrainingLinear.from_linear(layer.linear, chosen_recipe)))
+        made.append((layer.names, FP8TrainingLinear.from_linear(layer.module, chosen_recipe)))
     for experts in found.experts:
         reason = refusal(experts.module)
         if reason:

@@ -3,25 +3,28 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kpt_core import InputError
+from kpt_fp8.selection import require_module
 
 from .conversion import convert_to_fp8_training
 from .guards import Guards, Observation, causes
 from .history import mistrust, multiply_gradients, remember
-from .processes import local, seen_by_all
 from .quantising import ROLES, largest_of
 from .recipe import FP8Recipe
 from .report import ACCUMULATED, SKIPPED, TAKEN, DivergedError, Escalation, LayerState, StepReport, TrainingReport
-from .state import engine_state, load_engine_state, require_fitting
+from .state import load_state, require_fitting, state_of
 from .watched import Watched
 
 _SENTENCES = 10
+_NUMBERS = ("loss_scale", "steps", "skipped", "taken_in_row", "skipped_in_row")
 
 
 class FP8TrainingEngine:
@@ -48,11 +51,6 @@ class FP8TrainingEngine:
         min_features: likewise.
 
     Attributes:
-        model: what was given.
-        optimizer: likewise.
-        guards: likewise.
-        accumulation: likewise.
-        clip_norm: likewise.
         layers: by name, what is watched.
         left: by name, why another `nn.Linear` was left as it is.
         loss_scale: what the loss is multiplied by.
@@ -76,8 +74,7 @@ class FP8TrainingEngine:
         min_features: int = 64,
     ) -> None:
         owner = type(self).__name__
-        if not isinstance(model, nn.Module):
-            raise InputError(f"{owner}: model must be an nn.Module; got {type(model).__name__}")
+        require_module(owner, model)
         if not isinstance(optimizer, Optimizer):
             raise InputError(f"{owner}: optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
         if accumulation < 1:
@@ -109,10 +106,7 @@ class FP8TrainingEngine:
         return self.model(*args, **kwargs)
 
     def step(self, loss: Tensor) -> StepReport:
-        """Go backward from a loss; after `accumulation` of them, let the optimizer step or skip it.
-
-        Args:
-            loss: one number, `[]` or `[1]`, that the model computed in training mode.
+        """Go backward from a loss, one number; after `accumulation` of them, let the optimizer step or skip it.
 
         Raises:
             InputError: the loss is no such number, or no parameter of the optimizer has a gradient.
@@ -167,12 +161,15 @@ class FP8TrainingEngine:
         where = gradients[0].device
         tops = torch.stack([largest_of(each).float().to(where) for each in gradients])
         observed = torch.stack([layer.observed.to(where) for layer in self.layers.values()])
-        seen_by_all(tops, observed)
+        _share_largest(tops, observed)
         for layer, own in zip(self.layers.values(), observed, strict=True):
             layer.observed.copy_(own)  # what is remembered is of all processes, too
         owners = [names.get(id(each), "a parameter of the optimizer") for each in self._parameters()]
         wrong = [name for name, top in zip(owners, tops.tolist(), strict=True) if not top < math.inf]
-        return wrong, {name: Observation(each) for name, each in zip(self.layers, observed.tolist(), strict=True)}
+        return wrong, {
+            name: Observation(*zip(*each, strict=True))
+            for name, each in zip(self.layers, observed.tolist(), strict=True)
+        }
 
     def _skip(self, reason: str, lower: bool, observed: Mapping[str, Observation]) -> StepReport:
         self.skipped += 1
@@ -244,7 +241,7 @@ class FP8TrainingEngine:
         return [each for group in groups for each in group["params"] if each.grad is not None and each.numel()]
 
     def _gradients(self) -> list[Tensor]:
-        return [local(each.grad) for each in self._parameters() if each.grad is not None]
+        return [_local(each.grad) for each in self._parameters() if each.grad is not None]
 
     @property
     def report(self) -> TrainingReport:
@@ -259,12 +256,10 @@ class FP8TrainingEngine:
         return TrainingReport(self.steps, self.skipped, tuple(self.last_skips), tuple(self.escalations), tuple(layers))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on bit for bit: model, optimizer, engine, and torch's random generators.
+        """Return all that is needed to go on bit for bit: model, optimizer, engine, and torch's random generators.
 
         It holds tensors, numbers, strings, lists and dictionaries, so that `torch.load` reads it with `weights_only`.
-
-        Raises:
-            InputError: some gradients of a step are accumulated, which no checkpoint would hold.
+        Raise `InputError` where gradients of a step are accumulated, which no checkpoint would hold.
         """
         if self._pending:
             raise InputError(
@@ -274,21 +269,54 @@ class FP8TrainingEngine:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "engine": engine_state(self),
+            "engine": {
+                **state_of(self.layers),
+                **{name: getattr(self, name) for name in _NUMBERS},
+                "bad_signs": dict(self.bad_signs),
+                "escalations": [list(astuple(each)) for each in self.escalations],
+                "last_skips": list(self.last_skips),
+                "errors": {name: list(errors) for name, errors in self.errors.items()},
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another engine was, with a model, optimizer and recipe that were made alike.
 
-        torch's random generators are set, too: dropout goes on with what it would have drawn.
-
-        Raises:
-            InputError: the state is of other layers, recipes, or no state of an engine. Nothing is changed then.
+        torch's random generators are set, too: dropout goes on with what it would have drawn. Raise `InputError` for a
+        state of other layers or recipes, or of no engine; nothing is changed then.
         """
-        require_fitting(self, state)
+        require_fitting(type(self).__name__, self.layers, state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
-        load_engine_state(self, state["engine"])
+        own = state["engine"]
+        for name in _NUMBERS:
+            setattr(self, name, own[name])
+        self.bad_signs = dict(own["bad_signs"])
+        self.escalations = [Escalation(*each) for each in own["escalations"]]
+        self.last_skips = deque(own["last_skips"], maxlen=_SENTENCES)
+        self.errors = {name: tuple(errors) for name, errors in own["errors"].items()}
+        load_state(self.layers, own)
         self._pending = 0
         self.optimizer.zero_grad()
         self._prepare_step()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor that FSDP2 shards, in the same memory; others as they are."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _share_largest(*found: Tensor) -> None:
+    """Make numbers the largest of all processes, in place; NaN and infinity become infinity. One communication.
+
+    Every process calls it with tensors of the same shapes.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    together = torch.cat([each.reshape(-1) for each in found])
+    # Reductions differ in what the larger of NaN and a number is.
+    together.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(together, dist.ReduceOp.MAX)
+    for each, part in zip(found, together.split([each.numel() for each in found]), strict=True):
+        each.copy_(part.view_as(each))

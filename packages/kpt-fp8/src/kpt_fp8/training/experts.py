@@ -7,13 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_fp8.experts import is_fused_experts
+from kpt_fp8.experts import is_fused_experts, unusual_part
 
 from .recipe import FP8Recipe, recipe_of
 from .watched import Watched
-
-_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-_KNOWN = {f"{name}{bias}" for name in _PARAMETERS for bias in ("", "_bias")}
 
 
 class FP8TrainingExperts(nn.Module):
@@ -37,11 +34,7 @@ class FP8TrainingExperts(nn.Module):
 
     @classmethod
     def from_experts(cls, experts: nn.Module, recipe: FP8Recipe | str = "tensor") -> Self:
-        """Experts that have the very parameters of others, so that an optimizer goes on with them.
-
-        Args:
-            experts: as transformers fuses them.
-            recipe: an `FP8Recipe`, or `tensor`, `delayed`, `row`, `block` or `none`.
+        """Take the very parameters of experts as transformers fuses them, so that an optimizer goes on with them.
 
         Raises:
             InputError: they can't be converted; the message says why.
@@ -69,16 +62,7 @@ class FP8TrainingExperts(nn.Module):
         return "gate_up_proj" if self._original[0].has_gate else "up_proj"
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send each token through its experts.
-
-        Args:
-            hidden_states: `[tokens, hidden_size]` floating.
-            top_k_index: `[tokens, top_k]`; ids that are no expert's contribute nothing.
-            top_k_weights: `[tokens, top_k]`.
-
-        Returns:
-            `[tokens, hidden_size]` of `hidden_states`' dtype.
-        """
+        """Send each token through its experts, as `NativeFP8Experts` does."""
         original = self._original[0]
         activate = original._apply_gate if original.has_gate else original.act_fn
         experts = top_k_index.flatten()
@@ -106,11 +90,7 @@ class FP8TrainingExperts(nn.Module):
 
 
 def refusal(experts: nn.Module) -> str:
-    """Why experts can't train in 8 bits; empty where they can."""
+    """Say why experts can't train in 8 bits; empty where they can."""
     if not is_fused_experts(experts):
         return "it holds no experts as transformers fuses them"
-    module: Any = experts
-    others = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in _KNOWN]
-    if module.has_post_expert_norm or others:
-        return f"there is no place for its {others[0] if others else 'norm after each expert'}"
-    return "its experts are spread over processes" if getattr(module, "_is_expert_parallel", False) else ""
+    return unusual_part(experts)

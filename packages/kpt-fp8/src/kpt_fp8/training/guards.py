@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kpt_core import InputError
 
-from .quantising import AMAX, ERROR, ROLES, SATURATED, ZEROS
+from .quantising import ROLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,57 +46,31 @@ class Guards:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What one layer observed in a step, on the host: `[3][4]`, see `FP8TrainingLinear.observed`."""
+class Observation(NamedTuple):
+    """What one layer observed in a step, on the host, of input, weight and gradient; see `Watched.observed`."""
 
-    rows: Sequence[Sequence[float]]
-
-    def column(self, which: int) -> tuple[float, ...]:
-        """Of input, weight and gradient."""
-        return tuple(row[which] for row in self.rows)
+    amax: tuple[float, ...]
+    saturated: tuple[float, ...]
+    zeros: tuple[float, ...]
+    errors: tuple[float, ...]
 
     def overflown(self, most_saturated: float) -> list[int]:
-        """The roles of which more saturates than may."""
-        return [role for role, share in enumerate(self.column(SATURATED)) if share > most_saturated]
+        """Return the roles of which more saturates than may."""
+        return [role for role, share in enumerate(self.saturated) if share > most_saturated]
 
     def not_finite(self) -> list[int]:
-        """The roles that held NaN or infinity."""
-        return [role for role, top in enumerate(self.column(AMAX)) if not top < float("inf")]
+        """Return the roles that held NaN or infinity."""
+        return [role for role, top in enumerate(self.amax) if not top < float("inf")]
 
     def worst(self) -> tuple[float, str]:
-        """The greatest error, and of what."""
-        errors = self.column(ERROR)
-        role = max(range(len(ROLES)), key=lambda role: errors[role])
-        return errors[role], ROLES[role]
-
-    @property
-    def saturated(self) -> tuple[float, ...]:
-        """Shares of codes."""
-        return self.column(SATURATED)
-
-    @property
-    def zeros(self) -> tuple[float, ...]:
-        """Shares of codes."""
-        return self.column(ZEROS)
-
-    @property
-    def errors(self) -> tuple[float, ...]:
-        """Mean over rows of the relative error."""
-        return self.column(ERROR)
+        """Return the greatest error, and of what."""
+        return max(zip(self.errors, ROLES, strict=True), key=lambda each: each[0])
 
 
 def causes(
     gradients: Sequence[str], observed: dict[str, Observation], most_saturated: float, shown: int = 3
 ) -> list[str]:
-    """What speaks against a step, as parts of a sentence; empty where nothing does.
-
-    Args:
-        gradients: names of the parameters whose gradient is not finite.
-        observed: by layer.
-        most_saturated: as `Guards` has it.
-        shown: how many of each kind are named.
-    """
+    """Return what speaks against a step, in parts of a sentence that name `shown` of each kind."""
     bad = [f"{_of(role)} {name!r} is not finite" for name, seen in observed.items() for role in seen.not_finite()]
     clipped = [
         f"{100 * seen.saturated[role]:.3g} % of {_of(role)} {name!r} saturated"

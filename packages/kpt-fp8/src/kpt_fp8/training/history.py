@@ -18,9 +18,6 @@ def update_delayed_scales(model: nn.Module) -> None:
 
     Call it once after each step of the optimizer, outside of compiled code. Layers without delayed scales forget what
     they observed, and nothing else happens.
-
-    Args:
-        model: with layers `FP8TrainingLinear` or `FP8TrainingExperts` anywhere.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Watched)]
     remember(layers)

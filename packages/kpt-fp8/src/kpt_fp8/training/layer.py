@@ -56,11 +56,9 @@ class FP8TrainingLinear(Watched, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: FP8Recipe | str = "tensor") -> Self:
-        """A layer that has the very parameters of another, so that an optimizer goes on with them.
+        """Return a layer that has the very parameters of another, so that an optimizer goes on with them.
 
-        Raises:
-            InputError: no `nn.Linear`, or the recipe does not fit.
-            UnknownNameError: no such recipe.
+        Raise `InputError` where that is no `nn.Linear`.
         """
         if not isinstance(linear, nn.Linear):
             raise InputError(f"{cls.__name__}: linear must be an nn.Linear; got {type(linear).__name__}")
@@ -72,17 +70,9 @@ class FP8TrainingLinear(Watched, nn.Linear):
         return made.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input @ weight.t() + bias`, differentiable once.
+        """Compute `input @ weight.t() + bias`, differentiable once: `[..., out_features]`.
 
-        Args:
-            input: `[..., in_features]` floating. Under autocast it is converted to autocast's dtype; the weight is
-                quantised as it is.
-
-        Returns:
-            `[..., out_features]` of `input`'s dtype, or autocast's.
-
-        Raises:
-            InputError: a shape, dtype or device does not fit.
+        Under autocast the input is converted to autocast's dtype, which the result has; the weight is quantised as is.
         """
         if not self.recipe.quantises:
             return super().forward(input)

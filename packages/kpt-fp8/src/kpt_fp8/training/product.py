@@ -20,14 +20,7 @@ _SHARED = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("1x1
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How a call of a layer quantises.
-
-    Attributes:
-        recipe: of the layer.
-        delayed: by role, whether the delayed scale is used.
-        observes: count what happens, in `observed`.
-        measures: measure errors too.
-    """
+    """How a call of a layer quantises; `delayed` tells by role whether the delayed scale is used."""
 
     recipe: FP8Recipe
     delayed: tuple[bool, bool, bool]
@@ -96,13 +89,7 @@ class Product(torch.autograd.Function):
                 transposed, w_scale, _ = current(weight.t(), recipe.dtype, of_weight)
                 weight = transposed.t()
             grad_x = scaled_mm(
-                codes,
-                weight,
-                scale,
-                w_scale,
-                granularity_a=of_rows,
-                granularity_b=of_weight,
-                out_dtype=gradient.dtype,
+                codes, weight, scale, w_scale, granularity_a=of_rows, granularity_b=of_weight, out_dtype=gradient.dtype
             )
         if ctx.needs_input_grad[1]:
             if of_rows == "row":

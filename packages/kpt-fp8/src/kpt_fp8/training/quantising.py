@@ -25,11 +25,6 @@ def current(x: Tensor, dtype: torch.dtype, granularity: str) -> tuple[Tensor, Te
     By itself `fp8.quantize` would let an infinity saturate, and an overflow would pass for a large number. The largest
     magnitudes are found here and given to it as scales, so that this takes no further read.
 
-    Args:
-        x: `[N, K]` floating.
-        dtype: of the codes.
-        granularity: as `fp8.quantize` takes it.
-
     Returns:
         Codes, their scale, and the largest magnitude, `[]`, which is not finite where a number isn't.
     """

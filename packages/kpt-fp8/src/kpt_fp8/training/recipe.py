@@ -57,13 +57,9 @@ class FP8Recipe:
                 f"{_OWNER}: delayed scales are one for a tensor; got granularity={self.granularity!r}: give 'tensor', "
                 "or delayed=False"
             )
-        for name, value in (
-            ("history", self.history),
-            ("margin", self.margin),
-            ("gradient_margin", self.gradient_margin),
-        ):
-            if value < 1:
-                raise InputError(f"{_OWNER}: {name} must be a positive integer; got {value}")
+        for name in ("history", "margin", "gradient_margin"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{_OWNER}: {name} must be a positive integer; got {getattr(self, name)}")
         require_fp8(_OWNER, "dtype", self.dtype)
         require_fp8(_OWNER, "gradient_dtype", self.gradient_dtype)
         if self.dtype in _E5M2 and self.gradient_dtype in _E5M2:
@@ -74,7 +70,7 @@ class FP8Recipe:
 
     @property
     def quantises(self) -> bool:
-        """Whether anything is quantised."""
+        """Tell whether anything is quantised."""
         return self.granularity != "none"
 
     def escalated(self) -> "FP8Recipe | None":
@@ -94,12 +90,7 @@ RECIPES = {
 
 
 def recipe_of(given: FP8Recipe | str) -> FP8Recipe:
-    """A recipe, by itself or by its name.
-
-    Raises:
-        UnknownNameError: no such name.
-        InputError: neither a recipe nor a name.
-    """
+    """A recipe, by itself or by its name."""
     if isinstance(given, FP8Recipe):
         return given
     if not isinstance(given, str):

@@ -1,8 +1,8 @@
-"""What an engine knows beside model and optimizer, as plain values for a checkpoint."""
+"""Save and load recipes and random generators, beside what an engine counts itself."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -10,35 +10,24 @@ from kpt_core import InputError
 from kpt_fp8.formats import FORMATS
 
 from .recipe import FP8Recipe
-from .report import Escalation
 from .watched import Watched
 
-if TYPE_CHECKING:
-    from .engine import FP8TrainingEngine
-
 _VERSION = 1
-_NUMBERS = ("loss_scale", "steps", "skipped", "taken_in_row", "skipped_in_row")
 _DTYPES = {str(dtype): dtype for dtype in FORMATS}
 
 
-def engine_state(engine: "FP8TrainingEngine") -> dict[str, Any]:
-    """The engine's part of its state dict."""
+def state_of(layers: Mapping[str, Watched]) -> dict[str, Any]:
+    """Return the version, recipes, lengths of histories and states of random generators as plain values."""
     return {
         "version": _VERSION,
-        **{name: getattr(engine, name) for name in _NUMBERS},
-        "bad_signs": dict(engine.bad_signs),
-        "recipes": {name: _plain(layer.recipe) for name, layer in engine.layers.items()},
-        "histories": {name: _remembers(layer) for name, layer in engine.layers.items()},
-        "escalations": [list(astuple(each)) for each in engine.escalations],
-        "last_skips": list(engine.last_skips),
-        "errors": {name: list(errors) for name, errors in engine.errors.items()},
-        "random": _random(_device(engine)),
+        "recipes": {name: _plain(layer.recipe) for name, layer in layers.items()},
+        "histories": {name: _remembers(layer) for name, layer in layers.items()},
+        "random": _random(_device(layers)),
     }
 
 
-def require_fitting(engine: "FP8TrainingEngine", state: Mapping[str, Any]) -> None:
-    """Raise `InputError` unless a state is of such an engine."""
-    owner = type(engine).__name__
+def require_fitting(owner: str, layers: Mapping[str, Watched], state: Mapping[str, Any]) -> None:
+    """Raise `InputError` unless a state is of an engine with such layers."""
     own = state.get("engine")
     if not isinstance(own, Mapping) or not {"model", "optimizer"} <= state.keys():
         raise InputError(f"{owner}: state must be what state_dict gave; got {type(state).__name__} without its parts")
@@ -47,7 +36,7 @@ def require_fitting(engine: "FP8TrainingEngine", state: Mapping[str, Any]) -> No
             f"{owner}: the state has version {own.get('version')}; this kpt-fp8 reads {_VERSION}: install the kpt-fp8 "
             "that wrote it"
         )
-    given, here = own["histories"], {name: _remembers(layer) for name, layer in engine.layers.items()}
+    given, here = own["histories"], {name: _remembers(layer) for name, layer in layers.items()}
     if given.keys() != here.keys():
         other = sorted(given.keys() ^ here.keys())
         raise InputError(
@@ -62,19 +51,12 @@ def require_fitting(engine: "FP8TrainingEngine", state: Mapping[str, Any]) -> No
         )
 
 
-def load_engine_state(engine: "FP8TrainingEngine", state: Mapping[str, Any]) -> None:
-    """Set what `engine_state` gave."""
-    for name in _NUMBERS:
-        setattr(engine, name, state[name])
-    engine.bad_signs = dict(state["bad_signs"])
-    engine.escalations = [Escalation(*each) for each in state["escalations"]]
-    engine.last_skips.clear()
-    engine.last_skips.extend(state["last_skips"])
-    engine.errors = {name: tuple(errors) for name, errors in state["errors"].items()}
-    for name, layer in engine.layers.items():
+def load_state(layers: Mapping[str, Watched], state: Mapping[str, Any]) -> None:
+    """Set what `state_of` gave."""
+    for name, layer in layers.items():
         layer.set_recipe(_recipe(state["recipes"][name]))
         layer.reset_observed()
-    _set_random(state["random"], _device(engine))
+    _set_random(state["random"], _device(layers))
 
 
 def _remembers(layer: Watched) -> int:
@@ -89,8 +71,8 @@ def _recipe(plain: Mapping[str, Any]) -> FP8Recipe:
     return FP8Recipe(**{name: _DTYPES.get(value, value) for name, value in plain.items()})
 
 
-def _device(engine: "FP8TrainingEngine") -> torch.device:
-    return next(iter(engine.layers.values())).observed.device
+def _device(layers: Mapping[str, Watched]) -> torch.device:
+    return next(iter(layers.values())).observed.device
 
 
 def _random(device: torch.device) -> dict[str, torch.Tensor]:

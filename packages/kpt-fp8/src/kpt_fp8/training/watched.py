@@ -50,11 +50,7 @@ class Watched(nn.Module):
         self.register_buffer("scales", new(len(ROLES)) if recipe.delayed else None)
 
     def set_recipe(self, recipe: FP8Recipe) -> None:
-        """Quantise in another way from now on. What `state_dict` holds stays as the first recipe made it.
-
-        Raises:
-            InputError: delayed scales are asked for, and the layer was not made with them.
-        """
+        """Quantise in another way from now on. What `state_dict` holds stays as the first recipe made it."""
         if recipe.delayed and self.amax_history is None:
             raise InputError(
                 f"{type(self).__name__}: delayed scales need a history; this layer was made with recipe {self.recipe}: "
@@ -63,15 +59,9 @@ class Watched(nn.Module):
         self.recipe = recipe
 
     def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`input @ weight.t() + bias` by the recipe, differentiable once, under torch.func as often as asked for.
+        """Compute `input @ weight.t() + bias` by the recipe, differentiable once, under torch.func without a limit.
 
-        Args:
-            input: `[..., K]` floating. Under autocast it is converted to autocast's dtype.
-            weight: `[N, K]`, quantised as it is.
-            bias: `[N]`, or None.
-
-        Returns:
-            `[..., N]` of `input`'s dtype, or autocast's.
+        Under autocast `input` is converted to autocast's dtype, which the result has; the weight is quantised as it is.
         """
         if not self.recipe.quantises:
             return nn.functional.linear(input, weight, bias)

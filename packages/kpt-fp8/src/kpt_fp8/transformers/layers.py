@@ -9,7 +9,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from kpt_core import InputError
 from kpt_fp8.checkpoints.formats import Format
-from kpt_fp8.checkpoints.scheme import QuantizedWeight, Scheme
+from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.fp8_tensor import FP8Tensor
 from kpt_fp8.linear import NONE, linear
 from kpt_fp8.native_linear import NativeFP8Linear
@@ -19,13 +19,7 @@ _SIDE = 128
 
 
 class StoredLinear(nn.Module):
-    """A linear layer as the files have it: parameters by the names there; it never runs.
-
-    Args:
-        linear: the layer that it stands for.
-        form: names and shapes.
-        scheme: how the weight is quantised.
-    """
+    """A linear layer as the files have it: parameters by the names there; it never runs."""
 
     def __init__(self, linear: nn.Linear, form: Format, scheme: Scheme) -> None:
         super().__init__()
@@ -46,14 +40,7 @@ class StoredLinear(nn.Module):
         self.scheme = scheme
 
     def native(self, activations: bool) -> NativeFP8Linear:
-        """The layer that runs, of the same memory.
-
-        Args:
-            activations: quantise activations as the checkpoint says.
-
-        Raises:
-            InputError: its tensors were not loaded.
-        """
+        """Return the layer that runs, of the same memory; raise `InputError` where its tensors were not loaded."""
         codes, scale, *given = (getattr(self, name).detach() for name in self.stored)
         if codes.is_meta:
             raise InputError(
@@ -63,23 +50,9 @@ class StoredLinear(nn.Module):
         granularity = self.scheme.granularity
         scale = scale.reshape(scale_shape(codes.shape, granularity))
         own = given[0].reshape(()) if given and activations else None
-        weight = QuantizedWeight(codes, scale, granularity, own)
-        return native_linear_of(weight, self.bias, self.scheme.activations if activations else NONE, self.dtype)
-
-
-def native_linear_of(
-    weight: QuantizedWeight, bias: nn.Parameter | None, activations: str, dtype: torch.dtype
-) -> NativeFP8Linear:
-    """A layer of a weight, without a copy.
-
-    Args:
-        weight: codes and scales, on any device.
-        bias: `[N]`; None without one.
-        activations: what they are quantised by at each call; `none` leaves them as they are.
-        dtype: what the weight stands for.
-    """
-    held = FP8Tensor(weight.codes, weight.scale, weight.granularity, dtype)
-    return NativeFP8Linear.from_fp8(held, bias, activations=activations, input_scale=weight.input_scale)
+        held = FP8Tensor(codes, scale, granularity, self.dtype)
+        used = self.scheme.activations if activations else NONE
+        return NativeFP8Linear.from_fp8(held, self.bias, activations=used, input_scale=own)
 
 
 class StoredExperts(FP8Experts):
@@ -88,12 +61,6 @@ class StoredExperts(FP8Experts):
     `gate_up_proj_scale_inv` has the scales of the gate's matrix and then those of the up projection's, as two matrices
     have them in the files: `[E, 2, 1]`, `[E, 2 * I, 1]` or `[E, 2 * ceil(I / 128), ceil(H / 128)]`; those of static
     activations likewise, `[E, 2, 1]`. With `experts_implementation="kpt"` kpt-moe runs them.
-
-    Args:
-        config: of the model.
-        scheme: how weights are quantised.
-        activations: quantise activations as the checkpoint says.
-        has_gate: there is a `gate_up_proj`; otherwise an `up_proj`.
     """
 
     def __init__(self, config: Any, scheme: Scheme, activations: bool, has_gate: bool = True) -> None:
@@ -147,11 +114,7 @@ class StoredExperts(FP8Experts):
 
 
 def experts_of(module: Any, config: Any, scheme: Scheme, activations: bool) -> StoredExperts:
-    """Experts for a model's own ones; `experts_implementation` chooses what runs them, as it does for transformers'.
-
-    Raises:
-        InputError: they have a bias.
-    """
+    """Return experts for a model's own ones; `experts_implementation` chooses what runs them."""
     has_gate = getattr(module, "has_gate", True)
     if getattr(module, "has_bias", False):
         raise InputError(

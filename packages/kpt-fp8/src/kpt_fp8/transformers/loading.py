@@ -17,11 +17,7 @@ _OWNER = "kpt_fp8.transformers.load"
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    model_class: Any = None,
-    quantize_activations: bool = True,
-    **arguments: Any,
+    path: str | os.PathLike[str], *, model_class: Any = None, quantize_activations: bool = True, **arguments: Any
 ) -> Any:
     """Load an FP8 checkpoint of a Hugging Face model; weights stay 8-bit on every device.
 

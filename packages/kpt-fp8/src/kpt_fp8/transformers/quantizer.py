@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,19 +17,81 @@ from kpt_fp8.checkpoints.formats import Format, format_of
 from kpt_fp8.checkpoints.scheme import Scheme
 
 from .layers import StoredExperts, StoredLinear, experts_of
-from .stacking import stacking, stacks
 
 METHOD = "kpt_fp8"
 
 
+class _Stack(ConversionOps):
+    """What `MergeModulelist` and `Concatenate` make, of names in the files: a matrix is read, copied, and gone."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # transformers copies it for each layer; files stay open
+
+    def convert(  # type: ignore[override]  # the rest is passed by name
+        self,
+        input_dict: dict[str, list[str]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str,
+        model: Any,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        """The experts' weights or scales as one tensor, those of the gate above those of the up projection."""
+        dtype = model.get_parameter(full_layer_name).dtype
+        named = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
+        made: Tensor | None = None
+        for expert, names in enumerate(zip(*named, strict=True)):
+            for place, name in enumerate(names):
+                matrix = _matrix(self._reader.tensor(name))
+                if made is None:
+                    made = torch.empty(len(named[0]), len(named), *matrix.shape, dtype=dtype)
+                made[expert, place] = matrix
+        if made is None:
+            raise AssertionError("transformers converts what it found")
+        return {target_patterns[0]: made.flatten(1, 2)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Such a model is not saved."""
+        return self
+
+
+def _matrix(stored: Tensor) -> Tensor:
+    """Weights `[N, K]` as they are; scales `[]`, `[1]`, `[N]`, `[N, 1]` or `[a, 1, b, 1]` as matrices."""
+    return stored.reshape(-1, 1) if stored.dim() < 2 else stored.reshape(stored.shape[0], -1)
+
+
+class _Stacking(WeightConverter):
+    """Hands on names of tensors instead of what transformers reads, which is mapped memory that no one has touched."""
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: object) -> None:
+        super().add_tensor(target_key, source_key, source_pattern, source_key)  # type: ignore[arg-type]
+
+
+def stacks(converter: object) -> bool:
+    """Tell whether all that a converter does is to stack matrices of experts."""
+    if not isinstance(converter, WeightConverter) or len(converter.target_patterns) > 1:
+        return False
+    done = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    wanted = [(MergeModulelist, 0), (Concatenate, 1)][: len(converter.source_patterns)]
+    return done == wanted and all(each.endswith(".weight") for each in converter._original_source_patterns)
+
+
+def stacking(converter: WeightConverter, sources: list[str], target: str, reader: TensorReader) -> WeightConverter:
+    """Return a converter that stacks without a second copy, and on the CPU, so that a GPU holds the result alone."""
+    made = _Stacking(sources, [target], [_Stack(reader)], force_cpu=True)
+    made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+    return made
+
+
 @register_quantization_config(METHOD)
 class KptFP8Config(QuantizationConfigMixin):
-    """Names KPT as what loads a checkpoint.
+    """Names KPT as what loads a checkpoint, with the `quantization_config` that this has.
 
-    Args:
-        checkpoint: the `quantization_config` that the checkpoint has.
-        activations: quantise activations as the checkpoint says; False leaves them as they are.
-        quantized: by name of a module in the files, whether its weight is 8-bit.
+    `quantized` tells by name of a module in the files whether its weight is 8-bit.
     """
 
     def __init__(

@@ -20,22 +20,14 @@ __all__ = ["FORMATS", "Format", "format_named", "format_of", "module_of"]
 
 
 def format_named(name: str) -> Format:
-    """The format of a name.
-
-    Raises:
-        UnknownNameError: no such format.
-    """
+    """The format of a name."""
     if name not in FORMATS:
         raise UnknownNameError("checkpoint format", name, tuple(FORMATS))
     return FORMATS[name]
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """The format that a `quantization_config` names.
-
-    Raises:
-        InputError: none that is known.
-    """
+    """The format that a `quantization_config` names."""
     method = config.get("quant_method") or (config.get("producer") or {}).get("name")
     for each in FORMATS.values():
         if each.method == method:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
+
 from kpt_core import InputError
 from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.scales import scale_shape
@@ -16,39 +18,26 @@ class Format:
     """How a library writes quantised weights: names and shapes of tensors, and what its configuration says.
 
     A weight is known by the name that it has in the model, `layer.weight`. Subclasses say how things are named; where
-    they say nothing, a weight has its own name and its scale ends in `_scale`.
-
-    Attributes:
-        name: what `convert_checkpoint` calls it.
-        method: `quant_method` in the configuration.
-        takes: by granularity of weights, what activations may be, the usual first: granularity, and whether static.
-        bound: the largest magnitude that activations are taken to have unless something else is said; None: none.
+    they say nothing, a weight has its own name and its scale ends in `_scale`. `takes` tells by granularity of weights
+    what activations may be, the usual first; `bound` is the largest magnitude that they are taken to have.
     """
 
     name: ClassVar[str]
     method: ClassVar[str]
     takes: ClassVar[Takes]
     bound: ClassVar[float | None] = None
+    scales: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
     def read_config(self, config: Mapping[str, Any]) -> Scheme:
-        """What `quantization_config` says.
-
-        Raises:
-            InputError: it says something that is not understood.
-        """
+        """What `quantization_config` says."""
         raise NotImplementedError
 
     def write_config(self, scheme: Scheme, skipped: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of a scheme.
-
-        Args:
-            scheme: how weights are quantised.
-            skipped: modules whose weights are not.
-        """
+        """Return the `quantization_config` of a scheme; `skipped` are modules whose weights are not quantised."""
         raise NotImplementedError
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:
-        """Whether the configuration names a module among those that are not quantised, as transformers reads names."""
+        """Tell whether the configuration leaves a module as it is, by names as transformers reads them."""
         listed = names_in(self.name, config, "modules_to_not_convert", "ignored_layers")
         end = r"(?:(?<=\.)|(?=\.|$))"
         return any(module.endswith(each) or re.match(f"(?:{each}){end}", module) for each in listed)
@@ -74,7 +63,9 @@ class Format:
         return scale_shape(shape, granularity)
 
     def refusal(self, scheme: Scheme) -> str:
-        """Why the format can't hold such weights, as the rest of a sentence; empty where it can."""
+        """Say why the format can't hold such weights, as the rest of a sentence; empty where it can."""
+        if scheme.scale_dtype not in self.scales:
+            return f"its scales are {' or '.join(map(str, self.scales))}; got {scheme.scale_dtype}"
         if scheme.granularity in self.takes:
             return ""
         return f"it has scales per {' or '.join(self.takes)}; got scales per {scheme.granularity}"
@@ -82,14 +73,7 @@ class Format:
     def metadata(
         self, scheme: Scheme, names: Sequence[str], weights: Mapping[str, Sequence[int]], dtype: str
     ) -> dict[str, str]:
-        """What stands in the header of every file.
-
-        Args:
-            scheme: how weights are quantised.
-            names: of all parameters, as the model has them.
-            weights: shapes of those that are quantised.
-            dtype: of the model, as in `bfloat16`.
-        """
+        """Return the header of every file, from `names` and shapes of quantised `weights` as the model has them."""
         return {"format": "pt"}
 
 

@@ -22,6 +22,7 @@ class CompressedTensors(Format):
 
     name = "compressed-tensors"
     method = "compressed-tensors"
+    scales = (torch.float32, torch.bfloat16)
     takes: ClassVar[Takes] = {
         "row": (("row", False), ("tensor", True), ("tensor", False), (NONE, False)),
         "tensor": (("tensor", True), ("row", False), ("tensor", False), (NONE, False)),
@@ -91,9 +92,7 @@ class CompressedTensors(Format):
             "quantization_status": "compressed",
             "ignore": list(skipped),
             "kv_cache_scheme": None,
-            "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs},
-            },
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
         }
 
     def skips(self, config: Mapping[str, Any], module: str) -> bool:  # noqa: D102
@@ -106,11 +105,6 @@ class CompressedTensors(Format):
         if granularity == "tensor":
             return [1]
         return [shape[0], 1] if granularity == "row" else super().stored_shape(shape, granularity)
-
-    def refusal(self, scheme: Scheme) -> str:  # noqa: D102
-        if scheme.scale_dtype is torch.float8_e8m0fnu:
-            return "its scales are float32 or bfloat16; got float8_e8m0fnu"
-        return super().refusal(scheme)
 
 
 def _matches(pattern: str, module: str) -> bool:

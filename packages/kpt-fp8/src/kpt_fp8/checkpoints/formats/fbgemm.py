@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from kpt_core import InputError
 from kpt_fp8.checkpoints.scheme import Scheme
 
@@ -36,8 +34,3 @@ class Fbgemm(Format):
 
     def stored_shape(self, shape: Sequence[int], granularity: str) -> list[int]:  # noqa: D102
         return [shape[0], 1]
-
-    def refusal(self, scheme: Scheme) -> str:  # noqa: D102
-        if scheme.scale_dtype is not torch.float32:
-            return f"its scales are float32; got {scheme.scale_dtype}"
-        return super().refusal(scheme)

@@ -13,11 +13,7 @@ from kpt_fp8.checkpoints.scheme import Scheme
 
 from .base import Format, Takes, expect
 
-_DTYPES = {
-    "e4m3": torch.float8_e4m3fn,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "e4m3fnuz": torch.float8_e4m3fnuz,
-}
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 
 
 class HfFp8(Format):
@@ -25,6 +21,7 @@ class HfFp8(Format):
 
     name = "fp8"
     method = "fp8"
+    scales = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
     takes: ClassVar[Takes] = {
         "128x128": (("1x128", False), ("tensor", True)),
         "tensor": (("row", False), ("tensor", True)),

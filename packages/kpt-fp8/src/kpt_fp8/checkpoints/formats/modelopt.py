@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-import torch
-
 from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.linear import NONE
 
@@ -41,7 +39,7 @@ class ModelOpt(Format):
         if algorithm == "FP8":
             common = {"dynamic": False, "num_bits": 8, "type": "float"}
             config["config_groups"] = {
-                "group_0": {"targets": ["Linear"], "weights": common, "input_activations": common},
+                "group_0": {"targets": ["Linear"], "weights": common, "input_activations": common}
             }
         return config
 
@@ -53,8 +51,3 @@ class ModelOpt(Format):
     def stored_shape(self, shape: Sequence[int], granularity: str) -> list[int]:  # noqa: D102
         plain = super().stored_shape(shape, granularity)
         return [plain[0], 1, plain[1], 1] if granularity == "128x128" else plain
-
-    def refusal(self, scheme: Scheme) -> str:  # noqa: D102
-        if scheme.scale_dtype is not torch.float32:
-            return f"its scales are float32; got {scheme.scale_dtype}"
-        return super().refusal(scheme)

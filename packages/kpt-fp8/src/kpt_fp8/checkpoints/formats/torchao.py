@@ -22,10 +22,7 @@ class TorchAo(Format):
 
     name = "torchao"
     method = "torchao"
-    takes: ClassVar[Takes] = {
-        "row": (("row", False), (NONE, False)),
-        "tensor": (("tensor", False), (NONE, False)),
-    }
+    takes: ClassVar[Takes] = {"row": (("row", False), (NONE, False)), "tensor": (("tensor", False), (NONE, False))}
 
     def read_config(self, config: Mapping[str, Any]) -> Scheme:  # noqa: D102
         kind = (config.get("quant_type") or {}).get("default") or {}
@@ -76,8 +73,8 @@ class TorchAo(Format):
         return [1, 1] if granularity == "tensor" else [shape[0], 1]
 
     def refusal(self, scheme: Scheme) -> str:  # noqa: D102
-        if scheme.dtype is not torch.float8_e4m3fn or scheme.scale_dtype is not torch.float32:
-            return f"it has codes of float8_e4m3fn and scales of float32; got {scheme.dtype} and {scheme.scale_dtype}"
+        if scheme.dtype is not torch.float8_e4m3fn:
+            return f"it has codes of float8_e4m3fn; got {scheme.dtype}"
         return super().refusal(scheme)
 
     def metadata(  # noqa: D102
