@@ -7,7 +7,7 @@ from kpt_core import Call, InputError
 
 from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8
 from ._scales import SCALE_DTYPES, has_one_of, in_blocks, one_of
-from .activations import activation_of
+from .activations import GATED, activation_of
 from .scaled_grouped_mm import require_frozen
 
 
@@ -19,7 +19,9 @@ def check_experts(call: Call) -> None:
         UnknownNameError: no such activation.
     """
     x, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases = call[:7]
-    gated, transposed = activation_of(call).gated, call.transposed
+    gated, transposed = call.activation in GATED, call.transposed
+    if not gated or call.interleaved or call.alpha != 1.0 or call.beta != 0.0 or call.limit is not None:
+        activation_of(call)  # raises
     if x.dim() != 2 or x.dtype not in DTYPES:
         raise InputError(
             f"moe.experts: x must be floating [tokens, hidden_size], of {NAMES_OF_DTYPES}; "
@@ -56,14 +58,13 @@ def check_experts(call: Call) -> None:
     for name, bias, size in zip(("gate_up", "down"), biases, (width, hidden), strict=True):
         if bias is not None and list(bias.shape) != [num_experts, size]:
             raise InputError(f"moe.experts: {name}_proj_bias must be [{num_experts}, {size}]; got {list(bias.shape)}")
-    _check_quantised("gate_up", gate_up_proj, call.gate_up_scale, x, transposed)
-    _check_quantised("down", down_proj, call.down_scale, x, transposed)
-    alike = {"gate_up_proj_bias": biases[0], "down_proj_bias": biases[1]}
-    if call.down_scale is None:
-        alike = {"down_proj": down_proj, **alike}
-    if call.gate_up_scale is None:
-        alike = {"gate_up_proj": gate_up_proj, **alike}
-    for name, tensor in alike.items():
+    alike = []
+    for name, weight, scale in (("gate_up", gate_up_proj, call.gate_up_scale), ("down", down_proj, call.down_scale)):
+        if scale is not None or weight.dtype in FLOAT8:
+            _check_quantised(name, weight, scale, x, transposed)
+        else:
+            alike.append((f"{name}_proj", weight))
+    for name, tensor in (*alike, ("gate_up_proj_bias", biases[0]), ("down_proj_bias", biases[1])):
         if tensor is not None and (tensor.dtype is not x.dtype or tensor.device != x.device):
             raise InputError(
                 f"moe.experts: {name} must have x's dtype and device ({x.dtype} on {x.device}); "
@@ -78,12 +79,10 @@ def check_experts(call: Call) -> None:
 
 def _check_quantised(name: str, weight: Tensor, scale: Tensor | None, x: Tensor, transposed: bool) -> None:
     if scale is None:
-        if weight.dtype in FLOAT8:
-            raise InputError(
-                f"moe.experts: {name}_proj must have x's dtype ({x.dtype}) unless {name}_scale is given; "
-                f"got {weight.dtype} without it"
-            )
-        return
+        raise InputError(
+            f"moe.experts: {name}_proj must have x's dtype ({x.dtype}) unless {name}_scale is given; "
+            f"got {weight.dtype} without it"
+        )
     if weight.dtype not in FLOAT8:
         raise InputError(
             f"moe.experts: {name}_proj must be {NAMES_OF_FLOAT8} where {name}_scale is given; got {weight.dtype}: "

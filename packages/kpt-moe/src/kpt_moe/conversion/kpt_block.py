@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._mixed import Mixed, mixed
 from kpt_moe.activations import Activation
-from kpt_moe.batch_invariant import batch_invariant_mode
+from kpt_moe.batch_invariant import MODE
 from kpt_moe.expert_networks import ExpertNetwork, FeedForwardExpert
 from kpt_moe.layers import MoEConfig, MoELayer
 from kpt_moe.layers.shared import invariant_dense
@@ -151,11 +151,9 @@ class KptMoEBlock(MoELayer):
                     "kpt_moe.offload.offload_experts, or offload it unconverted with experts_implementation='kpt'"
                 )
 
-    def _shared(self, tokens: Tensor) -> Tensor | None:
-        if self.shared_experts is None or self.plan.dense is None:
-            return None
-        if batch_invariant_mode():
-            dense = self.plan.dense
+    def _shared(self, tokens: Tensor) -> Tensor:
+        dense = self.plan.dense
+        if MODE.on and dense is not None:
             *up, down = (self.shared_experts.get_submodule(name) for name in (*dense.up, dense.down))
             return invariant_dense(tokens, up, down, Activation(dense.activation), self.shared_gate)
         out: Tensor = self.shared_experts(tokens)
