@@ -94,7 +94,6 @@ def test_the_gate_learns_with_one_expert_for_each_token(router):
         ({"score": "sigmoid", "router_options": {"score": "softmax"}}, "score='sigmoid' has no effect: router_options"),
         ({"router": "hash", "score": "sigmoid", "router_options": {"vocab_size": 9}}, "score='sigmoid' has no effect"),
         ({"router": "gshard", "score": "sigmoid"}, "GShardRouter does not take these router_options.*score"),
-        ({"router": "token_rounding", "capacity_factor": 1.0}, "TokenRoundingRouter does not take.*capacity_factor"),
     ],
 )
 def test_a_choice_without_effect_is_named(config, message):

@@ -64,7 +64,6 @@ _MOVED = {
         "Router",
         "SinkhornRouter",
         "SwitchRouter",
-        "TokenRoundingRouter",
     ),
     "routing_trace": ("RoutingTrace", "record_routing", "replay_routing"),
     "scaled_grouped_mm": ("scaled_grouped_mm",),

@@ -16,7 +16,7 @@ from kpt_core import InputError
 
 from ._counting import in_recomputation
 from ._tensor_files import appearing, open_tensors
-from .rewrites import is_transformers_experts
+from .hf_modules import is_transformers_experts
 from .routers import Router
 from .routing import PARTS, SCORES, Routing
 
@@ -93,7 +93,8 @@ def record_routing(
         model: its modules are hooked until the context is left; it may be a router itself. Of a model that
             DistributedDataParallel wraps give the one inside, so that paths are the same without it.
         device: where to keep the routings; each call then waits for its copy. None leaves them where they are.
-        logits: keep the routers' logits too, see `Routing.save` for what they cost. Experts modules have none.
+        logits: keep the routers' logits too: `num_experts` numbers per token, where a choice is `top_k` small ones.
+            Experts modules have none.
 
     Yields:
         The trace, which grows with every call. Its routings carry no gradients.

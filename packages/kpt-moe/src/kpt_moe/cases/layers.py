@@ -103,7 +103,6 @@ ROUTERS = (
     _router("dynamic_capacity", top_k=TOP_K, adaptive_top_k=True, threshold=0.7),
     _router("expert_choice", top_k=TOP_K),
     _router("sinkhorn", top_k=TOP_K),
-    _router("token_rounding", top_k=TOP_K, tile=4),
     _router("gshard"),
     _router("hash", top_k=TOP_K, vocab_size=11, learned_weights=True, inputs=_ids),
 )

@@ -10,9 +10,9 @@ from kpt_moe._mixed import Mixed, mixed
 from kpt_moe.activations import Activation
 from kpt_moe.batch_invariant import MODE
 from kpt_moe.expert_networks import ExpertNetwork, FeedForwardExpert
+from kpt_moe.hf_modules import parameter_names
 from kpt_moe.layers import MoEConfig, MoELayer
 from kpt_moe.layers.shared import invariant_dense
-from kpt_moe.rewrites import parameter_names
 from kpt_moe.routers import Router, TopKRouter
 from kpt_moe.routing import Routing
 

@@ -14,7 +14,7 @@ from kpt_moe._checks import require_known
 from kpt_moe._mixed import Mixed, mixed
 from kpt_moe.batch_invariant import MODE, batch_invariant
 from kpt_moe.expert_networks import ExpertNetwork
-from kpt_moe.rewrites import is_transformers_experts
+from kpt_moe.hf_modules import is_transformers_experts
 
 from .offloaded_experts import OffloadedExperts
 
