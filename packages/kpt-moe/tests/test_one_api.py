@@ -216,7 +216,7 @@ def test_ten_names_are_at_the_top_without_a_warning():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in kpt_moe._MOVED.items() for n in names])
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in kpt_moe._MOVED.items() for n in names.split()])
 def test_old_names_lead_to_the_new_ones(module, name):
     path = f"kpt_moe.{module}"
     # Its own module is loaded, which would hide a function of its name.

@@ -187,7 +187,6 @@ def _block_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _on_host(weight: Tensor, ends: Tensor, rows: int) -> Iterator[tuple[Tensor, range]]:
-    """Each expert's matrix, and where its blocks start."""
     for expert, start, end in segments(ends):
         yield weight[expert], range(start, end, BLOCK)
 

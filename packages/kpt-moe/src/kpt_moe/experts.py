@@ -37,7 +37,6 @@ def _saves(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _flops(call: Call) -> int:
-    """Of both products, for every pair."""
     matrices = math.prod(call.gate_up_proj.shape[1:]) + math.prod(call.down_proj.shape[1:])
     return 2 * math.prod(call.top_k_index.shape) * matrices  # type: ignore[no-any-return]
 

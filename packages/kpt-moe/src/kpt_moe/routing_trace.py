@@ -184,7 +184,6 @@ class _Replay:
         return (*args[:1], *recorded[: max(len(args) - 1, 0)]), {**kwargs, **named}
 
     def _next(self, tokens: int, num_experts: int) -> Routing:
-        """The routing of the call that comes now."""
         if in_recomputation():
             return self._repeat(tokens)
         what = f"replay_routing: {self.path!r}, call {self.played + 1}"
@@ -216,7 +215,6 @@ class _Replay:
 
 @contextmanager
 def _hooked(handles: list[RemovableHandle]) -> Iterator[None]:
-    """Eager execution, and the hooks removed in the end."""
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
@@ -240,7 +238,6 @@ def _deciding(model: nn.Module, caller: str) -> dict[str, Any]:
 
 
 def _told(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Index and weights that an experts module is told."""
     return [*args[1:], *(kwargs[name] for names in _TOLD for name in names if name in kwargs)]
 
 

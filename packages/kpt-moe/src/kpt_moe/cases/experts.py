@@ -66,7 +66,6 @@ def _away_from_kinks(x: Tensor, up: Tensor, inputs: int, quantised: bool) -> tup
 
 
 def _quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Stored matrices in 8-bit numbers, and their scales."""
     codes, scale = quantise_weights(weight.mT if transposed else weight, scheme, dtype)
     # No option of its own, or there would be more cases: the second of the dtypes has the wider scales.
     scale = scale.to(torch.float64 if dtype is torch.float8_e5m2 else torch.float32)

@@ -113,10 +113,7 @@ LAYERS = (
     *(_variant(kind) for kind in ("sparse", "switch", "glam", "adaptive")),
     _network("ConvolutionalExpert", expert="convolutional", expert_options={"kernel_size": 3}),
     _network(
-        "AttentionExpert",
-        expert="attention",
-        intermediate_size=None,
-        expert_options={"head_dim": 8, "num_heads": 2},
+        "AttentionExpert", expert="attention", intermediate_size=None, expert_options={"head_dim": 8, "num_heads": 2}
     ),
     _network("ParameterEfficientExpert", expert="parameter_efficient", expert_options={"rank": 4}),
     _network("ParameterEfficientExpert adapter", expert="parameter_efficient", expert_options={"mode": "adapter"}),

@@ -221,7 +221,6 @@ def _config(module: Any, plan: MoEBlock) -> MoEConfig:
 
 
 def _experts(module: Any, activation: Activation, config: MoEConfig) -> ExpertNetwork:
-    """Our kind of an experts module, without numbers."""
     sizes: dict[str, Any] = {"num_experts": config.num_experts, "intermediate_size": config.intermediate_size}
     options = {**sizes, "bias": config.bias, "device": "meta"}
     if activation == Activation(activation.name) and not module.is_transposed:

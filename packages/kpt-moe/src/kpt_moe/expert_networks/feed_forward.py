@@ -84,11 +84,9 @@ class FeedForwardExpert(TwoProducts):
     `[num_experts, hidden_size, intermediate_size]`.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         intermediate_size: inner width of an expert; None gives four times `hidden_size`.
         activation: gated `swiglu`, `geglu`, `geglu_tanh`, `reglu`; plain `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2`.
         bias: give both projections a bias.
-        device, dtype: of the parameters.
 
     Raises:
         InputError: a size is not a positive integer.

@@ -27,13 +27,11 @@ class QuantisedFeedForwardExpert(TwoProducts):
     A new one computes zeros, until a checkpoint is loaded; `from_feed_forward` quantises trained experts.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         intermediate_size: inner width of an expert.
         activation: as in `FeedForwardExpert`.
         bias: give both projections a bias.
         scheme: of the scales: `row` or `block128`, see `kpt_moe.quantised_experts.quantise_weights`.
         weight_dtype: of the matrices: float8_e4m3fn or float8_e5m2.
-        device: of the parameters.
         dtype: of the biases.
 
     Raises:

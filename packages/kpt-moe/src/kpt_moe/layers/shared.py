@@ -22,7 +22,6 @@ class SharedExperts(nn.Module):
         activation: as of `FeedForwardExpert`.
         bias: give both projections a bias.
         gated: multiply by the sigmoid of a linear function of the token (Qwen2-MoE).
-        device, dtype: of the parameters.
     """
 
     def __init__(

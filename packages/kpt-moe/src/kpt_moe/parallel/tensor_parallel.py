@@ -36,12 +36,7 @@ def placements(network: ExpertNetwork, ranks: int) -> dict[str, Placement]:
         )
     gated = Activation(network.activation).gated
     columns = _StridedShard(1, split_factor=2) if gated else Shard(1)
-    return {
-        "gate_up_proj": columns,
-        "gate_up_proj_bias": columns,
-        "down_proj": Shard(2),
-        "down_proj_bias": Replicate(),
-    }
+    return {"gate_up_proj": columns, "gate_up_proj_bias": columns, "down_proj": Shard(2), "down_proj_bias": Replicate()}
 
 
 def partial_bias(bias: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -155,12 +155,7 @@ class Router(nn.Module, ABC):
         return expert_capacity(tokens, top_k=self.top_k, num_experts=self.num_experts, factor=self._factor)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        replay: Routing | None = None,
+        self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None, replay: Routing | None = None
     ) -> Routing:
         """Route tokens.
 
@@ -274,9 +269,7 @@ class LinearRouter(Router):
     """A router whose logits are a linear function of the token.
 
     Args:
-        hidden_size, num_experts, top_k: as in `Router`.
         bias: give the gate a bias.
-        device: of the parameters.
         dtype: of the parameters; they are raised to the tokens' float32 or float64 where they are used.
         shared: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`, as in `Router`.
 

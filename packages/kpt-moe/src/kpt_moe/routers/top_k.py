@@ -20,7 +20,6 @@ class TopKRouter(LinearRouter):
     """Choose the `top_k` experts with the highest scores of a linear gate (arXiv:1701.06538).
 
     Args:
-        hidden_size, num_experts, top_k: as in `Router`.
         score: `softmax` over all experts (Mixtral before 2024, Qwen-MoE, OLMoE), `softmax_after` over the chosen ones
             (gpt-oss; equals `softmax` with `renormalize`), or `sigmoid` (DeepSeek-V3).
         renormalize: divide the chosen weights by their sum; all stay zero where every score underflowed. None does so
@@ -88,12 +87,7 @@ class TopKRouter(LinearRouter):
             torch.nn.init.zeros_(self.correction_bias)  # type: ignore[arg-type]
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        replay: Routing | None = None,
+        self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None, replay: Routing | None = None
     ) -> Routing:
         """As in `Router`; by one op where nothing comes between scores, choice and weights."""
         between = mask is not None or replay is not None or self.unavailable is not None or self._own_steps
