@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from kpt_core import InputError
 from kpt_core.autocast import converted, without_autocast
 
-from ._experts_check import check_experts
 from ._pairs import sum_in_order
 from .activations import activation_of
-from .experts import experts
+from .experts import check_experts, experts
 from .permutation import expert_of_rows, sort_by_expert
 from .torch_kernels.grouped_mm import segments, wgrad_like
 

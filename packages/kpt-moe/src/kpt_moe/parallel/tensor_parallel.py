@@ -24,9 +24,6 @@ def placements(network: ExpertNetwork, ranks: int) -> dict[str, Placement]:
     both; `down_proj` row-wise; the bias of `down_proj` is everywhere.
 
     Source: Megatron-LM (arXiv:1909.08053), section 3.
-
-    Raises:
-        InputError: the network is of another kind, or its inner width does not divide.
     """
     if not isinstance(network, FeedForwardExpert):
         raise InputError(f"tensor parallelism is for FeedForwardExpert; got {type(network).__name__}")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._checks import require_known, require_size
 from kpt_moe.batch_invariant import linear
-from kpt_moe.losses.base import scored
+from kpt_moe.losses.balance import scored
 from kpt_moe.top_k_gating import weigh_experts
 
 from .base import Choices, Router, RouterOptions
