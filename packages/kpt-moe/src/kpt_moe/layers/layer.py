@@ -80,8 +80,10 @@ class MoELayer(nn.Module):
                 part.reset_parameters()  # type: ignore[operator]
 
     def route(self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
-        """The routing of `x` `[..., hidden_size]`, tokens flattened; the rest as for `forward`."""
-        return self._route(self._flatten(x), mask, token_ids)
+        """Return the routing of `x` `[..., hidden_size]`, tokens flattened; the rest as for `forward`."""
+        mask = None if mask is None else mask.reshape(-1)
+        token_ids = None if token_ids is None else token_ids.reshape(-1)
+        return self.router(self._flatten(x), mask=mask, token_ids=token_ids)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -113,7 +115,6 @@ class MoELayer(nn.Module):
             InputError: x's last size is not `hidden_size`, another shape does not fit, or there is a mask beside a
                 routing that was made without one.
         """
-        tokens = self._flatten(x)
         experts: nn.Module = self.experts
         network = experts if isinstance(experts, ExpertNetwork) else _wrapped(experts)
         if not network.has_batch_invariant_mode and MODE.on:
@@ -121,8 +122,9 @@ class MoELayer(nn.Module):
                 f"{type(self).__name__}: {type(network).__name__} has no batch-invariant way of computing: "
                 "call it outside of batch_invariant(), or use FeedForwardExpert"
             )
+        given = routing is not None
         if routing is None:
-            routing = self._route(tokens, mask, token_ids)
+            routing = self.route(x, mask=mask, token_ids=token_ids)
         elif not isinstance(routing, Routing):
             raise InputError(
                 f"{type(self).__name__}: the second argument is a Routing, as route() gives it; got a "
@@ -133,6 +135,7 @@ class MoELayer(nn.Module):
                 f"{type(self).__name__}: the routing was made without a mask, so that its padding has experts; got a "
                 "mask beside it: give it to route()"
             )
+        tokens = self._flatten(x) if given else x.reshape(-1, x.shape[-1])
         if cu_seqlens is None and network.needs_sequences and x.dim() > 2:
             cu_seqlens = torch.arange(tokens.shape[0] // max(x.shape[-2], 1) + 1, device=x.device, dtype=torch.int32)
             cu_seqlens = cu_seqlens * x.shape[-2]
@@ -140,11 +143,6 @@ class MoELayer(nn.Module):
         if self.shared_experts is not None:
             out = out + self._shared(tokens)
         return out.view(x.shape).to(x.dtype)  # type: ignore[no-any-return]
-
-    def _route(self, tokens: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Routing:
-        mask = None if mask is None else mask.reshape(-1)
-        token_ids = None if token_ids is None else token_ids.reshape(-1)
-        return self.router(tokens, mask=mask, token_ids=token_ids)  # type: ignore[no-any-return]
 
     def _shared(self, tokens: Tensor) -> Tensor:
         return self.shared_experts(tokens)  # type: ignore[misc,no-any-return]
