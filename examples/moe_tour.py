@@ -100,7 +100,7 @@ def routers() -> None:
     """Routers: the same skewed tokens, decided by each."""
     x, rows = some_tokens(1024, skew=0.7), []
     words = torch.arange(1024) ** 2 // 2048  # low ids are frequent
-    options = {"hash": {"vocab_size": 512}, "token_rounding": {"tile": 32}}
+    options = {"hash": {"vocab_size": 512}}
     for name in ROUTERS:
         layer = make(router=name, top_k=1 if name == "switch" else 2, router_options=options.get(name, {}))
         routing = layer.route(x, token_ids=words)

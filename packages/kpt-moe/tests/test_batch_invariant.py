@@ -10,8 +10,8 @@ from kpt_core import InputError
 from kpt_moe import MoEConfig, MoELayer, create_moe_layer
 from kpt_moe.batch_invariant import (
     BLOCK,
+    MODE,
     batch_invariant,
-    batch_invariant_mode,
     by_rows,
     invariant_experts,
     invariant_linear,
@@ -267,10 +267,10 @@ def test_runs_on_meta():
 def test_is_of_the_thread_that_opened_it():
     seen = []
     with batch_invariant():
-        other = threading.Thread(target=lambda: seen.append(batch_invariant_mode()))
+        other = threading.Thread(target=lambda: seen.append(MODE.on))
         other.start()
         other.join()
-        seen.append(batch_invariant_mode())
+        seen.append(MODE.on)
     assert seen == [False, True]
 
 
@@ -278,11 +278,11 @@ def test_ends_with_the_block():
     with batch_invariant():
         with batch_invariant():
             pass
-        assert batch_invariant_mode()
-    assert not batch_invariant_mode()
+        assert MODE.on
+    assert not MODE.on
     with pytest.raises(ValueError, match="left"), batch_invariant():
         raise ValueError("left")
-    assert not batch_invariant_mode()
+    assert not MODE.on
 
 
 def test_cannot_be_opened_inside_a_compiled_function():

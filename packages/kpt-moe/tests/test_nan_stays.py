@@ -37,8 +37,6 @@ ROUTERS = {
     "expert_choice": ("expert_choice", {"top_k": 2}),
     "sinkhorn 1": ("sinkhorn", {"top_k": 1}),
     "sinkhorn 2": ("sinkhorn", {"top_k": 2, **TIGHT}),
-    "token_rounding": ("token_rounding", {"top_k": 2, "tile": 4}),
-    "token_rounding up": ("token_rounding", {"top_k": 2, "tile": 8, "rounding": "up"}),
 }
 POISON = [float("nan"), float("inf"), float("-inf")]
 

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given
 from torch.utils._pytree import tree_leaves
@@ -65,12 +64,3 @@ def test_to_moves_every_tensor_and_copies_on_demand_alone():
     copied = routing.to("cpu", copy=True)
     assert_same(copied, routing)
     assert copied.index.data_ptr() != routing.index.data_ptr()
-
-
-@pytest.mark.parametrize("logits", [False, True])
-def test_save_and_load_are_those_of_files(tmp_path, logits):
-    routing = small()
-    routing.save(tmp_path / "routing", logits=logits)
-    loaded = Routing.load(tmp_path / "routing")
-    assert_same(loaded, routing.detach(), logits=logits)
-    assert loaded.num_experts == 3

@@ -38,44 +38,29 @@ __all__ = [
 
 #: Names that stood here too, by the module that they are of; until 0.3.
 _MOVED = {
-    "activations": ("Activation",),
-    "batch_invariant": ("batch_invariant",),
-    "composed_experts": ("composed_experts",),
-    "expert_networks": (
-        "AttentionExpert",
-        "ConvolutionalExpert",
-        "ExpertNetwork",
-        "ParameterEfficientExpert",
-        "QuantisedFeedForwardExpert",
-    ),
-    "experts": ("experts",),
-    "grouped_mm": ("grouped_mm", "grouped_mm_wgrad"),
-    "layers": ("AdaptiveMoELayer", "GLaMStyleMoE", "SharedExperts", "SparseMoELayer", "SwitchTransformerMoE"),
-    "losses": ("GlobalLoad", "entropy_loss", "global_batch_loss", "gshard_loss", "sequence_loss", "z_loss"),
-    "permutation": ("Permutation", "sort_by_expert"),
-    "quantised_experts": ("quantise_weights",),
-    "routers": (
-        "DynamicCapacityRouter",
-        "ExpertChoiceRouter",
-        "GShardRouter",
-        "HashRouter",
-        "LearnedRouter",
-        "LinearRouter",
-        "Router",
-        "SinkhornRouter",
-        "SwitchRouter",
-        "TokenRoundingRouter",
-    ),
-    "routing_trace": ("RoutingTrace", "record_routing", "replay_routing"),
-    "scaled_grouped_mm": ("scaled_grouped_mm",),
-    "scheduling": ("CapacitySchedule", "ExpertDropout", "ExpertWarmup", "UtilisationMonitor", "revive_dead_experts"),
-    "statistics": ("RouterSummary",),
+    "activations": "Activation",
+    "batch_invariant": "batch_invariant",
+    "composed_experts": "composed_experts",
+    "expert_networks": "AttentionExpert ConvolutionalExpert "
+    "ExpertNetwork ParameterEfficientExpert QuantisedFeedForwardExpert",
+    "experts": "experts",
+    "grouped_mm": "grouped_mm grouped_mm_wgrad",
+    "layers": "AdaptiveMoELayer GLaMStyleMoE SharedExperts SparseMoELayer SwitchTransformerMoE",
+    "losses": "GlobalLoad entropy_loss global_batch_loss gshard_loss sequence_loss z_loss",
+    "permutation": "Permutation sort_by_expert",
+    "quantised_experts": "quantise_weights",
+    "routers": "DynamicCapacityRouter ExpertChoiceRouter GShardRouter HashRouter "
+    "LearnedRouter LinearRouter Router SinkhornRouter SwitchRouter",
+    "routing_trace": "RoutingTrace record_routing replay_routing",
+    "scaled_grouped_mm": "scaled_grouped_mm",
+    "scheduling": "CapacitySchedule ExpertDropout ExpertWarmup UtilisationMonitor revive_dead_experts",
+    "statistics": "RouterSummary",
 }
 
 
 def _moved(name: str, package: ModuleType | None = None) -> Any:
     for module, names in _MOVED.items():
-        if name in names:
+        if name in names.split():
             path = f"{__name__}.{module}"
             message = f"{__name__}.{name} goes in version 0.3; write: from {path} import {name}"
             warnings.warn(message, FutureWarning, stacklevel=2)
@@ -87,7 +72,7 @@ class _Package(ModuleType):
     """Functions that are named like their modules, which hide them from `__getattr__`."""
 
 
-for _name in _MOVED.keys() & {name for names in _MOVED.values() for name in names}:
+for _name in _MOVED.keys() & {name for names in _MOVED.values() for name in names.split()}:
     setattr(_Package, _name, property(partial(_moved, _name), lambda package, module: None))
 sys.modules[__name__].__class__ = _Package
 

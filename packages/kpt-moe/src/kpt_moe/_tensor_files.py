@@ -11,11 +11,7 @@ from kpt_core import InputError
 
 @contextmanager
 def appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new file beside `path` to write to, which takes its place when the block ends and goes if it raises.
-
-    Raises:
-        InputError: there is no such folder.
-    """
+    """A new file beside `path` to write to, which takes its place when the block ends and goes if it raises."""
     path = Path(path)
     if not path.parent.is_dir():
         raise InputError(f"{path}: {path.parent} is no folder: make it, or name one that exists")
@@ -29,11 +25,7 @@ def appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Any:
-    """A safetensors file, open for reading; a context manager.
-
-    Raises:
-        InputError: no such file, or it is not whole.
-    """
+    """A safetensors file, open for reading; a context manager."""
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():

@@ -41,9 +41,7 @@ _PLAIN = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
     "relu": _Plain(
-        torch.relu,
-        lambda x, out: torch.clamp_min(x, 0, out=out),
-        lambda grad, x, out: torch.mul(grad, x > 0, out=out),
+        torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out), lambda grad, x, out: torch.mul(grad, x > 0, out=out)
     ),
     "relu2": _Plain(
         lambda x: torch.square(torch.relu(x)),

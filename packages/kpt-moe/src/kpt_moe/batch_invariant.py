@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from kpt_core import InputError
 from kpt_core.autocast import converted, without_autocast
 
-from ._experts_check import check_experts
 from ._pairs import sum_in_order
 from .activations import activation_of
-from .experts import experts
+from .experts import check_experts, experts
 from .permutation import expert_of_rows, sort_by_expert
 from .torch_kernels.grouped_mm import segments, wgrad_like
 
@@ -35,12 +34,8 @@ class _Mode(threading.local):
         self.on = False
 
 
-_mode = _Mode()
-
-
-def batch_invariant_mode() -> bool:
-    """Whether this thread is inside `batch_invariant()`."""
-    return _mode.on
+#: `MODE.on` says whether this thread is inside `batch_invariant()`.
+MODE = _Mode()
 
 
 @contextmanager
@@ -71,12 +66,12 @@ def batch_invariant() -> Iterator[None]:
     """
     if torch.compiler.is_compiling():
         raise InputError("batch_invariant() can't be opened inside a compiled function: open it around the call")
-    before = _mode.on
-    _mode.on = True
+    before = MODE.on
+    MODE.on = True
     try:
         yield
     finally:
-        _mode.on = before
+        MODE.on = before
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -96,12 +91,12 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function(x)`, inside of `batch_invariant()` by rows."""
-    return by_rows(function, x) if _mode.on else function(x)
+    return by_rows(function, x) if MODE.on else function(x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, inside of `batch_invariant()` in blocks."""
-    return invariant_linear(x, weight, bias) if _mode.on else F.linear(x, weight, bias)
+    return invariant_linear(x, weight, bias) if MODE.on else F.linear(x, weight, bias)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -191,7 +186,6 @@ def _block_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _on_host(weight: Tensor, ends: Tensor, rows: int) -> Iterator[tuple[Tensor, range]]:
-    """Each expert's matrix, and where its blocks start."""
     for expert, start, end in segments(ends):
         yield weight[expert], range(start, end, BLOCK)
 

@@ -10,23 +10,10 @@ from torch import nn
 
 from kpt_core import InputError
 
+from .hf_modules import is_transformers_experts as is_transformers_experts
+
 if TYPE_CHECKING:
     from kpt_optimize import Site  # most processes never optimise
-
-#: What transformers' `use_experts_implementation` sets on every module that it decorates.
-_MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "config")
-
-
-def is_transformers_experts(module: nn.Module) -> bool:
-    """Whether a module's experts implementation can be chosen, told without importing transformers."""
-    return all(hasattr(module, mark) for mark in _MARKS) and hasattr(module.config, "_experts_implementation")
-
-
-def parameter_names(module: Any) -> dict[str, str]:
-    """What the parameters of an experts module are called, by their names in `moe.experts`."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    names = {"gate_up_proj": up, "down_proj": "down_proj"}
-    return names | ({"gate_up_proj_bias": f"{up}_bias", "down_proj_bias": "down_proj_bias"} if module.has_bias else {})
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,7 @@ from kpt_core import InputError
 
 from ._checks import require_known
 from ._counting import Hooked, in_recomputation
-from .losses import (
-    GlobalLoad,
-    Score,
-    entropy_loss,
-    global_batch_loss,
-    gshard_loss,
-    sequence_loss,
-    switch_loss,
-    z_loss,
-)
+from .losses import GlobalLoad, Score, entropy_loss, global_batch_loss, gshard_loss, sequence_loss, switch_loss, z_loss
 from .routers import Router
 from .routing import Routing
 
@@ -75,7 +66,6 @@ class RouterLosses(Hooked):
         >>> losses.step()
 
     Args:
-        model: its routers are found when this is made.
         score: as in the losses.
         reduction: `mean` over the calls of routers since the last `total`, their `sum`, or `pooled`: the tokens of all
             calls together, as transformers does.

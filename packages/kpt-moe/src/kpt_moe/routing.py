@@ -1,6 +1,5 @@
 """What a router decides: which experts a token goes to, and with what weight."""
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_map_only
-
-from kpt_core import InputError
 
 #: By what routers score experts: a softmax over all of them or over the chosen ones, sigmoids, roots of softplus.
 SCORES = ("softmax", "softmax_after", "sigmoid", "sqrtsoftplus")
@@ -104,31 +101,6 @@ class Routing:
         if mask is None and self.token is not None:
             mask = torch.ones(self.num_tokens, dtype=torch.bool, device=self.index.device)
         return replace(self, logits=self.logits.new_empty(0, self.num_experts), mask=mask)
-
-    def save(self, path: str | os.PathLike[str], *, logits: bool = True) -> None:
-        """Write it to a safetensors file, without gradients, see `kpt_moe.routing_trace.RoutingTrace`.
-
-        Args:
-            path: replaced if it exists; its folder must exist.
-            logits: store them too: `num_experts` numbers per token, where a choice is `top_k` small ones.
-        """
-        from .routing_trace import RoutingTrace
-
-        RoutingTrace({"": [self if logits else self.without_logits()]}).save(path)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> "Routing":
-        """Read what `save` wrote, on the CPU.
-
-        Raises:
-            InputError: as `RoutingTrace.load`, or the file holds another number of routings.
-        """
-        from .routing_trace import RoutingTrace
-
-        calls = [routing for each in RoutingTrace.load(path).calls.values() for routing in each]
-        if len(calls) != 1:
-            raise InputError(f"{path} holds {len(calls)} routings, not one: read it with RoutingTrace.load")
-        return calls[0]
 
     def apply(self, x: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Send tokens `[tokens, hidden_size]` through experts, and get the same size in the experts' dtype.

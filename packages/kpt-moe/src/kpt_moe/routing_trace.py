@@ -16,7 +16,7 @@ from kpt_core import InputError
 
 from ._counting import in_recomputation
 from ._tensor_files import appearing, open_tensors
-from .rewrites import is_transformers_experts
+from .hf_modules import is_transformers_experts
 from .routers import Router
 from .routing import PARTS, SCORES, Routing
 
@@ -93,7 +93,8 @@ def record_routing(
         model: its modules are hooked until the context is left; it may be a router itself. Of a model that
             DistributedDataParallel wraps give the one inside, so that paths are the same without it.
         device: where to keep the routings; each call then waits for its copy. None leaves them where they are.
-        logits: keep the routers' logits too, see `Routing.save` for what they cost. Experts modules have none.
+        logits: keep the routers' logits too: `num_experts` numbers per token, where a choice is `top_k` small ones.
+            Experts modules have none.
 
     Yields:
         The trace, which grows with every call. Its routings carry no gradients.
@@ -183,7 +184,6 @@ class _Replay:
         return (*args[:1], *recorded[: max(len(args) - 1, 0)]), {**kwargs, **named}
 
     def _next(self, tokens: int, num_experts: int) -> Routing:
-        """The routing of the call that comes now."""
         if in_recomputation():
             return self._repeat(tokens)
         what = f"replay_routing: {self.path!r}, call {self.played + 1}"
@@ -215,7 +215,6 @@ class _Replay:
 
 @contextmanager
 def _hooked(handles: list[RemovableHandle]) -> Iterator[None]:
-    """Eager execution, and the hooks removed in the end."""
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
@@ -239,7 +238,6 @@ def _deciding(model: nn.Module, caller: str) -> dict[str, Any]:
 
 
 def _told(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Index and weights that an experts module is told."""
     return [*args[1:], *(kwargs[name] for names in _TOLD for name in names if name in kwargs)]
 
 

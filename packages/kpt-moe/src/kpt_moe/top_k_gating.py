@@ -14,13 +14,9 @@ SCORES = ("softmax", "softmax_after", "sigmoid")
 
 
 def check_choice(owner: str, num_experts: int, top_k: int, score: str, num_groups: int, top_groups: int) -> None:
-    """Raise unless so many experts can be chosen in this way.
-
-    Raises:
-        InputError: `top_k` is not between 1 and `num_experts`, or the groups do not fit.
-        UnknownNameError: no such `score`.
-    """
-    require_size(owner, "top_k", top_k, num_experts, "num_experts")
+    """Raise unless so many experts can be chosen in this way."""
+    if type(top_k) is not int or not 1 <= top_k <= num_experts:
+        require_size(owner, "top_k", top_k, num_experts, "num_experts")
     if score not in SCORES:
         raise UnknownNameError("score", score, SCORES)
     if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:

@@ -12,7 +12,7 @@ import kpt_moe.transformers
 from families import FAMILIES, experts_of
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import FeedForwardExpert, MoEConfig, MoELayer, Routing
-from kpt_moe.batch_invariant import batch_invariant, batch_invariant_mode
+from kpt_moe.batch_invariant import MODE, batch_invariant
 from kpt_moe.expert_networks.attention import AttentionExpert
 from kpt_moe.offload import checkpoint_experts, offload_experts
 from served_by import served_by
@@ -184,7 +184,7 @@ def test_backward_may_be_outside_of_the_batch_invariant_block(mode):
     want = run()
     checkpoint_experts(model, mode)
     assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
-    assert not batch_invariant_mode()
+    assert not MODE.on
 
 
 def test_recomputation_compiles_without_a_break():

@@ -7,8 +7,7 @@ from kpt_backend_cpu import native
 from kpt_core import Call, Refusal
 
 from . import amx
-from .experts import refusal_of_weights
-from .experts_numbers import has_pairs, numbers, prepared
+from .experts_numbers import WIDE_WEIGHTS, has_pairs, numbers, prepared
 
 #: From more tokens on the products of `experts` are faster.
 MAX_TOKENS = 64
@@ -32,7 +31,7 @@ def unsupported(call: Call) -> Refusal | str | None:
     if pairs > most * num_experts:
         reason = "{rows} rows for {experts} experts; needs {most} each at most"
         return Refusal(reason, rows=pairs, experts=num_experts, most=most)
-    return refusal_of_weights(call)
+    return WIDE_WEIGHTS if call.top_k_weights.dtype is torch.float64 else None
 
 
 def forward(call: Call) -> Tensor:

@@ -7,7 +7,7 @@ from kpt_backend_cpu import native
 from kpt_core import Call, Refusal
 
 from .amx import refusal_for_amx
-from .experts_numbers import NAME, has_pairs, numbers, prepared
+from .experts_numbers import NAME, WIDE_WEIGHTS, has_pairs, numbers, prepared
 from .tensors import empty_as, matrices, readable, rows
 
 
@@ -17,14 +17,7 @@ def unsupported(call: Call) -> Refusal | str | None:
     if pairs >= 2**31:
         return Refusal("{pairs} pairs; this kernel counts them in 32 bits", pairs=pairs)
     refused = refusal_for_amx(dtype) if call.gate_up_proj.dtype is dtype else None
-    return refused or refusal_of_weights(call)
-
-
-def refusal_of_weights(call: Call) -> str | None:
-    """Why routing weights can't be read, or None."""
-    if call.top_k_weights.dtype is torch.float64:
-        return "routing weights in float64; needs float32, bfloat16 or float16"
-    return None
+    return WIDE_WEIGHTS if refused is None and call.top_k_weights.dtype is torch.float64 else refused
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -6,15 +6,20 @@ from torch import Tensor
 from kpt_backend_cpu.structures import ACTIVATIONS
 from kpt_core import Call
 
-from .tensors import address, in_float32, matrices, readable_call, rows
+from .tensors import in_float32, matrices, readable_call, rows
 
 NAME = "moe.experts"
+#: Why routing weights can't be read.
+WIDE_WEIGHTS = "routing weights in float64; needs float32, bfloat16 or float16"
+#: What `rows` gives for nothing, here without a call.
+_NONE = (0, 0, 0)
 
 
 def prepared(call: Call) -> Call:
     """`call` with tensors that kernels can read. Keep it until they have run: copies live as long as it does."""
     call = readable_call(NAME, call, whole=("top_k_index", "top_k_weights"))
-    return in_float32(call, "gate_up_scale", "down_scale")
+    quantised = call.gate_up_scale is not None or call.down_scale is not None
+    return in_float32(call, "gate_up_scale", "down_scale") if quantised else call
 
 
 def has_pairs(call: Call) -> bool:
@@ -36,18 +41,18 @@ def numbers(
         hidden, width, intermediate = width, hidden, down.shape[2]
     return (
         *rows(call.x),
-        *rows(out),
+        *(_NONE if out is None else rows(out)),
         index.data_ptr(),
         index.dtype is torch.int64,
         *rows(call.top_k_weights),
         *matrices(up, call.gate_up_scale, by_output=by_output),
         *matrices(down, call.down_scale, by_output=by_output),
-        *rows(call.gate_up_proj_bias),
-        *rows(call.down_proj_bias),
+        *(_NONE if call.gate_up_proj_bias is None else rows(call.gate_up_proj_bias)),
+        *(_NONE if call.down_proj_bias is None else rows(call.down_proj_bias)),
         *(ACTIVATIONS[call.activation], call.interleaved, limit is not None, call.alpha, call.beta, limit or 0.0),
-        address(order),
-        address(offsets),
-        *rows(h),
+        0 if order is None else order.data_ptr(),
+        0 if offsets is None else offsets.data_ptr(),
+        *(_NONE if h is None else rows(h)),
         *index.shape,
         num_experts,
         hidden,

@@ -7,7 +7,7 @@ from kpt_backend_cpu import native
 from kpt_backend_cpu.structures import SCORES
 from kpt_core import Call
 
-from .tensors import address, empty_as, readable, readable_call, rows
+from .tensors import DTYPES, empty_as, readable, readable_call, rows
 
 NAME = "moe.top_k_gating"
 
@@ -42,8 +42,8 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor, _: None) -> di
 def _numbers(call: Call, weights: Tensor, index: Tensor) -> tuple[float, ...]:
     """The numbers of `structures.TopKGating`."""
     return (
-        *rows(call.logits),
-        address(call.correction_bias),
+        *(call.logits.data_ptr(), call.logits.stride()[0], DTYPES[call.logits.dtype]),
+        0 if call.correction_bias is None else call.correction_bias.data_ptr(),
         weights.data_ptr(),
         index.data_ptr(),
         *call.logits.shape,

@@ -1,7 +1,15 @@
 """What the case tables share."""
 
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from kpt_core import InputError
+from kpt_core.errors import KptError
+from kpt_optimize.cases import Arguments, Case, WrongInput
 
 #: Past what int16 and uint16 count, and past a grid's second dimension.
 MANY = 70_001
@@ -12,3 +20,25 @@ WIDE, WIDER, MORE = 2_880, 4_097, 1_029
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
     """Random numbers in float64, of deviation `scale`."""
     return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def case(name: str, *, model: bool = False, large: bool = False, **sizes: Any) -> Case:
+    """Make a case of these sizes."""
+    return Case(name=name, sizes=sizes, model=model, large=large)
+
+
+def wrong(
+    op: str,
+    name: str,
+    message: str,
+    *,
+    error: type[KptError] = InputError,
+    sizes: Mapping[str, Any] | None = None,
+    **changes: Callable[[Any], Any],
+) -> WrongInput:
+    """Make a call that the op refuses: how arguments change from right ones, and the message after the op's name."""
+
+    def change(arguments: Arguments) -> Arguments:
+        return {**arguments, **{name: changed(arguments.get(name)) for name, changed in changes.items()}}
+
+    return WrongInput(name=name, change=change, message=f"{re.escape(op)}: {message}", error=error, sizes=sizes or {})

@@ -1,6 +1,7 @@
 """The case table of `moe.experts`."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +10,24 @@ from torch import Tensor
 from kpt_core import UnknownNameError
 from kpt_moe.activations import GATED, PLAIN, Activation
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes, WrongInput
 
-from .common import MANY, WIDE, normal
+from .common import MANY, WIDE, case, normal, wrong
+
+_wrong = partial(wrong, "moe.experts")
 
 #: Which projections have a bias.
 _BOTH = ("gate_up", "down")
 
 #: What gpt-oss computes, with a limit that random numbers cross.
-_GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 0.7, "interleaved": True, "transposed": True, "biases": _BOTH}
+_GPT_OSS: dict[str, Any] = {
+    "alpha": 1.702,
+    "beta": 1.0,
+    "limit": 0.7,
+    "interleaved": True,
+    "transposed": True,
+    "biases": _BOTH,
+}
 
 
 def _routing(generator: torch.Generator, tokens: int, num_experts: int, top_k: int, load: str) -> Tensor:
@@ -56,7 +66,6 @@ def _away_from_kinks(x: Tensor, up: Tensor, inputs: int, quantised: bool) -> tup
 
 
 def _quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Stored matrices in 8-bit numbers, and their scales."""
     codes, scale = quantise_weights(weight.mT if transposed else weight, scheme, dtype)
     # No option of its own, or there would be more cases: the second of the dtypes has the wider scales.
     scale = scale.to(torch.float64 if dtype is torch.float8_e5m2 else torch.float32)
@@ -174,115 +183,55 @@ def _reduction_of_experts(arguments: Arguments) -> int:
     return int(max(arguments["x"].shape[1] + width + top_k, tokens * top_k))
 
 
+# fmt: off
 EXPERTS = CaseTable(
     op="moe.experts",
     build=_build_experts,
     cases=(
-        Case(name="small"),
-        Case(name="no tokens", sizes={"tokens": 0}),
-        Case(name="one token", sizes={"tokens": 1}),
-        Case(name="63 tokens, odd sizes", sizes={"tokens": 63, "hidden": 31, "inner": 17, "num_experts": 7}),
-        Case(name="one expert", sizes={"num_experts": 1, "top_k": 1}),
-        Case(name="all to one expert", sizes={"tokens": 40, "load": "one"}),
-        Case(name="experts without tokens", sizes={"tokens": 3, "num_experts": 16, "top_k": 2}),
-        Case(name="skewed load", sizes={"tokens": 64, "num_experts": 8, "hidden": 32, "inner": 24, "load": "skewed"}),
-        Case(name="some pairs not here", sizes={"tokens": 21, "load": "partly away"}),
-        Case(name="no pair here", sizes={"load": "away"}),
-        Case(name="int32 ids", sizes={"ids": torch.int32}),
-        Case(name="bias", sizes={"biases": _BOTH, "tokens": 19}),
-        Case(name="transposed", sizes={"transposed": True, "tokens": 19}),
+        case("small"),
+        case("no tokens", tokens=0),
+        case("one token", tokens=1),
+        case("63 tokens, odd sizes", tokens=63, hidden=31, inner=17, num_experts=7),
+        case("one expert", num_experts=1, top_k=1),
+        case("all to one expert", tokens=40, load="one"),
+        case("experts without tokens", tokens=3, num_experts=16, top_k=2),
+        case("skewed load", tokens=64, num_experts=8, hidden=32, inner=24, load="skewed"),
+        case("some pairs not here", tokens=21, load="partly away"),
+        case("no pair here", load="away"),
+        case("int32 ids", ids=torch.int32),
+        case("bias", biases=_BOTH, tokens=19),
+        case("transposed", transposed=True, tokens=19),
         *(
-            Case(name=activation, sizes={"activation": activation, "biases": _BOTH if activation == "relu2" else ()})
+            case(activation, activation=activation, biases=_BOTH if activation == "relu2" else ())
             for activation in ("geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2")
         ),
-        Case(name="gpt-oss options", sizes={"tokens": 24, "hidden": 32, "inner": 16, **_GPT_OSS}),
-        Case(name="8-bit", sizes={"tokens": 19, "up_scheme": "row", "down_scheme": "row"}),
-        Case(
-            name="8-bit blocks",
-            sizes={"tokens": 13, "hidden": 136, "inner": 136, "up_scheme": "block128", "down_scheme": "block128"},
-        ),
-        Case(
-            name="8-bit, transposed",
-            sizes={
-                "hidden": 136,
-                "inner": 72,
-                "up_scheme": "block128",
-                "down_scheme": "block128",
-                "transposed": True,
-                "biases": _BOTH,
-            },
-        ),
-        Case(
-            name="granite-3.1-1b-a400m",
-            sizes={"tokens": 63, "hidden": 1024, "inner": 512, "num_experts": 32, "top_k": 8},
-            model=True,
-        ),
-        Case(
-            name="olmoe-1b-7b decode",
-            sizes={"tokens": 1, "hidden": 2048, "inner": 1024, "num_experts": 64, "top_k": 8},
-            model=True,
-            large=True,
-        ),
-        Case(
-            name="mixtral-8x7b",
-            sizes={"tokens": 1024, "hidden": 4096, "inner": 14336, "num_experts": 8, "top_k": 2},
-            model=True,
-            large=True,
-        ),
-        Case(
-            name="qwen3-30b-a3b",
-            sizes={"tokens": 1024, "hidden": 2048, "inner": 768, "num_experts": 128, "top_k": 8},
-            model=True,
-            large=True,
-        ),
+        case("gpt-oss options", tokens=24, hidden=32, inner=16, **_GPT_OSS),
+        case("8-bit", tokens=19, up_scheme="row", down_scheme="row"),
+        case("8-bit blocks", tokens=13, hidden=136, inner=136, up_scheme="block128", down_scheme="block128"),
+        case("8-bit, transposed", hidden=136, inner=72, up_scheme="block128", down_scheme="block128", transposed=True,
+            biases=_BOTH),
+        case("granite-3.1-1b-a400m", tokens=63, hidden=1024, inner=512, num_experts=32, top_k=8, model=True),
+        case("olmoe-1b-7b decode", tokens=1, hidden=2048, inner=1024, num_experts=64, top_k=8, model=True, large=True),
+        case("mixtral-8x7b", tokens=1024, hidden=4096, inner=14336, num_experts=8, top_k=2, model=True, large=True),
+        case("qwen3-30b-a3b", tokens=1024, hidden=2048, inner=768, num_experts=128, top_k=8, model=True, large=True),
     ),
     wrong=(
-        WrongInput(
-            name="x of three dimensions",
-            change=lambda a: {**a, "x": a["x"][None]},
-            message=r"moe\.experts: x must be floating \[tokens, hidden_size\].*got torch\.float32 \[1, 11, 8\]",
-        ),
-        WrongInput(
-            name="x of integers",
-            change=lambda a: {**a, "x": a["x"].long()},
-            message=r"moe\.experts: x must be floating.*got torch\.int64",
-        ),
-        WrongInput(
-            name="routing of another number of tokens",
-            change=lambda a: {**a, "top_k_index": a["top_k_index"][:-1]},
-            message=r"moe\.experts: top_k_index and top_k_weights must both be \[11, top_k\]; got \[10, 3\]",
-        ),
-        WrongInput(
-            name="ids of floats",
-            change=lambda a: {**a, "top_k_index": a["top_k_index"].float()},
-            message=r"moe\.experts: top_k_index must be int64 or int32.*got torch\.float32",
-        ),
-        WrongInput(
-            name="matrices stored the other way",
-            change=lambda a: {**a, "transposed": True},
-            message=r"moe\.experts: with hidden_size 8.*transposed=True.*asks for itself as \[5, 8, 8\]",
-        ),
-        WrongInput(
-            name="down_proj of another width",
-            change=lambda a: {**a, "down_proj": a["down_proj"][:, :, :-1]},
-            message=r"moe\.experts: .*asks for .*down_proj as \[5, 8, 6\]; got down_proj \[5, 8, 5\]",
-        ),
-        WrongInput(
-            name="bias of another width",
-            change=lambda a: {**a, "down_proj_bias": a["down_proj_bias"][:, 1:]},
-            message=r"moe\.experts: down_proj_bias must be \[5, 8\]; got \[5, 7\]",
-            sizes={"biases": _BOTH},
-        ),
-        WrongInput(
-            name="weights of another dtype",
-            change=lambda a: {**a, "down_proj": a["down_proj"].double()},
-            message=r"moe\.experts: down_proj must have x's dtype and device.*got torch\.float64.*convert",
-        ),
-        WrongInput(
-            name="weights on another device",
-            change=lambda a: {**a, "down_proj": a["down_proj"].to("meta")},
-            message=r"moe\.experts: down_proj must have x's dtype and device.*got torch\.float32 on meta",
-        ),
+        _wrong("x of three dimensions",
+            r"x must be floating \[tokens, hidden_size\].*got torch\.float32 \[1, 11, 8\]", x=lambda t: t[None]),
+        _wrong("x of integers", r"x must be floating.*got torch\.int64", x=Tensor.long),
+        _wrong("routing of another number of tokens",
+            r"top_k_index and top_k_weights must both be \[11, top_k\]; got \[10, 3\]", top_k_index=lambda t: t[:-1]),
+        _wrong("ids of floats", r"top_k_index must be int64 or int32.*got torch\.float32", top_k_index=Tensor.float),
+        _wrong("matrices stored the other way",
+            r"with hidden_size 8.*transposed=True.*asks for itself as \[5, 8, 8\]", transposed=lambda _: True),
+        _wrong("down_proj of another width", r".*asks for .*down_proj as \[5, 8, 6\]; got down_proj \[5, 8, 5\]",
+            down_proj=lambda t: t[:, :, :-1]),
+        _wrong("bias of another width", r"down_proj_bias must be \[5, 8\]; got \[5, 7\]",
+            down_proj_bias=lambda t: t[:, 1:], sizes={"biases": _BOTH}),
+        _wrong("weights of another dtype", r"down_proj must have x's dtype and device.*got torch\.float64.*convert",
+            down_proj=Tensor.double),
+        _wrong("weights on another device", r"down_proj must have x's dtype and device.*got torch\.float32 on meta",
+            down_proj=lambda t: t.to("meta")),
         WrongInput(
             name="unknown activation",
             change=lambda a: {**a, "activation": "swigloo"},
@@ -297,3 +246,4 @@ EXPERTS = CaseTable(
     domain=_DOMAIN,
     kept=frozenset({"gate_up_scale", "down_scale"}),
 )
+# fmt: on

@@ -1,14 +1,14 @@
 """The case tables of `moe.grouped_mm` and `moe.grouped_mm_wgrad`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes, WrongInput
 
-from .common import MANY, MORE, WIDE, WIDER, normal
+from .common import MANY, MORE, WIDE, WIDER, case, normal, wrong
 
 #: How rows are shared out among groups, and which part of them belongs to any: see `offsets_of`. Where none does there
 #: is nothing to do, which a named case tries.
@@ -78,34 +78,20 @@ def _rows_of_nobody(arguments: Arguments, *names: str) -> Mapping[str, Tensor]:
 
 
 _GROUPED_CASES = (
-    Case(name="small"),
-    Case(name="no rows", sizes={"rows": 0}),
-    Case(name="one row", sizes={"rows": 1}),
-    Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "groups": 5}),
-    Case(name="one group", sizes={"groups": 1}),
-    Case(name="whole tiles", sizes={"rows": 128, "inner": 64, "columns": 64, "groups": 1}),
-    Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
-    Case(name="rows of nobody", sizes={"rows": 40, "owned": 0.675}),
-    Case(name="every row of nobody", sizes={"owned": 0.0}),
-    Case(name="one column", sizes={"columns": 1}),
-    Case(name="inner size one", sizes={"inner": 1}),
-    Case(
-        name="granite-3.1-1b-a400m",
-        sizes={"rows": 504, "inner": 512, "columns": 1024, "groups": 32},
-        model=True,
-    ),
-    Case(
-        name="mixtral-8x7b",
-        sizes={"rows": 2048, "inner": 4096, "columns": 28672, "groups": 8},
-        model=True,
-        large=True,
-    ),
-    Case(
-        name="qwen3-30b-a3b",
-        sizes={"rows": 8192, "inner": 2048, "columns": 1536, "groups": 128},
-        model=True,
-        large=True,
-    ),
+    case("small"),
+    case("no rows", rows=0),
+    case("one row", rows=1),
+    case("63 rows, odd sizes", rows=63, inner=33, columns=17, groups=5),
+    case("one group", groups=1),
+    case("whole tiles", rows=128, inner=64, columns=64, groups=1),
+    case("more groups than rows", rows=5, groups=16),
+    case("rows of nobody", rows=40, owned=0.675),
+    case("every row of nobody", owned=0.0),
+    case("one column", columns=1),
+    case("inner size one", inner=1),
+    case("granite-3.1-1b-a400m", rows=504, inner=512, columns=1024, groups=32, model=True),
+    case("mixtral-8x7b", rows=2048, inner=4096, columns=28672, groups=8, model=True, large=True),
+    case("qwen3-30b-a3b", rows=8192, inner=2048, columns=1536, groups=128, model=True, large=True),
 )
 
 
@@ -119,47 +105,33 @@ SIZES = {
 
 
 def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:
-    prefix = op.replace(".", r"\.")
+    def changed(to: Callable[[Any], Any]) -> dict[str, Any]:
+        return {other: to}
+
+    # fmt: off
     return (
-        WrongInput(
-            name="offsets of int64",
-            change=lambda a: {**a, "offsets": a["offsets"].long()},
-            message=rf"{prefix}: offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
-        ),
-        WrongInput(
-            name="two dtypes",
-            change=lambda a: {**a, other: a[other].double()},
-            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.float32 and torch\.float64",
-        ),
-        WrongInput(
-            name="integers",
-            change=lambda a: {**a, "x": a["x"].int(), other: a[other].int()},
-            message=rf"{prefix}: x and {other} must have one floating dtype.*got torch\.int32",
-        ),
-        WrongInput(
-            name="two devices",
-            change=lambda a: {**a, other: a[other].to("meta")},
-            message=rf"{prefix}: x, {other} and offsets must be on one device; got cpu, meta and cpu",
-        ),
-        WrongInput(
-            name="one dimension too many",
-            change=lambda a: {**a, "x": a["x"][None]},
-            message=rf"{prefix}: x must be \[rows, K\].*got \[1, 24, 8\]",
-        ),
+        wrong(op, "offsets of int64", r"offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
+            offsets=Tensor.long),
+        wrong(op, "two dtypes", rf"x and {other} must have one floating dtype.*got torch\.float32 and torch\.float64",
+            **changed(Tensor.double)),
+        wrong(op, "integers", rf"x and {other} must have one floating dtype.*got torch\.int32", x=Tensor.int,
+            **changed(Tensor.int)),
+        wrong(op, "two devices", f"x, {other} and offsets must be on one device; got cpu, meta and cpu",
+            **changed(lambda t: t.to("meta"))),
+        wrong(op, "one dimension too many", r"x must be \[rows, K\].*got \[1, 24, 8\]", x=lambda t: t[None]),
     )
+    # fmt: on
 
 
+# fmt: off
 GROUPED_MM = CaseTable(
     op="moe.grouped_mm",
     build=_build_grouped_mm,
     cases=_GROUPED_CASES,
     wrong=(
         *_wrong_groups("moe.grouped_mm", "weight"),
-        WrongInput(
-            name="offsets of another number of experts",
-            change=lambda a: {**a, "offsets": a["offsets"][1:]},
-            message=r"moe\.grouped_mm: offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]",
-        ),
+        wrong("moe.grouped_mm", "offsets of another number of experts",
+            r"offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]", offsets=lambda t: t[1:]),
     ),
     gradients=("x", "weight"),
     padding=lambda arguments: _rows_of_nobody(arguments, "x"),
@@ -179,3 +151,4 @@ GROUPED_MM_WGRAD = CaseTable(
     rare=(torch.float64,),
     domain=Domain(sizes=SIZES, options=SHARES),
 )
+# fmt: on

@@ -103,7 +103,6 @@ ROUTERS = (
     _router("dynamic_capacity", top_k=TOP_K, adaptive_top_k=True, threshold=0.7),
     _router("expert_choice", top_k=TOP_K),
     _router("sinkhorn", top_k=TOP_K),
-    _router("token_rounding", top_k=TOP_K, tile=4),
     _router("gshard"),
     _router("hash", top_k=TOP_K, vocab_size=11, learned_weights=True, inputs=_ids),
 )
@@ -114,10 +113,7 @@ LAYERS = (
     *(_variant(kind) for kind in ("sparse", "switch", "glam", "adaptive")),
     _network("ConvolutionalExpert", expert="convolutional", expert_options={"kernel_size": 3}),
     _network(
-        "AttentionExpert",
-        expert="attention",
-        intermediate_size=None,
-        expert_options={"head_dim": 8, "num_heads": 2},
+        "AttentionExpert", expert="attention", intermediate_size=None, expert_options={"head_dim": 8, "num_heads": 2}
     ),
     _network("ParameterEfficientExpert", expert="parameter_efficient", expert_options={"rank": 4}),
     _network("ParameterEfficientExpert adapter", expert="parameter_efficient", expert_options={"mode": "adapter"}),

@@ -1,16 +1,19 @@
 """The case table of `moe.scaled_grouped_mm`."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kpt_moe._scales import in_blocks
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, WrongInput
+from kpt_optimize.cases import Arguments, CaseTable, Domain
 
-from .common import normal
+from .common import case, normal, wrong
 from .grouped_mm import SHARES, SIZES, _rows_of_nobody, offsets_of
+
+_wrong = partial(wrong, "moe.scaled_grouped_mm")
 
 
 def codes(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
@@ -69,120 +72,65 @@ def _scaled_rows_of_nobody(arguments: Arguments) -> Mapping[str, Tensor]:
     return _rows_of_nobody(arguments, *(name for name in ("x", "x_scale") if name in arguments))
 
 
-_PREFIX = r"moe\.scaled_grouped_mm"
-
+# fmt: off
 SCALED_GROUPED_MM = CaseTable(
     op="moe.scaled_grouped_mm",
     build=_build,
     cases=(
-        Case(name="small"),
-        Case(name="no rows", sizes={"rows": 0}),
-        Case(name="one row", sizes={"rows": 1}),
-        Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "groups": 5}),
-        Case(name="small blocks", sizes={"scales": "block"}),
-        Case(name="one row, blocks", sizes={"rows": 1, "inner": 130, "columns": 129, "scales": "block"}),
-        Case(
-            name="63 rows, blocks that end early",
-            sizes={"rows": 63, "inner": 200, "columns": 136, "groups": 3, "scales": "block"},
-        ),
-        Case(
-            name="blocks of matrices stored as NK",
-            sizes={"rows": 17, "inner": 144, "columns": 272, "groups": 3, "scales": "block", "stored": "NK"},
-        ),
-        Case(name="matrices stored as NK", sizes={"inner": 33, "columns": 17, "stored": "NK"}),
-        Case(name="scales of input channels", sizes={"inner": 33, "columns": 17, "scales": "column"}),
-        Case(name="e5m2", sizes={"dtype": torch.float8_e5m2}),
-        Case(name="8-bit x", sizes={"x_scales": "row", "rows": 40, "owned": 0.675}),
-        Case(
-            name="8-bit x, square blocks of matrices stored as NK",
-            sizes={"x_scales": "block", "inner": 144, "columns": 136, "scales": "block", "stored": "NK"},
-        ),
-        Case(name="e5m2 x", sizes={"x_scales": "row", "dtype": torch.float8_e5m2, "x_dtype": torch.float8_e5m2}),
-        Case(name="one group", sizes={"groups": 1}),
-        Case(name="more groups than rows", sizes={"rows": 5, "groups": 16}),
-        Case(name="rows of nobody", sizes={"rows": 40, "owned": 0.675}),
-        Case(name="every row of nobody", sizes={"owned": 0.0, "scales": "block"}),
-        Case(name="one column", sizes={"columns": 1}),
-        Case(name="inner size one", sizes={"inner": 1}),
-        Case(
-            name="granite-3.1-1b-a400m",
-            sizes={"rows": 504, "inner": 512, "columns": 1024, "groups": 32, "scales": "block"},
-            model=True,
-        ),
-        Case(
-            name="mixtral-8x7b",
-            sizes={"rows": 2048, "inner": 4096, "columns": 28672, "groups": 8, "stored": "NK"},
-            model=True,
-            large=True,
-        ),
-        Case(
-            name="deepseek-v3 of one rank",
-            sizes={"rows": 4096, "inner": 7168, "columns": 4096, "groups": 32, "scales": "block", "stored": "NK"},
-            model=True,
-            large=True,
-        ),
+        case("small"),
+        case("no rows", rows=0),
+        case("one row", rows=1),
+        case("63 rows, odd sizes", rows=63, inner=33, columns=17, groups=5),
+        case("small blocks", scales="block"),
+        case("one row, blocks", rows=1, inner=130, columns=129, scales="block"),
+        case("63 rows, blocks that end early", rows=63, inner=200, columns=136, groups=3, scales="block"),
+        case("blocks of matrices stored as NK", rows=17, inner=144, columns=272, groups=3, scales="block", stored="NK"),
+        case("matrices stored as NK", inner=33, columns=17, stored="NK"),
+        case("scales of input channels", inner=33, columns=17, scales="column"),
+        case("e5m2", dtype=torch.float8_e5m2),
+        case("8-bit x", x_scales="row", rows=40, owned=0.675),
+        case("8-bit x, square blocks of matrices stored as NK", x_scales="block", inner=144, columns=136,
+            scales="block", stored="NK"),
+        case("e5m2 x", x_scales="row", dtype=torch.float8_e5m2, x_dtype=torch.float8_e5m2),
+        case("one group", groups=1),
+        case("more groups than rows", rows=5, groups=16),
+        case("rows of nobody", rows=40, owned=0.675),
+        case("every row of nobody", owned=0.0, scales="block"),
+        case("one column", columns=1),
+        case("inner size one", inner=1),
+        case("granite-3.1-1b-a400m", rows=504, inner=512, columns=1024, groups=32, scales="block", model=True),
+        case("mixtral-8x7b", rows=2048, inner=4096, columns=28672, groups=8, stored="NK", model=True, large=True),
+        case("deepseek-v3 of one rank", rows=4096, inner=7168, columns=4096, groups=32, scales="block", stored="NK",
+            model=True, large=True),
     ),
     wrong=(
-        WrongInput(
-            name="one dimension too many",
-            change=lambda a: {**a, "x": a["x"][None]},
-            message=rf"{_PREFIX}: x must be \[rows, K\].*got \[1, 24, 8\]",
-        ),
-        WrongInput(
-            name="weights of floats",
-            change=lambda a: {**a, "weight": a["weight"].float()},
-            message=rf"{_PREFIX}: weight must be float8_e4m3fn or float8_e5m2; got torch\.float32: quantise it",
-        ),
-        WrongInput(
-            name="8-bit x without a scale",
-            change=lambda a: {**a, "x": a["x"].to(torch.float8_e4m3fn)},
-            message=rf"{_PREFIX}: x must be float64.*with an x_scale; got torch\.float8_e4m3fn without one",
-        ),
-        WrongInput(
-            name="floating x with a scale",
-            change=lambda a: {**a, "x_scale": torch.ones(24, 1)},
-            message=rf"{_PREFIX}: x_scale is for an x of float8_e4m3fn.*got x of torch\.float32: leave x_scale out",
-        ),
-        WrongInput(
-            name="offsets of int64",
-            change=lambda a: {**a, "offsets": a["offsets"].long()},
-            message=rf"{_PREFIX}: offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
-        ),
-        WrongInput(
-            name="offsets of another number of experts",
-            change=lambda a: {**a, "offsets": a["offsets"][1:]},
-            message=rf"{_PREFIX}: offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]",
-        ),
-        WrongInput(
-            name="a scale for each expert",
-            change=lambda a: {**a, "scale": a["scale"][:, 0]},
-            message=rf"{_PREFIX}: scale must be float32 or float64 of shape \[4, 6\], .*; got torch\.float32 \[4\]",
-        ),
-        WrongInput(
-            name="scales of bfloat16",
-            change=lambda a: {**a, "scale": a["scale"].bfloat16()},
-            message=rf"{_PREFIX}: scale must be float32 or float64 of shape .*; got torch\.bfloat16 \[4, 6\]",
-        ),
-        WrongInput(
-            name="scales of x for other rows",
-            change=lambda a: {**a, "x": a["x"].to(torch.float8_e5m2), "x_scale": torch.ones(23, 1)},
-            message=rf"{_PREFIX}: x_scale must be float32 or float64 of shape \[24, 1\]; got torch\.float32 \[23, 1\]",
-        ),
-        WrongInput(
-            name="an 8-bit result",
-            change=lambda a: {**a, "out_dtype": torch.float8_e4m3fn},
-            message=rf"{_PREFIX}: out_dtype must be float64.*or None; got torch\.float8_e4m3fn",
-        ),
-        WrongInput(
-            name="two devices",
-            change=lambda a: {**a, "weight": a["weight"].to("meta")},
-            message=rf"{_PREFIX}: x is on cpu, but weight on meta: all must be on one device",
-        ),
-        WrongInput(
-            name="weights that want a gradient",
-            change=lambda a: {**a, "weight": a["weight"].detach().requires_grad_()},
-            message=rf"{_PREFIX}: weight is quantised .* got requires_grad=True: call requires_grad_\(False\)",
-        ),
+        _wrong("one dimension too many", r"x must be \[rows, K\].*got \[1, 24, 8\]", x=lambda t: t[None]),
+        _wrong("weights of floats", r"weight must be float8_e4m3fn or float8_e5m2; got torch\.float32: quantise it",
+            weight=Tensor.float),
+        _wrong("8-bit x without a scale", r"x must be float64.*with an x_scale; got torch\.float8_e4m3fn without one",
+            x=lambda t: t.to(torch.float8_e4m3fn)),
+        _wrong("floating x with a scale",
+            r"x_scale is for an x of float8_e4m3fn.*got x of torch\.float32: leave x_scale out",
+            x_scale=lambda _: torch.ones(24, 1)),
+        _wrong("offsets of int64", r"offsets must be int32 of shape \[4\].*got torch\.int64 \[4\]",
+            offsets=Tensor.long),
+        _wrong("offsets of another number of experts",
+            r"offsets must be int32 of shape \[4\].*got torch\.int32 \[3\]", offsets=lambda t: t[1:]),
+        _wrong("a scale for each expert",
+            r"scale must be float32 or float64 of shape \[4, 6\], .*; got torch\.float32 \[4\]",
+            scale=lambda t: t[:, 0]),
+        _wrong("scales of bfloat16", r"scale must be float32 or float64 of shape .*; got torch\.bfloat16 \[4, 6\]",
+            scale=Tensor.bfloat16),
+        _wrong("scales of x for other rows",
+            r"x_scale must be float32 or float64 of shape \[24, 1\]; got torch\.float32 \[23, 1\]",
+            x=lambda t: t.to(torch.float8_e5m2), x_scale=lambda _: torch.ones(23, 1)),
+        _wrong("an 8-bit result", r"out_dtype must be float64.*or None; got torch\.float8_e4m3fn",
+            out_dtype=lambda _: torch.float8_e4m3fn),
+        _wrong("two devices", "x is on cpu, but weight on meta: all must be on one device",
+            weight=lambda t: t.to("meta")),
+        _wrong("weights that want a gradient",
+            r"weight is quantised .* got requires_grad=True: call requires_grad_\(False\)",
+            weight=lambda t: t.detach().requires_grad_()),
     ),
     gradients=("x",),
     padding=_scaled_rows_of_nobody,
@@ -204,3 +152,4 @@ SCALED_GROUPED_MM = CaseTable(
     ),
     kept=frozenset({"scale", "x_scale"}),
 )
+# fmt: on

@@ -1,6 +1,7 @@
 """The case table of `moe.top_k_gating`."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +10,16 @@ from torch import Tensor
 from kpt_core import InputError, UnknownNameError
 from kpt_core.policy import next_power_of_two
 from kpt_moe.top_k_gating import SCORES, score_experts
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes, WrongInput
 
-from .common import MANY
+from .common import MANY, case, wrong
+
+_wrong = partial(wrong, "moe.top_k_gating")
 
 #: More of them bfloat16 can't tell apart, see `_distinct`.
 _MOST_EXPERTS = 512
 #: Choices of an expert for a token among all experts, so that cases stay small in an interpreter too.
 _MOST_WORK = 200_000
-_PREFIX = r"moe\.top_k_gating"
 
 
 def _distinct(generator: torch.Generator, tokens: int, experts: int, spread: str, score: str) -> Tensor:
@@ -156,111 +158,64 @@ def _with(arguments: Arguments, **changes: Any) -> Arguments:
     return {**arguments, **changes}
 
 
-GROUPS = {"experts": 12, "num_groups": 4, "top_groups": 2, "top_k": 3}
+GROUPS: dict[str, Any] = {"experts": 12, "num_groups": 4, "top_groups": 2, "top_k": 3}
 
+# fmt: off
 TOP_K_GATING = CaseTable(
     op="moe.top_k_gating",
     build=_build,
     cases=(
-        Case(name="small"),
-        Case(name="no tokens", sizes={"tokens": 0}),
-        Case(name="one token", sizes={"tokens": 1}),
-        Case(name="63 tokens, odd sizes", sizes={"tokens": 63, "experts": 7, "top_k": 3}),
-        Case(name="one expert", sizes={"experts": 1, "top_k": 1}),
-        Case(name="large logits", sizes={"spread": "high"}),
-        Case(name="large logits, softmax after", sizes={"spread": "high", "score": "softmax_after"}),
-        Case(name="every expert", sizes={"experts": 6, "top_k": 6}),
-        Case(name="not renormalised", sizes={"renormalize": False}),
-        Case(name="scaled", sizes={"scale": 2.5, "renormalize": False}),
-        Case(name="softmax after", sizes={"score": "softmax_after", "renormalize": False, "top_k": 3}),
-        Case(name="softmax after, renormalised", sizes={"score": "softmax_after", "scale": 0.5}),
-        Case(name="sigmoid", sizes={"score": "sigmoid", "experts": 12, "top_k": 3}),
-        Case(name="sigmoid, not renormalised", sizes={"score": "sigmoid", "renormalize": False, "top_k": 1}),
-        Case(name="sigmoids of zero", sizes={"score": "sigmoid", "spread": "low", "bias": "fractions", "top_k": 3}),
-        Case(name="correction bias", sizes={"score": "sigmoid", "bias": "ones", "top_k": 3}),
-        Case(name="softmax with correction bias", sizes={"bias": "ones", "experts": 20, "top_k": 5}),
-        Case(name="groups", sizes=GROUPS),
-        Case(name="groups with correction bias", sizes={**GROUPS, "score": "sigmoid", "bias": "ones", "scale": 2.5}),
-        Case(
-            name="groups of one expert",
-            sizes={"num_groups": 8, "top_groups": 3, "score": "sigmoid"},
-        ),
-        Case(name="every group", sizes={**GROUPS, "top_groups": 4}),
-        Case(name="mixtral-8x7b", sizes={"tokens": 512}, model=True),
-        Case(name="qwen3-30b-a3b", sizes={"tokens": 512, "experts": 128, "top_k": 8}, model=True),
-        Case(
-            name="gpt-oss-120b",
-            sizes={"tokens": 512, "experts": 128, "top_k": 4, "score": "softmax_after", "renormalize": False},
-            model=True,
-        ),
-        Case(
-            name="deepseek-v3",
-            sizes={
-                "tokens": 512,
-                "experts": 256,
-                "top_k": 8,
-                "score": "sigmoid",
-                "bias": "ones",
-                "scale": 2.5,
-                "num_groups": 8,
-                "top_groups": 4,
-            },
-            model=True,
-        ),
-        Case(
-            name="qwen3-30b-a3b, training",
-            sizes={"tokens": 16384, "experts": 128, "top_k": 8},
-            model=True,
-            large=True,
-        ),
+        case("small"),
+        case("no tokens", tokens=0),
+        case("one token", tokens=1),
+        case("63 tokens, odd sizes", tokens=63, experts=7, top_k=3),
+        case("one expert", experts=1, top_k=1),
+        case("large logits", spread="high"),
+        case("large logits, softmax after", spread="high", score="softmax_after"),
+        case("every expert", experts=6, top_k=6),
+        case("not renormalised", renormalize=False),
+        case("scaled", scale=2.5, renormalize=False),
+        case("softmax after", score="softmax_after", renormalize=False, top_k=3),
+        case("softmax after, renormalised", score="softmax_after", scale=0.5),
+        case("sigmoid", score="sigmoid", experts=12, top_k=3),
+        case("sigmoid, not renormalised", score="sigmoid", renormalize=False, top_k=1),
+        case("sigmoids of zero", score="sigmoid", spread="low", bias="fractions", top_k=3),
+        case("correction bias", score="sigmoid", bias="ones", top_k=3),
+        case("softmax with correction bias", bias="ones", experts=20, top_k=5),
+        case("groups", **GROUPS),
+        case("groups with correction bias", **GROUPS, score="sigmoid", bias="ones", scale=2.5),
+        case("groups of one expert", num_groups=8, top_groups=3, score="sigmoid"),
+        case("every group", **{**GROUPS, "top_groups": 4}),
+        case("mixtral-8x7b", tokens=512, model=True),
+        case("qwen3-30b-a3b", tokens=512, experts=128, top_k=8, model=True),
+        case("gpt-oss-120b", tokens=512, experts=128, top_k=4, score="softmax_after", renormalize=False, model=True),
+        case("deepseek-v3", tokens=512, experts=256, top_k=8, score="sigmoid", bias="ones", scale=2.5, num_groups=8,
+            top_groups=4, model=True),
+        case("qwen3-30b-a3b, training", tokens=16384, experts=128, top_k=8, model=True, large=True),
     ),
     wrong=(
-        WrongInput(
-            name="one dimension too many",
-            change=lambda a: _with(a, logits=a["logits"][None]),
-            message=rf"{_PREFIX}: logits must be \[tokens, num_experts\].*got torch\.float32 \[1, 24, 8\]",
-        ),
-        WrongInput(
-            name="integers",
-            change=lambda a: _with(a, logits=a["logits"].int()),
-            message=rf"{_PREFIX}: logits must be .*; got torch\.int32 \[24, 8\]",
-        ),
-        WrongInput(
-            name="more choices than experts",
-            change=lambda a: _with(a, top_k=9),
-            message=rf"{_PREFIX}: top_k \(9\) must not exceed num_experts \(8\)",
-        ),
+        _wrong("one dimension too many", r"logits must be \[tokens, num_experts\].*got torch\.float32 \[1, 24, 8\]",
+            logits=lambda t: t[None]),
+        _wrong("integers", r"logits must be .*; got torch\.int32 \[24, 8\]", logits=Tensor.int),
+        _wrong("more choices than experts", r"top_k \(9\) must not exceed num_experts \(8\)", top_k=lambda _: 9),
         WrongInput(
             name="no such score",
             change=lambda a: _with(a, score="sigmoids"),
             message="unknown score 'sigmoids': did you mean 'sigmoid'",
             error=UnknownNameError,
         ),
-        WrongInput(
-            name="groups that do not divide the experts",
-            change=lambda a: _with(a, num_groups=3),
-            message=rf"{_PREFIX}: num_groups must divide num_experts \(8\).*; got num_groups=3 and top_groups=1",
-        ),
-        WrongInput(
-            name="groups of too few experts",
-            change=lambda a: _with(a, num_groups=8),
-            message=rf"{_PREFIX}: 1 of 8 groups hold 1 experts, fewer than top_k \(2\): raise top_groups",
-        ),
-        WrongInput(
-            name="a bias of another number of experts",
-            change=lambda a: _with(a, correction_bias=torch.zeros(7)),
-            message=rf"{_PREFIX}: correction_bias must be float32 or float64 of shape \[8\]; got torch\.float32 \[7\]",
-        ),
-        WrongInput(
-            name="a bias of bfloat16",
-            change=lambda a: _with(a, correction_bias=torch.zeros(8).bfloat16()),
-            message=rf"{_PREFIX}: correction_bias must be float32 or float64 of shape \[8\]; got torch\.bfloat16 \[8\]",
-        ),
-        WrongInput(
-            name="two devices",
-            change=lambda a: _with(a, correction_bias=torch.zeros(8, device="meta")),
-            message=rf"{_PREFIX}: logits and correction_bias must be on one device; got cpu and meta",
-        ),
+        _wrong("groups that do not divide the experts",
+            r"num_groups must divide num_experts \(8\).*; got num_groups=3 and top_groups=1", num_groups=lambda _: 3),
+        _wrong("groups of too few experts", r"1 of 8 groups hold 1 experts, fewer than top_k \(2\): raise top_groups",
+            num_groups=lambda _: 8),
+        _wrong("a bias of another number of experts",
+            r"correction_bias must be float32 or float64 of shape \[8\]; got torch\.float32 \[7\]",
+            correction_bias=lambda _: torch.zeros(7)),
+        _wrong("a bias of bfloat16",
+            r"correction_bias must be float32 or float64 of shape \[8\]; got torch\.bfloat16 \[8\]",
+            correction_bias=lambda _: torch.zeros(8).bfloat16()),
+        _wrong("two devices", "logits and correction_bias must be on one device; got cpu and meta",
+            correction_bias=lambda _: torch.zeros(8, device="meta")),
     ),
     gradients=("logits",),
     reduction=lambda arguments: arguments["logits"].shape[1],
@@ -281,3 +236,4 @@ TOP_K_GATING = CaseTable(
     specified=_specified,
     kept=frozenset({"correction_bias"}),
 )
+# fmt: on

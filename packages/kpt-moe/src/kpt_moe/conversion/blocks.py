@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._dtypes import DTYPES
 from kpt_moe.activations import Activation
-from kpt_moe.rewrites import is_transformers_experts, parameter_names
+from kpt_moe.hf_modules import is_transformers_experts, parameter_names
 from kpt_moe.routers import TopKRouter
 from kpt_moe.routing import Routing
 

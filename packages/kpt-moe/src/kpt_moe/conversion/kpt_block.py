@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._mixed import Mixed, mixed
 from kpt_moe.activations import Activation
-from kpt_moe.batch_invariant import batch_invariant_mode
+from kpt_moe.batch_invariant import MODE
 from kpt_moe.expert_networks import ExpertNetwork, FeedForwardExpert
+from kpt_moe.hf_modules import parameter_names
 from kpt_moe.layers import MoEConfig, MoELayer
 from kpt_moe.layers.shared import invariant_dense
-from kpt_moe.rewrites import parameter_names
 from kpt_moe.routers import Router, TopKRouter
 from kpt_moe.routing import Routing
 
@@ -151,11 +151,9 @@ class KptMoEBlock(MoELayer):
                     "kpt_moe.offload.offload_experts, or offload it unconverted with experts_implementation='kpt'"
                 )
 
-    def _shared(self, tokens: Tensor) -> Tensor | None:
-        if self.shared_experts is None or self.plan.dense is None:
-            return None
-        if batch_invariant_mode():
-            dense = self.plan.dense
+    def _shared(self, tokens: Tensor) -> Tensor:
+        dense = self.plan.dense
+        if MODE.on and dense is not None:
             *up, down = (self.shared_experts.get_submodule(name) for name in (*dense.up, dense.down))
             return invariant_dense(tokens, up, down, Activation(dense.activation), self.shared_gate)
         out: Tensor = self.shared_experts(tokens)
@@ -223,7 +221,6 @@ def _config(module: Any, plan: MoEBlock) -> MoEConfig:
 
 
 def _experts(module: Any, activation: Activation, config: MoEConfig) -> ExpertNetwork:
-    """Our kind of an experts module, without numbers."""
     sizes: dict[str, Any] = {"num_experts": config.num_experts, "intermediate_size": config.intermediate_size}
     options = {**sizes, "bias": config.bias, "device": "meta"}
     if activation == Activation(activation.name) and not module.is_transposed:

@@ -10,15 +10,7 @@ from kpt_moe._checks import require_size, require_tokens
 from kpt_moe._pairs import SortedPairs
 from kpt_moe.routing import Routing
 
-from .base import (
-    ExpertNetwork,
-    init_fan_in,
-    init_zeros,
-    matrices,
-    sequence_of_tokens,
-    vectors,
-    without_padding,
-)
+from .base import ExpertNetwork, init_fan_in, init_zeros, matrices, sequence_of_tokens, vectors, without_padding
 
 
 class AttentionExpert(ExpertNetwork):
@@ -36,12 +28,10 @@ class AttentionExpert(ExpertNetwork):
     sequences is cheaper in several calls.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         head_dim: size of a head.
         num_heads: heads of each expert, and of the keys and values.
         causal: a token sees none that come after it.
         bias: give all four projections a bias.
-        device, dtype: of the parameters.
 
     Raises:
         InputError: a size is not a positive integer.

@@ -25,7 +25,6 @@ class ConvolutionalExpert(ExpertNetwork):
     Only the routed pairs are computed. Backward keeps the kernel of every pair, `[pairs, kernel_size, hidden_size]`.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         kernel_size: tokens that a convolution sees.
         causal: the window ends at the token; otherwise `(kernel_size - 1) // 2` tokens lie before it and
             `kernel_size // 2` after it.

@@ -1,5 +1,6 @@
 """Feed-forward experts, gated and plain."""
 
+from abc import abstractmethod
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._checks import require_size
 from kpt_moe.activations import Activation
-from kpt_moe.batch_invariant import batch_invariant_mode, invariant_experts
+from kpt_moe.batch_invariant import MODE, invariant_experts
 from kpt_moe.experts import experts
 from kpt_moe.routing import Routing
 
@@ -49,17 +50,13 @@ class TwoProducts(ExpertNetwork):
 
     def forward(self, x: Tensor, routing: Routing, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """As in `ExpertNetwork`; each token is taken by itself."""
+        if routing.token is None:
+            return self.rows(x, routing.index, routing.weights).to(x.dtype)
         return routing.apply(x, self.rows).to(x.dtype)
 
+    @abstractmethod
     def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Op `moe.experts` with these weights: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`."""
-        tensors = (x, index, weights, self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
-        if batch_invariant_mode() and self.has_batch_invariant_mode:
-            return invariant_experts(*tensors, activation=self.activation)
-        return experts(*tensors, activation=self.activation, **self._scales())
-
-    def _scales(self) -> dict[str, Any]:
-        return {}
 
     def sizes(self) -> dict[str, Any]:
         """The arguments that another network of the same sizes is made with."""
@@ -87,11 +84,9 @@ class FeedForwardExpert(TwoProducts):
     `[num_experts, hidden_size, intermediate_size]`.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         intermediate_size: inner width of an expert; None gives four times `hidden_size`.
         activation: gated `swiglu`, `geglu`, `geglu_tanh`, `reglu`; plain `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2`.
         bias: give both projections a bias.
-        device, dtype: of the parameters.
 
     Raises:
         InputError: a size is not a positive integer.
@@ -124,6 +119,12 @@ class FeedForwardExpert(TwoProducts):
         """Normal with deviation `fan_in ** -0.5` for matrices, zero for biases."""
         init_fan_in(self.gate_up_proj, self.down_proj)
         init_zeros(self.gate_up_proj_bias, self.down_proj_bias)
+
+    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Op `moe.experts` with these weights: `[rows, hidden_size]`, `[rows, K]` and `[rows, K]`."""
+        op = invariant_experts if MODE.on else experts
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        return op(x, index, weights, self.gate_up_proj, self.down_proj, *biases, activation=self.activation)
 
 
 def require_feed_forward(owner: str, experts: object) -> None:

@@ -101,7 +101,6 @@ class ParameterEfficientExpert(ExpertNetwork):
     `from_feed_forward` puts LoRA on experts that have weights of their own.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         mode: `lora` or `adapter`.
         rank: of the low-rank updates, or inner width of the bottleneck.
         alpha: of `lora`; None is `rank`, a scale of one.

@@ -1,7 +1,7 @@
 """Feed-forward experts with frozen 8-bit weights."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._checks import require_known
 from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
+from kpt_moe.experts import experts as experts_op
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights, scale_shape
 
 from .base import init_zeros, vectors
@@ -26,13 +27,11 @@ class QuantisedFeedForwardExpert(TwoProducts):
     A new one computes zeros, until a checkpoint is loaded; `from_feed_forward` quantises trained experts.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         intermediate_size: inner width of an expert.
         activation: as in `FeedForwardExpert`.
         bias: give both projections a bias.
         scheme: of the scales: `row` or `block128`, see `kpt_moe.quantised_experts.quantise_weights`.
         weight_dtype: of the matrices: float8_e4m3fn or float8_e5m2.
-        device: of the parameters.
         dtype: of the biases.
 
     Raises:
@@ -96,8 +95,15 @@ class QuantisedFeedForwardExpert(TwoProducts):
         made.load_state_dict(state, assign=True)
         return made.train(experts.training)
 
-    def _scales(self) -> dict[str, Any]:
-        return {"gate_up_scale": self.gate_up_proj_scale_inv, "down_scale": self.down_proj_scale_inv}
+    def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As of `FeedForwardExpert`."""
+        tensors = (x, index, weights, self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+        return experts_op(
+            *tensors,
+            activation=self.activation,
+            gate_up_scale=self.gate_up_proj_scale_inv,
+            down_scale=self.down_proj_scale_inv,
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         frozen = (self.gate_up_proj, self.gate_up_proj_scale_inv, self.down_proj, self.down_proj_scale_inv)

@@ -3,14 +3,7 @@
 from .config import UNSET, MoEConfig
 from .layer import MoELayer
 from .shared import SharedExperts
-from .variants import (
-    LAYERS,
-    AdaptiveMoELayer,
-    GLaMStyleMoE,
-    SparseMoELayer,
-    SwitchTransformerMoE,
-    create_moe_layer,
-)
+from .variants import LAYERS, AdaptiveMoELayer, GLaMStyleMoE, SparseMoELayer, SwitchTransformerMoE, create_moe_layer
 
 __all__ = [
     "LAYERS",

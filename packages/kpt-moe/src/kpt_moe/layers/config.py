@@ -173,7 +173,6 @@ class MoEConfig:
         return name != "router_options" and value != UNSET and not (optional and value is None)
 
     def _said(self, names: Iterable[str], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Which of the fields are set, and the further options."""
         return {**{name: getattr(self, name) for name in names if self._is_set(name)}, **options}
 
     def _require_effect(self, part: str, given: Router | ExpertNetwork, said: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_moe.batch_invariant import batch_invariant_mode
+from kpt_moe.batch_invariant import MODE
 from kpt_moe.expert_networks import ExpertNetwork, QuantisedFeedForwardExpert
 from kpt_moe.routers import Router
 from kpt_moe.routing import Routing
@@ -80,10 +80,10 @@ class MoELayer(nn.Module):
                 part.reset_parameters()  # type: ignore[operator]
 
     def route(self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
-        """The routing of `x` `[..., hidden_size]`, tokens flattened; the rest as for `forward`."""
-        tokens = self._flatten(x)
-        mask, token_ids = (None if t is None else t.reshape(-1) for t in (mask, token_ids))
-        return self.router(tokens, mask=mask, token_ids=token_ids)  # type: ignore[no-any-return]
+        """Return the routing of `x` `[..., hidden_size]`, tokens flattened; the rest as for `forward`."""
+        mask = None if mask is None else mask.reshape(-1)
+        token_ids = None if token_ids is None else token_ids.reshape(-1)
+        return self.router(self._flatten(x), mask=mask, token_ids=token_ids)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -115,13 +115,14 @@ class MoELayer(nn.Module):
             InputError: x's last size is not `hidden_size`, another shape does not fit, or there is a mask beside a
                 routing that was made without one.
         """
-        tokens = self._flatten(x)
-        network = _network(self.experts)
-        if batch_invariant_mode() and not network.has_batch_invariant_mode:
+        experts: nn.Module = self.experts
+        network = experts if isinstance(experts, ExpertNetwork) else _wrapped(experts)
+        if not network.has_batch_invariant_mode and MODE.on:
             raise InputError(
                 f"{type(self).__name__}: {type(network).__name__} has no batch-invariant way of computing: "
                 "call it outside of batch_invariant(), or use FeedForwardExpert"
             )
+        given = routing is not None
         if routing is None:
             routing = self.route(x, mask=mask, token_ids=token_ids)
         elif not isinstance(routing, Routing):
@@ -134,18 +135,17 @@ class MoELayer(nn.Module):
                 f"{type(self).__name__}: the routing was made without a mask, so that its padding has experts; got a "
                 "mask beside it: give it to route()"
             )
+        tokens = self._flatten(x) if given else x.reshape(-1, x.shape[-1])
         if cu_seqlens is None and network.needs_sequences and x.dim() > 2:
             cu_seqlens = torch.arange(tokens.shape[0] // max(x.shape[-2], 1) + 1, device=x.device, dtype=torch.int32)
             cu_seqlens = cu_seqlens * x.shape[-2]
-        out = self.experts(tokens, routing, cu_seqlens=cu_seqlens)
-        shared = self._shared(tokens)
-        if shared is not None:
-            out = out + shared
+        out = experts(tokens, routing, cu_seqlens=cu_seqlens)
+        if self.shared_experts is not None:
+            out = out + self._shared(tokens)
         return out.view(x.shape).to(x.dtype)  # type: ignore[no-any-return]
 
-    def _shared(self, tokens: Tensor) -> Tensor | None:
-        """What the shared experts give for `[tokens, hidden_size]`; None if there are none."""
-        return None if self.shared_experts is None else self.shared_experts(tokens)
+    def _shared(self, tokens: Tensor) -> Tensor:
+        return self.shared_experts(tokens)  # type: ignore[misc,no-any-return]
 
     def _flatten(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
@@ -156,9 +156,9 @@ class MoELayer(nn.Module):
         return x.reshape(-1, x.shape[-1])
 
 
-def _network(experts: nn.Module) -> ExpertNetwork:
-    """The network itself, where a wrapper (of an adapter, of a compiler) holds it."""
-    if isinstance(experts, ExpertNetwork) or hasattr(experts, "needs_sequences"):
+def _wrapped(experts: nn.Module) -> ExpertNetwork:
+    """Return the network that a wrapper (of an adapter, of a compiler) holds."""
+    if hasattr(experts, "needs_sequences"):
         return experts  # type: ignore[return-value]
     network = next((module for module in experts.modules() if isinstance(module, ExpertNetwork)), None)
     kind = type(experts).__name__

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kpt_core import InputError
 from kpt_moe.activations import Activation
-from kpt_moe.batch_invariant import batch_invariant_mode, by_rows, invariant_linear
+from kpt_moe.batch_invariant import MODE, by_rows, invariant_linear
 from kpt_moe.expert_networks.base import init_fan_in, init_zeros
 
 
@@ -22,7 +22,6 @@ class SharedExperts(nn.Module):
         activation: as of `FeedForwardExpert`.
         bias: give both projections a bias.
         gated: multiply by the sigmoid of a linear function of the token (Qwen2-MoE).
-        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` to the same."""
-        if batch_invariant_mode():
+        if MODE.on:
             return invariant_dense(x, [self.gate_up_proj], self.down_proj, self.activation, self.gate)
         out: Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))

@@ -24,8 +24,18 @@ does unless told otherwise.
   divide by the number of ranks. Every rank of the group has to call, in the same order; one number is all-reduced.
 """
 
-from .balance import GlobalLoad, entropy_loss, global_batch_loss, gshard_loss, sequence_loss, switch_loss, z_loss
-from .base import SCORES, Routings, Score
+from .balance import (
+    SCORES,
+    GlobalLoad,
+    Routings,
+    Score,
+    entropy_loss,
+    global_batch_loss,
+    gshard_loss,
+    sequence_loss,
+    switch_loss,
+    z_loss,
+)
 
 __all__ = [
     "SCORES",

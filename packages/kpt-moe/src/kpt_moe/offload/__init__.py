@@ -4,10 +4,4 @@ from .activation_memory import CheckpointedExperts, checkpoint_experts
 from .cache import LayerStatistics
 from .offloading import Offloading, offload_experts
 
-__all__ = [
-    "CheckpointedExperts",
-    "LayerStatistics",
-    "Offloading",
-    "checkpoint_experts",
-    "offload_experts",
-]
+__all__ = ["CheckpointedExperts", "LayerStatistics", "Offloading", "checkpoint_experts", "offload_experts"]

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from kpt_core import InputError
 from kpt_moe._checks import require_known
 from kpt_moe._mixed import Mixed, mixed
-from kpt_moe.batch_invariant import batch_invariant, batch_invariant_mode
+from kpt_moe.batch_invariant import MODE, batch_invariant
 from kpt_moe.expert_networks import ExpertNetwork
-from kpt_moe.rewrites import is_transformers_experts
+from kpt_moe.hf_modules import is_transformers_experts
 
 from .offloaded_experts import OffloadedExperts
 
@@ -24,7 +24,7 @@ class _Recomputing(Mixed):
         run: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if batch_invariant_mode() and not torch.compiler.is_compiling():
+        if MODE.on and not torch.compiler.is_compiling():
             # The recomputation may be outside of the block, or in another thread.
             run = batch_invariant()(run)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)

@@ -143,11 +143,7 @@ class ExpertCache:
         return there + missing
 
     def use(self, key: Key) -> Mapping[str, Tensor]:
-        """The parameters of an expert, loaded now if nobody has begun to; they stay until the next use.
-
-        Raises:
-            KptError: the expert could not be loaded; the cache goes on.
-        """
+        """The parameters of an expert, loaded now if nobody has begun to; they stay until the next use."""
         entry = self._entries.get(key)
         if entry is not None and entry.weights.cancel():  # whose turn has not come
             self._remove(key, moved=False)

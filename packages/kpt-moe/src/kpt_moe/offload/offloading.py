@@ -9,7 +9,7 @@ from torch import nn
 
 from kpt_core import InputError
 from kpt_moe.expert_networks import ExpertNetwork
-from kpt_moe.rewrites import is_transformers_experts
+from kpt_moe.hf_modules import is_transformers_experts
 
 from .cache import ExpertCache, ExpertWeights, Key, LayerStatistics, bytes_of, find_gate
 from .offloaded_experts import ExpertSource, OffloadedExperts, OffloadedNetwork, OffloadedTransformersExperts

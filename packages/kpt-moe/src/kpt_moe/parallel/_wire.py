@@ -65,11 +65,7 @@ class Wire:
 
 @contextmanager
 def explained(group: dist.ProcessGroup) -> Iterator[None]:
-    """Turns the failure of a collective of `group` into an error that says what to look at.
-
-    Raises:
-        KptError: a collective failed.
-    """
+    """Turns the failure of a collective of `group` into an error that says what to look at."""
     try:
         yield
     except RuntimeError as error:

@@ -38,11 +38,7 @@ class _Layout:
 
 
 def parallelize_experts(
-    model: _Model,
-    mesh: DeviceMesh,
-    *,
-    chunks: int = 1,
-    tensor_parallel_mesh: DeviceMesh | None = None,
+    model: _Model, mesh: DeviceMesh, *, chunks: int = 1, tensor_parallel_mesh: DeviceMesh | None = None
 ) -> _Model:
     """Leave to each rank its part of the experts of every `ExpertNetwork` in `model`, in place.
 

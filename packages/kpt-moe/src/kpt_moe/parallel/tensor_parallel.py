@@ -24,9 +24,6 @@ def placements(network: ExpertNetwork, ranks: int) -> dict[str, Placement]:
     both; `down_proj` row-wise; the bias of `down_proj` is everywhere.
 
     Source: Megatron-LM (arXiv:1909.08053), section 3.
-
-    Raises:
-        InputError: the network is of another kind, or its inner width does not divide.
     """
     if not isinstance(network, FeedForwardExpert):
         raise InputError(f"tensor parallelism is for FeedForwardExpert; got {type(network).__name__}")
@@ -36,12 +33,7 @@ def placements(network: ExpertNetwork, ranks: int) -> dict[str, Placement]:
         )
     gated = Activation(network.activation).gated
     columns = _StridedShard(1, split_factor=2) if gated else Shard(1)
-    return {
-        "gate_up_proj": columns,
-        "gate_up_proj_bias": columns,
-        "down_proj": Shard(2),
-        "down_proj_bias": Replicate(),
-    }
+    return {"gate_up_proj": columns, "gate_up_proj_bias": columns, "down_proj": Shard(2), "down_proj_bias": Replicate()}
 
 
 def partial_bias(bias: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,7 +8,6 @@ from .hash import HashRouter
 from .learned import LearnedRouter
 from .sinkhorn import SinkhornRouter
 from .switch import SwitchRouter
-from .token_rounding import TokenRoundingRouter
 from .top_k import SCORES, TopKRouter
 
 #: Kinds of routers, by the name that `MoEConfig` gives them.
@@ -20,7 +19,6 @@ ROUTERS: dict[str, type[Router]] = {
     "learned": LearnedRouter,
     "sinkhorn": SinkhornRouter,
     "switch": SwitchRouter,
-    "token_rounding": TokenRoundingRouter,
     "top_k": TopKRouter,
 }
 
@@ -36,6 +34,5 @@ __all__ = [
     "Router",
     "SinkhornRouter",
     "SwitchRouter",
-    "TokenRoundingRouter",
     "TopKRouter",
 ]

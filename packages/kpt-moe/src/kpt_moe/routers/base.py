@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from kpt_core import InputError
 from kpt_core.autocast import without_autocast
-from kpt_moe._checks import require_known, require_size, require_tokens
+from kpt_moe._checks import require_known, require_size
 from kpt_moe._dtypes import wide_dtype
-from kpt_moe.batch_invariant import batch_invariant_mode, elementwise, linear
+from kpt_moe.batch_invariant import MODE, elementwise, linear
 from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
 from kpt_moe.routing import Routing
 
@@ -141,7 +141,7 @@ class Router(nn.Module, ABC):
     @property
     def limited(self) -> bool:
         """Whether experts have a capacity in the module's present mode."""
-        return self._factor is not None
+        return self.capacity_factor is not None or (not self.training and self.eval_capacity_factor is not None)
 
     @property
     def _factor(self) -> float | None:
@@ -155,12 +155,7 @@ class Router(nn.Module, ABC):
         return expert_capacity(tokens, top_k=self.top_k, num_experts=self.num_experts, factor=self._factor)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        replay: Routing | None = None,
+        self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None, replay: Routing | None = None
     ) -> Routing:
         """Route tokens.
 
@@ -182,17 +177,14 @@ class Router(nn.Module, ABC):
                 wide = tokens.to(wide_dtype(x.dtype))
                 tokens = wide * torch.empty_like(wide).uniform_(1 - self.jitter, 1 + self.jitter)
             logits = self.logits(tokens)
-            decided = self._at_once(logits) if mask is None and replay is None else None
-            if decided is not None:
-                return Routing(*decided, logits, score=self.score_function)
             closed = self._closed() if replay is None else None
             if closed is not None:
                 # Not -inf, which would make 0 * -inf of an entropy.
                 lowest = torch.finfo(logits.dtype).min
                 logits = logits.masked_fill(closed, lowest)
             scores = elementwise(self.score, logits)
-            rivals = mask
-            if replay is None and (self.limited or self.mixes):
+            rivals, limited = mask, self.limited
+            if replay is None and (limited or self.mixes):
                 finite = logits.detach().amax(-1).isfinite()
                 rivals = finite if mask is None else finite & mask
             if replay is not None:
@@ -209,7 +201,7 @@ class Router(nn.Module, ABC):
             weights = self.weigh(of_rows, asked)
             if mask is not None:
                 index = self._refused(index, ~(mask if token is None else mask[token]).unsqueeze(1))
-            if token is None and replay is None and self.limited:
+            if token is None and replay is None and limited:
                 assert rivals is not None
                 # Tokens that are no rivals keep their choices, and take no place.
                 counts = rivals.unsqueeze(1)
@@ -221,17 +213,13 @@ class Router(nn.Module, ABC):
                     priority=self.priority,
                 )
                 index = torch.where(counts, kept, index)
-            if not plain or mask is not None or self.limited:
+            if not plain or mask is not None or limited:
                 weights = torch.where((index >= 0) & (index < self.num_experts), weights, 0)
         return Routing(index, weights, logits, mask, token, self.score_function)
 
     def logits(self, x: Tensor) -> Tensor:
         """What `gate` gives for tokens that may be of a narrower dtype."""
         return self.gate(x.to(wide_dtype(x.dtype)))
-
-    def _at_once(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Index and weights by one op, where nothing comes between scores, choice and weights and there is an op."""
-        return None
 
     def _closed(self) -> Tensor | None:
         """`[num_experts]` bool: experts that can't be chosen in the module's present mode; None if all can."""
@@ -245,7 +233,8 @@ class Router(nn.Module, ABC):
 
     def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, replay: Routing | None) -> None:
         name = type(self).__name__
-        require_tokens(name, x, self.hidden_size)
+        if x.dim() != 2 or x.shape[1] != self.hidden_size:
+            raise InputError(f"{name}: x must be [tokens, {self.hidden_size}]; got {list(x.shape)}")
         if mask is not None and (mask.dtype is not torch.bool or mask.shape != x.shape[:1]):
             raise InputError(
                 f"{name}: mask must be bool [{x.shape[0]}]; got {mask.dtype} {list(mask.shape)}: an attention mask of "
@@ -280,9 +269,7 @@ class LinearRouter(Router):
     """A router whose logits are a linear function of the token.
 
     Args:
-        hidden_size, num_experts, top_k: as in `Router`.
         bias: give the gate a bias.
-        device: of the parameters.
         dtype: of the parameters; they are raised to the tokens' float32 or float64 where they are used.
         shared: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`, as in `Router`.
 
@@ -292,6 +279,11 @@ class LinearRouter(Router):
 
     #: Options of `Router` that would have no effect.
     refused: ClassVar[tuple[str, ...]] = ()
+    _own_gate: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._own_gate = cls.gate is not LinearRouter.gate
 
     def __init__(
         self,
@@ -323,14 +315,18 @@ class LinearRouter(Router):
         return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def logits(self, x: Tensor) -> Tensor:
-        """As in `Router`; in training, what is saved is of the tokens' own dtype."""
-        learns = torch.is_grad_enabled() and self.weight.requires_grad
-        plain = type(self).gate is LinearRouter.gate and not batch_invariant_mode()
+        """As in `Router`."""
+        return super().logits(x) if self._own_gate or MODE.on else self._linear_logits(x)
+
+    def _linear_logits(self, x: Tensor) -> Tensor:
+        """Apply the linear gate outside of `batch_invariant()`; in training, save tokens in their own dtype."""
+        wide, bias = wide_dtype(x.dtype), self.bias
+        learns = wide is not x.dtype and torch.is_grad_enabled() and self.weight.requires_grad
         # torch gives a function of one's own no forward mode beside a rule for vmap.
-        if wide_dtype(x.dtype) is x.dtype or not learns or not plain or forward_ad._current_level >= 0:
-            return super().logits(x)
+        if not learns or forward_ad._current_level >= 0:
+            return F.linear(x.to(wide), self.weight.to(wide), None if bias is None else bias.to(wide))
         logits: Tensor = _WideLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+        return logits if bias is None else logits + bias.to(wide)
 
 
 class _WideLinear(torch.autograd.Function):

@@ -24,7 +24,6 @@ class DynamicCapacityRouter(LinearRouter):
     `log(num_experts)`: how little the gate knows which expert to take.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         top_k: experts per token, at most.
         min_capacity_factor: for complexity 0: an expert takes at most this many times the average number of tokens.
         max_capacity_factor: for complexity 1.

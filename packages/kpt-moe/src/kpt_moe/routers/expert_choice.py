@@ -24,7 +24,6 @@ class ExpertChoiceRouter(LinearRouter):
     is therefore not causal, and a language model trained with it doesn't decode as it was trained.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         top_k: experts per token, on average.
         shared: as in `LinearRouter`, but for `priority`; an expert takes `capacity_factor` times the average number of
             tokens, 1.0 unless given.

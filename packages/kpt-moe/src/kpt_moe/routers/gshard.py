@@ -19,7 +19,6 @@ class GShardRouter(LinearRouter):
     Args:
         hidden_size, num_experts: size of a token, and number of experts, at least two.
         top_k: always 2.
-        shared: as in `LinearRouter`.
 
     Raises:
         InputError: `top_k` is not 2, or as in `Router`.

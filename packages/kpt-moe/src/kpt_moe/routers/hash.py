@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._checks import require_known, require_size
 from kpt_moe.batch_invariant import linear
-from kpt_moe.losses.base import scored
+from kpt_moe.losses.balance import scored
 from kpt_moe.top_k_gating import weigh_experts
 
 from .base import Choices, Router, RouterOptions
@@ -34,7 +34,6 @@ class HashRouter(Router):
     -100.
 
     Args:
-        hidden_size, num_experts, top_k: as in `Router`.
         vocab_size: number of vocabulary ids.
         seed: of the table, which is drawn at random: the same one on every device. Give layers different seeds.
         learned_weights: weigh the experts by a linear gate.
@@ -44,7 +43,6 @@ class HashRouter(Router):
             unless `top_k` is 1, see `TopKRouter`.
         scale: what learned weights are multiplied by in the end.
         device: of the parameters and the table.
-        dtype: of the parameters.
         shared: `jitter`, `capacity_factor`, `eval_capacity_factor`, `priority`, as in `Router`.
 
     Raises:

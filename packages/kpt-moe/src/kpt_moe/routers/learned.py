@@ -32,7 +32,6 @@ class LearnedRouter(TopKRouter):
     in float32, or float64 for float64 tokens.
 
     Args:
-        hidden_size, num_experts, top_k: as in `Router`.
         inner_size: width of the hidden layer; None is `hidden_size`.
         activation: any name of `kpt_moe.activations.Activation`; a gated one gives `inner_weight` twice as many rows.
         options: all that `TopKRouter` takes; `bias` is for both layers.

@@ -24,9 +24,7 @@ class SinkhornRouter(LinearRouter):
     every expert the same, so that rounding errors make its choice.
 
     Args:
-        hidden_size, num_experts, top_k: as in `Router`.
         iterations: how often rows and columns are scaled.
-        shared: as in `LinearRouter`.
 
     Raises:
         InputError: as in `Router`; `iterations` is not a positive integer.

@@ -18,7 +18,6 @@ class SwitchRouter(LinearRouter):
     The weight isn't made one: it is what teaches the gate.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts.
         top_k: always 1.
         shared: as in `LinearRouter`. The defaults are the paper's: a `jitter` of 0.01, a `capacity_factor` of 1.25, an
             `eval_capacity_factor` of 2.0.

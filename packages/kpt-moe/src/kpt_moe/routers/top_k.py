@@ -1,13 +1,15 @@
 """The experts with the highest scores."""
 
 from collections.abc import Callable
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from kpt_core import InputError
-from kpt_moe.batch_invariant import batch_invariant_mode
+from kpt_core.autocast import without_autocast
+from kpt_moe.batch_invariant import MODE
+from kpt_moe.routing import Routing
 from kpt_moe.top_k_gating import SCORES as SCORES
 from kpt_moe.top_k_gating import check_choice, choose_experts, score_experts, top_k_gating, weigh_experts
 
@@ -18,7 +20,6 @@ class TopKRouter(LinearRouter):
     """Choose the `top_k` experts with the highest scores of a linear gate (arXiv:1701.06538).
 
     Args:
-        hidden_size, num_experts, top_k: as in `Router`.
         score: `softmax` over all experts (Mixtral before 2024, Qwen-MoE, OLMoE), `softmax_after` over the chosen ones
             (gpt-oss; equals `softmax` with `renormalize`), or `sigmoid` (DeepSeek-V3).
         renormalize: divide the chosen weights by their sum; all stay zero where every score underflowed. None does so
@@ -40,6 +41,13 @@ class TopKRouter(LinearRouter):
     """
 
     correction_bias: Tensor | None
+    _own_steps: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._own_steps = any(
+            getattr(cls, step) is not getattr(TopKRouter, step) for step in ("score", "choose", "weigh")
+        )
 
     def __init__(
         self,
@@ -78,28 +86,28 @@ class TopKRouter(LinearRouter):
         if getattr(self, "correction_bias", None) is not None:
             torch.nn.init.zeros_(self.correction_bias)  # type: ignore[arg-type]
 
-    def _at_once(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
-        if not self._straight:
-            return None
-        weights, index = top_k_gating(
-            logits,
-            self.correction_bias,
-            top_k=self.top_k,
-            score=self.score_function,
-            renormalize=self.renormalize,
-            scale=self.scale,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-        )
-        return index, weights
-
-    @property
-    def _straight(self) -> bool:
-        """Whether neither settings nor the module's mode nor a subclass change what the op computes."""
-        kind = type(self)
-        own = kind.score is TopKRouter.score and kind.choose is TopKRouter.choose and kind.weigh is TopKRouter.weigh
-        jittered = self.training and self.jitter > 0
-        return own and not jittered and not self.limited and self._closed() is None and not batch_invariant_mode()
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None, replay: Routing | None = None
+    ) -> Routing:
+        """As in `Router`; by one op where nothing comes between scores, choice and weights."""
+        between = mask is not None or replay is not None or self.unavailable is not None or self._own_steps
+        between = between or (self.training and (self.jitter > 0 or self.dropped is not None))
+        if between or self.limited or MODE.on:
+            return super().forward(x, mask=mask, token_ids=token_ids, replay=replay)
+        self._check(x, None, token_ids, None)
+        with without_autocast(x.device.type):
+            logits = self.logits(x) if self._own_gate else self._linear_logits(x)
+            weights, index = top_k_gating(
+                logits,
+                self.correction_bias,
+                top_k=self.top_k,
+                score=self.score_function,
+                renormalize=self.renormalize,
+                scale=self.scale,
+                num_groups=self.num_groups,
+                top_groups=self.top_groups,
+            )
+        return Routing(index, weights, logits, score=self.score_function)
 
     def score(self, logits: Tensor) -> Tensor:
         """As `score` of the constructor says."""

@@ -8,11 +8,4 @@ be chosen does so when the first is closed and when the last is opened, not in b
 from .schedules import CapacitySchedule, ExpertDropout, ExpertWarmup, Schedule
 from .utilisation import UtilisationMonitor, revive_dead_experts
 
-__all__ = [
-    "CapacitySchedule",
-    "ExpertDropout",
-    "ExpertWarmup",
-    "Schedule",
-    "UtilisationMonitor",
-    "revive_dead_experts",
-]
+__all__ = ["CapacitySchedule", "ExpertDropout", "ExpertWarmup", "Schedule", "UtilisationMonitor", "revive_dead_experts"]

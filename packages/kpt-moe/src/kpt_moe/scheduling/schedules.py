@@ -56,7 +56,6 @@ class CapacitySchedule(Schedule):
     `capacity_factor` of every router that has one, at once and at each step.
 
     Args:
-        model: its routers are found when this is made.
         start: factor before the first step.
         end: factor after `steps` steps and from then on.
         steps: how many.
@@ -105,7 +104,6 @@ class ExpertDropout(Schedule):
     after the `ExpertWarmup` of the same model. Sets the routers' `dropped`.
 
     Args:
-        model: its routers are found when this is made.
         probability: of each expert at each step; at least 0 and below 1.
         seed: of the choice.
 
@@ -142,7 +140,6 @@ class ExpertWarmup(Schedule):
     `unavailable`.
 
     Args:
-        model: its routers are found when this is made.
         start: experts that can be chosen before the first step.
         steps: after how many steps all can.
 

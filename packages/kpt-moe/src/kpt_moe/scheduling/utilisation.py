@@ -20,7 +20,6 @@ class UtilisationMonitor(RouterStatistics):
     A report has the summary of each router that ran since the last one, by its path.
 
     Args:
-        model: its routers are found when this is made.
         callback: called with a report that has dead experts.
         every: steps between reports, each of which waits for the device and begins to count anew.
         dead_below: an expert is dead if it is asked for at most this many times the average, see `snapshot`.

@@ -127,7 +127,6 @@ def _projections(call: Call) -> tuple[Matrices, Matrices]:
 
 
 def _sizes(call: Call) -> tuple[int, int]:
-    """Of the pre-activation and of the activation."""
     outputs = 2 if call.transposed else 1
     return call.gate_up_proj.shape[outputs], call.down_proj.shape[3 - outputs]
 

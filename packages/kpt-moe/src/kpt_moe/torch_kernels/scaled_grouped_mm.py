@@ -52,7 +52,6 @@ def _wide(call: Call) -> torch.dtype:
 
 
 def _scale(call: Call) -> Tensor:
-    """The scale of the weights, of three dimensions."""
     return call.scale.unsqueeze(1) if call.scale.dim() == 2 else call.scale  # type: ignore[no-any-return]
 
 

@@ -9,12 +9,7 @@ from transformers.integrations.moe import ExpertsInterface
 from .activation import known_activation
 from .experts import NAME, kpt_experts_forward, kpt_fp8_experts_forward
 
-__all__ = [
-    "NAME",
-    "known_activation",
-    "kpt_experts_forward",
-    "kpt_fp8_experts_forward",
-]
+__all__ = ["NAME", "known_activation", "kpt_experts_forward", "kpt_fp8_experts_forward"]
 
 ExpertsInterface.register(NAME, kpt_experts_forward)
 try:

@@ -13,7 +13,7 @@ from kpt_moe._scales import SCALE_BLOCK, SCALE_DTYPES, in_blocks
 from kpt_moe.composed_experts import composed_experts
 from kpt_moe.conversion.experts import options_of
 from kpt_moe.experts import experts
-from kpt_moe.rewrites import parameter_names
+from kpt_moe.hf_modules import parameter_names
 from kpt_moe.routing import Routing
 from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 

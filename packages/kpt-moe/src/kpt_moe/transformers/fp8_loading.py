@@ -119,7 +119,6 @@ def _is_theirs(module: FP8Linear) -> bool:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """Whether transformers would keep an FP8 model in 8 bits there."""
     return device.type == "xpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
