@@ -15,9 +15,9 @@ from torch import Tensor
 
 import kpt_core
 from kpt_conformance import coverage, generation, suite
+from kpt_conformance.checks.catalog import CHECKS
 from kpt_conformance.coverage import Coverage, absent, nothing_of, planned
 from kpt_conformance.refusals import Refusals
-from kpt_conformance.suite import CHECKS
 from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, case_tables
 
 pytest_plugins = ["pytester"]

@@ -23,6 +23,7 @@ import torch
 import kpt_core
 from kpt_optimize.cases import Case, CaseTable, Domain, Sizes, case_tables
 
+from .checks.catalog import CHECKS
 from .drawing import Meeting, completions, covered, drawn_cases, same
 from .extent import extent_of
 from .trial import Trial
@@ -253,8 +254,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     An op whose table has no domain is listed, and judged by its signature alone.
     """
-    from .suite import CHECKS
-
     parser = argparse.ArgumentParser(prog="python -m kpt_conformance.coverage", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there")
     asked = parser.parse_args(arguments)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from .checks.catalog import CHECKS
 from .coverage import EVERY_CHECK, Coverage, nothing_of
 from .generation import GENERATED
 from .refusals import SENT, Refusals
-from .suite import CHECKS
 from .trial import Subject, Trial
 
 Outcomes = dict[tuple[str, str], Counter[str]]

@@ -1,6 +1,10 @@
-"""The parameters of the suite's tests: subjects, cases, dtypes, wrong inputs, layers."""
+"""The parameters of the suite's tests, and which of them are expected to fail."""
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +14,10 @@ from kpt_core import InputError, UnknownNameError
 from kpt_core.selection import REFERENCE
 from kpt_optimize.cases import layer_cases
 
+from .checks.catalog import CHECKS, DECLARATIONS, DEVICE_CHECKS
 from .extent import extent_of
 from .layers import LAYER_CHECKS
-from .suite import CHECKS, DECLARATIONS, DEVICE_CHECKS, device_of, subjects, trials
+from .suite import Suite, device_of, subjects, trials
 from .trial import Subject, Trial
 
 Made = Iterable[tuple[str, tuple[Any, ...]]]
@@ -144,3 +149,66 @@ MAKERS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], Made]]] = {
     "test_coverage": (("table",), _tables),
     "test_layer": (("layer_check", "layer"), _layers),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A line of the file: `values-moe.grouped_mm-pkg.mod:kernel-small-bfloat16  # reason`; `*` stands for anything."""
+
+    place: str
+    pattern: str
+    reason: str
+
+    def matches(self, test: str) -> bool:
+        """Return whether the line is for the test of that id."""
+        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), test) is not None
+
+
+def _read(path: Path) -> list[_Expected]:
+    """Return the lines of a file of expected failures.
+
+    Raises:
+        pytest.UsageError: a line has no reason.
+    """
+    expected = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        pattern, _, reason = map(str.strip, line.partition("#"))
+        if pattern and not reason:
+            raise pytest.UsageError(f"{path}:{number}: {pattern!r} has no reason; write `{pattern}  # why`")
+        if pattern:
+            expected.append(_Expected(f"{path}:{number}", pattern, reason))
+    return expected
+
+
+def expect_failures(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that are expected to fail, strictly: one that passes fails.
+
+    Raises:
+        pytest.UsageError: a line is for no test.
+    """
+    for cls, generated in config.stash.get(GENERATED, {}).items():
+        path = _file_of(config, cls)
+        if path is None:
+            continue
+        expected = _read(path)
+        if generated.keys() == MAKERS.keys():  # else only some tests were asked for
+            ids = {name for made in generated.values() for name in made}
+            for line in expected:
+                if not any(map(line.matches, ids)):
+                    raise pytest.UsageError(f"{line.place}: {line.pattern!r} is the id of no test; delete the line")
+        for item in items:
+            if isinstance(item, pytest.Function) and item.cls is cls and hasattr(item, "callspec"):
+                for line in expected:
+                    if line.matches(item.callspec.id):
+                        item.add_marker(pytest.mark.xfail(reason=line.reason, strict=True))
+
+
+def _file_of(config: pytest.Config, cls: type[Suite]) -> Path | None:
+    """Return the file that is named on the command line, or that lies beside the class's own."""
+    asked: Path | None = config.getoption("--kpt-xfails")
+    if asked is not None:
+        if not asked.is_file():
+            raise pytest.UsageError(f"--kpt-xfails={asked}: there is no such file")
+        return asked
+    beside = Path(inspect.getfile(cls)).with_name("xfails.txt")
+    return beside if beside.is_file() else None

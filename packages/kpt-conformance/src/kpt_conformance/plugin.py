@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what is expected to fail; refuse entries that no test bears; watch what is refused."""
     if any(getattr(getattr(item, "cls", None), "is_kpt_suite", False) for item in items):
         from .exercised import Exercised
-        from .xfails import expect_failures
+        from .generation import expect_failures
 
         expect_failures(config, items)
         config.pluginmanager.register(Exercised(config.getoption("--kpt-coverage")), "kpt-exercised")

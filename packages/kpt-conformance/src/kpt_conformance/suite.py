@@ -12,76 +12,12 @@ from kpt_core.contract import TORCH
 from kpt_core.selection import REFERENCE
 from kpt_optimize.cases import CaseTable, LayerCase, WrongInput, case_tables
 
-from .checks import (
-    accelerators,
-    citizen,
-    declarations,
-    devices,
-    gradients,
-    histories,
-    magnitudes,
-    purity,
-    randomness,
-    results,
-    transforms,
-    values,
-)
+from .checks import declarations
+from .checks.catalog import CHECKS
 from .coverage import planned
 from .drawing import drawn_cases
 from .extent import Extent
 from .trial import Subject, Trial
-
-#: Each is run on every trial of its extent.
-CHECKS: tuple[Callable[[Trial], None], ...] = (
-    values.values,
-    gradients.derivatives,
-    gradients.second_derivatives,
-    gradients.saved_tensors,
-    gradients.interchangeable,
-    values.layouts,
-    values.cotangents,
-    values.far_strides,
-    values.padding,
-    values.nans,
-    magnitudes.magnitudes,
-    values.without_gradients,
-    values.single_gradients,
-    purity.inputs_unchanged,
-    purity.no_aliasing,
-    purity.poisoned_outputs,
-    purity.repeatable,
-    purity.called_twice,
-    purity.double_use,
-    purity.threads,
-    histories.changed_in_place,
-    histories.after_other_shapes,
-    citizen.process_state,
-    citizen.keeps_nothing_alive,
-    randomness.replayed,
-    randomness.statistics,
-    results.result_type,
-    results.fake_result,
-    results.meta_result,
-    transforms.custom_ops,
-    transforms.compiled,
-    transforms.compiled_sizes,
-    transforms.inductor,
-    transforms.traced,
-    transforms.exported,
-    transforms.vmapped,
-    transforms.autocast,
-    accelerators.no_host_sync,
-    accelerators.graph_capture,
-    accelerators.other_streams,
-    accelerators.second_device,
-    accelerators.past_int32,
-)
-
-#: Likewise, and last: the fake device stays in the process.
-DEVICE_CHECKS: tuple[Callable[[Trial], None], ...] = (devices.fake_device_result,)
-
-#: Each is run once for a kernel.
-DECLARATIONS: tuple[Callable[[Subject, CaseTable], None], ...] = (declarations.declaration, declarations.device_index)
 
 
 class Suite:
