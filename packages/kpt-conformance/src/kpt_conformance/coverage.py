@@ -165,27 +165,6 @@ def planned(table: CaseTable, checks: Checks) -> Coverage:
     return coverage
 
 
-#: Instead of a check, for a dtype that few use: a check has too few trials in it for one that was refused to tell.
-EVERY_CHECK = "every check"
-
-
-def absent(outcomes: Mapping[tuple[str, str], Counter[str]]) -> list[tuple[str, str]]:
-    """Where what was not run proves nothing: the checks of which a kernel refused every trial in a dtype.
-
-    Trials in which a check found nothing to try (a case without padding, for instance) count neither way. What failed,
-    expectedly or not, was run.
-
-    Args:
-        outcomes: for check and dtype, how many trials `passed`, were `refused`, `skipped` for any other reason,
-            `failed`, `xfailed`, or were `not run`.
-
-    Returns:
-        Checks and dtypes, in the order of `outcomes`. One with trials that were not run is never among them.
-    """
-    ran = ("passed", "failed", "xfailed", "not run")
-    return [place for place, counts in outcomes.items() if counts["refused"] and not any(counts[kind] for kind in ran)]
-
-
 def _domain(table: CaseTable) -> Domain:
     return table.domain or Domain()
 

@@ -21,16 +21,11 @@ import pytest
 from kpt_core import InputError, KptError
 from kpt_core.files import write_whole
 
+from .outcomes import DECLARED, Outcomes
+
 FORMAT = "kpt-report-1"
 #: What a run can show of a kernel, the least first. `claimed` needs no report.
 LEVELS = ("claimed", "compiled", "interpreted", "ran")
-#: How the reason of a skip begins where the kernel refuses; where there was nothing to try it is any other sentence.
-REFUSED = "refused: "
-#: Under which a test's report carries what it is about, from the processes of `-n` too.
-_PROPERTY = "kpt"
-_PARTS = ("check", "device_check", "declared")
-#: Names of the columns whose tests have no dtype: what a kernel declares, and wrong input.
-_DECLARED = "declared"
 _CPU_FEATURES = ("amx", "bf16", "fp16")
 
 
@@ -95,12 +90,12 @@ def read(file: Path) -> Report:
     return report
 
 
-def now() -> str:
+def _now() -> str:
     """The present date as reports have it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def commit_of(folder: Path) -> str | None:
+def _commit_of(folder: Path) -> str | None:
     """The commit that a folder has checked out, with `-dirty` where files differ from it; None without git."""
     try:
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--match="]
@@ -154,100 +149,39 @@ def _name_in_proc() -> str | None:
     return next((value.strip() for key, _, value in fields if key.strip() == "model name" and value.strip()), None)
 
 
-class Reporter:
-    """A plugin that counts how the tests of each kernel end, in this process or in those of `-n`, and writes a report.
+def report_run(file: Path, run: Outcomes, session: pytest.Session) -> None:
+    """Write the report of a run of the suite."""
+    import torch
 
-    Args:
-        file: where.
-    """
+    import kpt_core
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        #: Kernel -> dtype -> check -> outcome -> how many.
-        self.found: dict[str, dict[str, dict[str, Counter[str]]]] = {}
-        self.backend = self.device = ""
-        self.interpreted = self.deselected = False
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Write on each test what it is about."""
-        from .interpreter import interpreting
-        from .trial import Subject, Trial
-
-        for item in items:
-            parameters = getattr(getattr(item, "callspec", None), "params", {})
-            trial = parameters.get("trial")
-            subject = trial.subject if isinstance(trial, Trial) else parameters.get("subject")
-            if isinstance(subject, Subject) and not subject.composite:  # a composite is no kernel of the backend's own
-                check = next((parameters[name].__name__ for name in _PARTS if name in parameters), "wrong_input")
-                dtype = str(trial.dtype).removeprefix("torch.") if isinstance(trial, Trial) else _DECLARED
-                kernel = f"{subject.op.name} {subject.target}"
-                interpreted = interpreting() and subject.direct
-                about = [subject.backend, kernel, dtype, check, str(subject.device), interpreted]
-                item.user_properties.append((_PROPERTY, about))
-
-    def pytest_deselected(self) -> None:
-        """Note that not all was run."""
-        self.deselected = True
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count how a test ended."""
-        about: Any = dict(report.user_properties).get(_PROPERTY)
-        if about is None or not (report.when == "call" or report.outcome != "passed"):
-            return
-        backend, kernel, dtype, check, device, interpreted = about
-        self.backend, self.device = backend, device
-        self.interpreted = self.interpreted or bool(interpreted)
-        checks = self.found.setdefault(kernel, {}).setdefault(dtype, {})
-        checks.setdefault(check, Counter())[outcome_of(report)[0]] += 1
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report."""
-        if hasattr(session.config, "workerinput") or not self.found:
-            return
-        import torch
-
-        import kpt_core
-
-        backend = kpt_core.backends().get(self.backend)
-        try:
-            library = dict(backend.library()) if backend is not None else {}
-        except KptError as error:
-            library = {"library": str(error)}
-        report = Report(
-            date=now(),
-            commit=commit_of(session.config.invocation_params.dir),
-            backend=self.backend,
-            level="interpreted" if self.interpreted else "ran",
-            chip=chip_name(torch.device(self.device), library.get("isa")),
-            device=torch.device(self.device).type,
-            selection=self._selection(session),
-            versions=versions() | {name: library[name] for name in ("isa", "compiler") if name in library},
-            kernels={kernel: _columns(self.found[kernel]) for kernel in sorted(self.found)},
-        )
-        write_whole(self.file, report.dumps())
-
-    def _selection(self, session: pytest.Session) -> str:
-        options = session.config.option
-        asked = [f"-k {options.keyword}"] * bool(options.keyword) + ["--kpt-quick"] * bool(options.kpt_quick)
-        if not asked and self.deselected:
-            asked = ["some tests were deselected"]
-        if session.shouldstop or session.shouldfail:
-            asked.append("broken off")
-        return ", ".join(asked) or "all"
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say where the report is."""
-        terminalreporter.write_line(f"--kpt-report: {self.file}" if self.found else "--kpt-report: nothing was run")
+    backend = kpt_core.backends().get(run.backend)
+    try:
+        library = dict(backend.library()) if backend is not None else {}
+    except KptError as error:
+        library = {"library": str(error)}
+    report = Report(
+        date=_now(),
+        commit=_commit_of(session.config.invocation_params.dir),
+        backend=run.backend,
+        level="interpreted" if run.interpreted else "ran",
+        chip=chip_name(torch.device(run.device), library.get("isa")),
+        device=torch.device(run.device).type,
+        selection=_selection(session, run.deselected),
+        versions=versions() | {name: library[name] for name in ("isa", "compiler") if name in library},
+        kernels={kernel: _columns(run.found[kernel]) for kernel in sorted(run.found)},
+    )
+    write_whole(file, report.dumps())
 
 
-def outcome_of(report: pytest.TestReport) -> tuple[str, str]:
-    """Return how a test ended (what fails as expected failed), and why if it was skipped."""
-    if not report.skipped or hasattr(report, "wasxfail"):
-        return ("failed" if report.skipped else report.outcome), ""
-    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    reason = told.removeprefix("Skipped: ")
-    return ("refused" if reason.startswith(REFUSED) else "skipped"), reason
+def _selection(session: pytest.Session, deselected: bool) -> str:
+    options = session.config.option
+    asked = [f"-k {options.keyword}"] * bool(options.keyword) + ["--kpt-quick"] * bool(options.kpt_quick)
+    if not asked and deselected:
+        asked = ["some tests were deselected"]
+    if session.shouldstop or session.shouldfail:
+        asked.append("broken off")
+    return ", ".join(asked) or "all"
 
 
 def _columns(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict[str, Any]]:
@@ -276,7 +210,7 @@ def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None
     used = {name: version for row in rows for name, version in row.versions.items()}
     for row in rows:
         counts = kernels.setdefault(f"{row.op} {row.kernel}", {}).setdefault(
-            row.chip or _DECLARED, {"passed": 0, "refused": 0, "failed": 0}
+            row.chip or DECLARED, {"passed": 0, "refused": 0, "failed": 0}
         )
         kind = {"ok": "passed", "unsupported": "refused", "not offered": "refused"}.get(row.status, "failed")
         counts[kind] += 1
@@ -286,8 +220,8 @@ def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None
                 counts[name] = max(value, counts.get(name, 0))  # the worst of all configurations
     backends = sorted({row.backend for row in rows})
     report = Report(
-        date=now(),
-        commit=commit_of(folder),
+        date=_now(),
+        commit=_commit_of(folder),
         backend=", ".join(backends),
         level="compiled",
         chip="",
