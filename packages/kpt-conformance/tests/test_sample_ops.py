@@ -14,8 +14,9 @@ from kpt_conformance.checks.values import telling
 from kpt_conformance.drawing import drawn_cases
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
+from kpt_conformance.subject import Subject
 from kpt_conformance.suite import trials
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.trial import Trial
 from kpt_core.selection import REFERENCE
 from sample_ops import SAMPLES
 

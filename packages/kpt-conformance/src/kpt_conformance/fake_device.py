@@ -44,15 +44,10 @@ _AS_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def enable() -> torch.device:
-    """Make the device type `kptfake` known to torch, and let this thread go backward on it.
+    """Make the device type `kptfake` known to torch, let this thread go backward on it, and return the first device.
 
-    It may be called again, and has to be in another thread that goes backward.
-
-    Returns:
-        The first of the two devices.
-
-    Raises:
-        RuntimeError: the process has another out-of-tree device type already.
+    It may be called again, and has to be in another thread that goes backward. It raises `RuntimeError` if the process
+    has another out-of-tree device type already.
     """
     if not _enabled:
         _register()
@@ -158,7 +153,7 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def _labelled(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same memory, strides and dtype as a tensor on another device; keeps the memory alive."""
+    """Return the same memory, strides and dtype as a tensor on another device; keeps the memory alive."""
     capsule = torch._C._to_dlpack(tensor)
     head = ctypes.cast(_pointer_of(capsule, b"dltensor"), ctypes.POINTER(_DLTensorHead)).contents
     head.device_type = _DLPACK_CPU if device.type == "cpu" else _DLPACK_EXTENSION
@@ -214,11 +209,7 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _device_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The one device of a call.
-
-    Raises:
-        RuntimeError: there are two, or a generator of the CPU.
-    """
+    """Return the one device of a call, or raise `RuntimeError` if there are two, or a generator of the CPU."""
     asked: Any = kwargs.get("device")
     tensors = list(_named_tensors(op, args, kwargs))
     on_device = [tensor.device for _, _, tensor in tensors if tensor.device.type == NAME]
@@ -239,7 +230,7 @@ def _device_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def _named_tensors(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, bool, Tensor]]:
-    """Each tensor of a call with its parameter's name and whether the op writes it."""
+    """Yield each tensor of a call with its parameter's name and whether the op writes it."""
     for position, parameter in enumerate(op._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(parameter.name)
         for leaf in tree_leaves(value):

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,15 @@ from kpt_optimize.cases import layer_cases
 from .checks.catalog import CHECKS, DECLARATIONS, DEVICE_CHECKS
 from .extent import extent_of
 from .layers import LAYER_CHECKS
+from .subject import Subject
 from .suite import Suite, device_of, subjects, trials
-from .trial import Subject, Trial
+from .trial import Trial
 
 Made = Iterable[tuple[str, tuple[Any, ...]]]
 """Ids of tests, and the values of their parameters."""
 
 #: Class -> test -> ids such as `values-moe.experts-reference-small-float32`, and what is tried there.
 GENERATED = pytest.StashKey[dict[type, dict[str, dict[str, Subject | None]]]]()
-
-
-def by_subject(tests: Mapping[str, Mapping[str, Subject | None]]) -> dict[Subject, list[str]]:
-    """What is tried, and the names of its tests in the order in which records tell of them."""
-    named: dict[str, Subject] = {}
-    for made in tests.values():
-        named |= {name: subject for name, subject in made.items() if subject is not None}
-    found: dict[Subject, list[str]] = {}
-    for name in sorted(named):
-        found.setdefault(named[name], []).append(name)
-    return found
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -99,14 +89,6 @@ def _unique(made: Made) -> dict[str, tuple[Any, ...]]:
     return unique
 
 
-def _trials(backend: str, device: str | None) -> Made:
-    return _crossed(CHECKS, backend, device)
-
-
-def _devices(backend: str, device: str | None) -> Made:
-    return _crossed(DEVICE_CHECKS, backend, device)
-
-
 def _crossed(checks: Iterable[Callable[[Trial], None]], backend: str, device: str | None) -> Made:
     for check in checks:
         for subject, table in subjects(backend, device):
@@ -142,10 +124,10 @@ def _tables(backend: str, device: str | None) -> Made:
 
 #: The tests of the suite: their parameters, and what makes those.
 MAKERS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], Made]]] = {
-    "test_kernel": (("check", "trial"), _trials),
+    "test_kernel": (("check", "trial"), lambda *where: _crossed(CHECKS, *where)),
     "test_declaration": (("declared", "subject", "table"), _declarations),
     "test_wrong_input": (("subject", "table", "wrong"), _wrong),
-    "test_device": (("device_check", "trial"), _devices),
+    "test_device": (("device_check", "trial"), lambda *where: _crossed(DEVICE_CHECKS, *where)),
     "test_coverage": (("table",), _tables),
     "test_layer": (("layer_check", "layer"), _layers),
 }

@@ -57,7 +57,8 @@ class Outcomes:
             return
         from .generation import GENERATED
         from .interpreter import interpreting
-        from .trial import Subject, Trial
+        from .subject import Subject
+        from .trial import Trial
 
         generated = config.stash.get(GENERATED, {}).values()
         wanted = Counter(subject for tests in generated for subject in tests.get("test_kernel", {}).values())

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from .extent import extent_of
-from .trial import Subject, Trial
+from .subject import Subject
+from .trial import Trial
 
 Answers = dict[tuple[Subject, str, str], bool]
 """Whether a subject takes a case in a dtype."""

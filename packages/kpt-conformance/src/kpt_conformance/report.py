@@ -36,7 +36,6 @@ class Report:
     Attributes:
         date: in UTC, as `2026-11-21T09:30:00Z`.
         commit: as `git describe --always --dirty` names it; None outside of a repository.
-        backend: whose kernels ran, or `reference`.
         level: `ran`, `interpreted` (by Triton's interpreter, on a CPU) or `compiled`.
         chip: the device's own name; empty where kernels were compiled, whose columns are chips.
         device: torch's type of the device.
@@ -58,7 +57,7 @@ class Report:
     kernels: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def dumps(self) -> str:
-        """The report as JSON, a line for each kernel and dtype."""
+        """Return the report as JSON, a line for each kernel and dtype."""
         document = {"format": FORMAT, **asdict(self)}
         kernels = document.pop("kernels")
         head = json.dumps(document, indent=1, ensure_ascii=False).removesuffix("\n}")
@@ -70,33 +69,23 @@ class Report:
 
 
 def read(file: Path) -> Report:
-    """Read a report.
-
-    Raises:
-        InputError: the file is none.
-    """
+    """Read a report, or raise `InputError` if the file is none."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         if document.pop("format") != FORMAT or document["level"] not in LEVELS[1:]:
             raise ValueError(f"its format is not {FORMAT}")
         report = Report(**document)
-        for columns in report.kernels.values():
-            for counts in columns.values():
-                if not all(isinstance(counts[name], int) for name in ("passed", "refused", "failed")):
-                    raise ValueError("a count is no number")
+        every = [counts for columns in report.kernels.values() for counts in columns.values()]
+        if not all(isinstance(counts[name], int) for counts in every for name in ("passed", "refused", "failed")):
+            raise ValueError("a count is no number")
         datetime.fromisoformat(report.date)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{file} is no report of a run ({type(error).__name__}: {error}): write it anew") from None
     return report
 
 
-def _now() -> str:
-    """The present date as reports have it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _commit_of(folder: Path) -> str | None:
-    """The commit that a folder has checked out, with `-dirty` where files differ from it; None without git."""
+    """Return the commit that a folder has checked out, with `-dirty` where files differ from it; None without git."""
     try:
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--match="]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip() or None
@@ -160,9 +149,9 @@ def report_run(file: Path, run: Outcomes, session: pytest.Session) -> None:
         library = dict(backend.library()) if backend is not None else {}
     except KptError as error:
         library = {"library": str(error)}
-    report = Report(
-        date=_now(),
-        commit=_commit_of(session.config.invocation_params.dir),
+    _write(
+        file,
+        session.config.invocation_params.dir,
         backend=run.backend,
         level="interpreted" if run.interpreted else "ran",
         chip=chip_name(torch.device(run.device), library.get("isa")),
@@ -171,7 +160,12 @@ def report_run(file: Path, run: Outcomes, session: pytest.Session) -> None:
         versions=versions() | {name: library[name] for name in ("isa", "compiler") if name in library},
         kernels={kernel: _columns(run.found[kernel]) for kernel in sorted(run.found)},
     )
-    write_whole(file, report.dumps())
+
+
+def _write(file: Path, folder: Path, **facts: Any) -> None:
+    """Write a report of the code that a folder has checked out, as of now."""
+    date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    write_whole(file, Report(date=date, commit=_commit_of(folder), **facts).dumps())
 
 
 def _selection(session: pytest.Session, deselected: bool) -> str:
@@ -198,16 +192,8 @@ def _columns(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict
 
 
 def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None:
-    """Write a report of a compile matrix: of each kernel and chip, how many configurations kept their contract.
-
-    Args:
-        file: where.
-        rows: of `kpt_conformance.aot.run`.
-        folder: whose commit is named.
-        selection: as in `Report`.
-    """
+    """Write a report of a compile matrix: of each kernel and chip, how many configurations kept their contract."""
     kernels: dict[str, dict[str, dict[str, Any]]] = {}
-    used = {name: version for row in rows for name, version in row.versions.items()}
     for row in rows:
         counts = kernels.setdefault(f"{row.op} {row.kernel}", {}).setdefault(
             row.chip or DECLARED, {"passed": 0, "refused": 0, "failed": 0}
@@ -219,15 +205,6 @@ def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None
             if row.status == "ok" and value is not None:
                 counts[name] = max(value, counts.get(name, 0))  # the worst of all configurations
     backends = sorted({row.backend for row in rows})
-    report = Report(
-        date=_now(),
-        commit=_commit_of(folder),
-        backend=", ".join(backends),
-        level="compiled",
-        chip="",
-        device="",
-        selection=selection,
-        versions={**versions(), **used},
-        kernels=kernels,
-    )
-    write_whole(file, report.dumps())
+    used = {name: version for row in rows for name, version in row.versions.items()}
+    made = {"backend": ", ".join(backends), "level": "compiled", "selection": selection}
+    _write(file, folder, **made, chip="", device="", versions=versions() | used, kernels=kernels)

@@ -17,7 +17,8 @@ from .checks.catalog import CHECKS
 from .coverage import planned
 from .drawing import drawn_cases
 from .extent import Extent
-from .trial import Subject, Trial
+from .subject import Subject
+from .trial import Trial
 
 
 class Suite:
@@ -76,7 +77,7 @@ class Suite:
 
 
 def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, CaseTable]]:
-    """What a backend offers for ops that have a case table, or all references.
+    """Return what a backend offers for ops that have a case table, or all references.
 
     Raises:
         UnknownNameError: no such backend is installed.
@@ -117,11 +118,7 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
 
 
 def device_of(name: str) -> torch.device:
-    """A device as the tensors on it name it: the first one of its type if none is said, and none of the CPU.
-
-    Raises:
-        InputError: torch knows no such device.
-    """
+    """Return a device as the tensors on it name it: the first one of its type if none is said, and none of the CPU."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -130,7 +127,7 @@ def device_of(name: str) -> torch.device:
 
 
 def trials(subject: Subject, table: CaseTable, extent: Extent) -> Iterator[Trial]:
-    """The trials of a subject that a check asks for."""
+    """Yield the trials of a subject that a check asks for."""
     if not (extent.references if subject.kernel is None else extent.kernels):
         return
     rare = subject.rare(table)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from kpt_core import InputError
 
 from .chips import KIB, Chip
-from .instructions import FAMILIES, count
-from .reading import Reading
+from .readings import FAMILIES, Reading, count
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": KIB * KIB}
 _BOUND = re.compile(r"(?P<name>[a-z]+) *(?P<sign><=|>=) *(?P<number>\d+) *(?P<unit>[A-Za-z]*)")

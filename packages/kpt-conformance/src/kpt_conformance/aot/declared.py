@@ -14,7 +14,7 @@ from kpt_core.contract import load
 
 from .chips import Chip, chip_named
 from .contract import Contract, parse_contract
-from .row import Row
+from .readings import Row
 
 #: What a library may need that an ordinary installation lacks, and the extra that brings it.
 _COMPILERS = {"triton": "triton", "jax": "tpu", "jaxlib": "tpu", "libtpu": "tpu"}
@@ -71,29 +71,22 @@ class PallasProgram(Program, Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a program is found again, in another process too: the attribute `Kernel.aot` and the place in it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One thing to compile, found again in another process too: by the attribute `Kernel.aot` and the place in it."""
 
     target: str
     index: int
+    chip: Chip
+    configuration: str
 
     def program(self) -> TritonProgram | PallasProgram:
         """Import it."""
         return programs_of(self.target)[self.index]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One thing to compile."""
-
-    source: Source
-    chip: Chip
-    configuration: str
-
     def settings(self) -> dict[str, Any]:
-        """The values of the configuration."""
-        return dict(configurations_of(self.source.program(), self.chip)[self.configuration])
+        """Return the values of the configuration."""
+        return dict(configurations_of(self.program(), self.chip)[self.configuration])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +190,7 @@ def _tasks_of(
                     yield wrong(_sentence(error), program=program.name, chip=name, contract=text)
                     continue
                 for configuration in names:
-                    job = Job(source=Source(aot, index), chip=chip, configuration=configuration)
+                    job = Job(target=aot, index=index, chip=chip, configuration=configuration)
                     yield Task(backend=backend, kernel=kernel, job=job, program=program.name, contract=contract)
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from types import ModuleType
 
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.subject import Subject
+from kpt_conformance.trial import Trial
 from kpt_optimize.cases import CaseTable
 
 from . import (

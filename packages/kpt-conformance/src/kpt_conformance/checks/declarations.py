@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.subject import Subject
+from kpt_conformance.trial import Trial
 from kpt_core import Refusal
 from kpt_core.contract import load
 from kpt_optimize.cases import CaseTable, WrongInput
