@@ -21,30 +21,21 @@ from .trial import Trial
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A trial in one direction.
-
-    Attributes:
-        trial: kernel, case and dtype.
-        training: forward with backward, for random cotangents; else the forward alone, without gradients.
-    """
+    """A trial in one direction."""
 
     trial: Trial
-    training: bool
+    training: bool  # forward with backward, for random cotangents; else the forward alone, without gradients
 
     def __str__(self) -> str:
         return f"{self.trial}-{self.direction}"
 
     @property
     def direction(self) -> str:
-        """As it is called in names and records."""
+        """Return what it is called in names and records."""
         return "forward+backward" if self.training else "forward"
 
     def check(self) -> None:
-        """Hold the kernel to `values` on this case.
-
-        Raises:
-            pytest.fail.Exception: the kernel is wrong here.
-        """
+        """Fail the test unless the kernel passes `values` on this case."""
         fault = _fault(self.trial)
         if fault is not None:
             pytest.fail(f"no figure, because `values` is red on this case: {fault}", pytrace=False)

@@ -124,11 +124,9 @@ def _cancelled(oracle: Outcome, units: Mapping[str, float]) -> dict[str, Tensor]
 
 
 def terms_of(oracle: Outcome, nearby: Sequence[Outcome]) -> dict[str, Tensor]:
-    """How large the terms are that meet in each element, by name: from what small changes of the arguments change.
+    """Return how large the terms are that meet in each element, by name: from what small changes of arguments change.
 
-    Args:
-        oracle: the outcome.
-        nearby: those of arguments that were changed by random `PERTURBATION`s of themselves.
+    `nearby` are the outcomes for arguments that were changed by random `PERTURBATION`s of themselves.
     """
     named, others = oracle.named(), [outcome.named() for outcome in nearby]
     chosen = [name for name, tensor in named.items() if not tensor.is_floating_point()]
@@ -185,14 +183,9 @@ def _told(element: Tensor) -> str:
 def _fault(
     tensors: tuple[Tensor, Tensor, Tensor], unit: float, own: float, tolerance: Tolerance, explained: Tensor | None
 ) -> str | None:
-    """Return how a tensor is wrong, or None.
+    """Return how a kernel's tensor is wrong beside the baseline's and the oracle's, or None.
 
-    Args:
-        tensors: of the kernel, the baseline and the oracle.
-        unit: what rounding explains.
-        own: the reference's own error at least.
-        tolerance: the factors.
-        explained: errors that are allowed in any case.
+    `unit` is what rounding explains, `own` the reference's own error at least, `explained` is allowed in any case.
     """
     got, baseline, oracle = tensors
     if got.shape != oracle.shape:

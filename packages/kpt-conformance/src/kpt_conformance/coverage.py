@@ -190,12 +190,8 @@ def _labels(table: CaseTable, arguments: Mapping[str, Any]) -> dict[str, str]:
     for name, labels in _documented(table).items():
         default = parameters[name].default
         value = arguments.get(name, default)
-        if labels == ("None", "given"):
-            found[name] = "None" if value is None else "given"
-        elif labels == ("its default", "another"):
-            found[name] = "its default" if value == default else "another"
-        else:
-            found[name] = _short(value)
+        given, usual = ("None" if value is None else "given"), ("its default" if value == default else "another")
+        found[name] = given if given in labels else usual if usual in labels else _short(value)
     return found
 
 

@@ -12,12 +12,10 @@ on its own run on the CPU's view of the same memory. An op of a library other th
 for every device (`CompositeExplicitAutograd`) or for this one: one for the CPU alone is refused.
 
 What it cannot do:
-    - Backward runs in the thread that asks for it, as on the CPU, and needs `enable()` to have been called in that
-      thread: an accelerator has a thread of its own, but torch makes those at a process's first backward, which may
-      have been before, and for one device of a Python backend.
+    - Backward runs in the thread that asks for it, which needs to have called `enable()`: torch makes the threads of
+      accelerators at a process's first backward, which may have been before.
     - An error of a hook on a tensor arrives as a `SystemError` of backward; the hook's own is printed.
-    - It has no streams, no generators (random numbers are the CPU's, so that `torch.manual_seed` gives the CPU's
-      values) and no convolutions.
+    - It has no streams, no generators (random numbers are the CPU's) and no convolutions.
 
 Enabling it lasts for the process: torch has room for one such device type, and `torch.accelerator` is it from then on.
 """
@@ -179,10 +177,9 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cpu":
             return tensor
         if id(tensor) not in twins:
-            if tensor.numel() == 0:  # as out=, it may be resized, which memory from DLPack can't be
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            else:
-                made = _labelled(tensor, _CPU)
+            empty = tensor.numel() == 0  # as out=, it may be resized, which memory from DLPack can't be
+            layout = tensor.shape, tensor.stride()
+            made = torch.empty_strided(*layout, dtype=tensor.dtype) if empty else _labelled(tensor, _CPU)
             twins[id(tensor)] = tensor, made
         return twins[id(tensor)][1]
 

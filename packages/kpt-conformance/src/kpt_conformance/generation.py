@@ -21,9 +21,8 @@ from .subject import Subject
 from .suite import Suite, device_of, subjects, trials
 from .trial import Trial
 
+#: Ids of tests, and the values of their parameters.
 Made = Iterable[tuple[str, tuple[Any, ...]]]
-"""Ids of tests, and the values of their parameters."""
-
 #: Class -> test -> ids such as `values-moe.experts-reference-small-float32`, and what is tried there.
 GENERATED = pytest.StashKey[dict[type, dict[str, dict[str, Subject | None]]]]()
 
@@ -50,7 +49,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def _backend(metafunc: pytest.Metafunc) -> tuple[str, str | None]:
-    """The backend that a class is for, and why it is not tried, or None."""
+    """Return the backend that a class is for, and why it is not tried, or None."""
     asked: str | None = metafunc.config.getoption("--kpt-backend")
     assert metafunc.cls is not None
     name = metafunc.cls.backend or asked
@@ -82,9 +81,8 @@ def _unique(made: Made) -> dict[str, tuple[Any, ...]]:
     unique: dict[str, tuple[Any, ...]] = {}
     for name, values in made:
         if name in unique:
-            raise InputError(
-                f"two tests are called {name}: give each kernel of an op a forward, each case a name of its own"
-            )
+            told = "give each kernel of an op a forward, each case a name of its own"
+            raise InputError(f"two tests are called {name}: {told}")
         unique[name] = values
     return unique
 
@@ -147,11 +145,7 @@ class _Expected:
 
 
 def _read(path: Path) -> list[_Expected]:
-    """Return the lines of a file of expected failures.
-
-    Raises:
-        pytest.UsageError: a line has no reason.
-    """
+    """Return the lines of a file of expected failures; each must have a reason."""
     expected = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         pattern, _, reason = map(str.strip, line.partition("#"))
@@ -163,11 +157,7 @@ def _read(path: Path) -> list[_Expected]:
 
 
 def expect_failures(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that are expected to fail, strictly: one that passes fails.
-
-    Raises:
-        pytest.UsageError: a line is for no test.
-    """
+    """Mark tests that are expected to fail, strictly: one that passes fails, and so does a line that is for no test."""
     for cls, generated in config.stash.get(GENERATED, {}).items():
         path = _file_of(config, cls)
         if path is None:

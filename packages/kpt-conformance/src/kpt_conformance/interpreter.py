@@ -11,18 +11,16 @@ if TYPE_CHECKING:
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets kernels instead of compiling them."""
+    """Return whether Triton interprets kernels instead of compiling them."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes")
 
 
 def prepare_once() -> None:
-    """Let a launch prepare Triton's language once, and one thread launch at a time.
+    """Let a launch prepare Triton's language once, and one thread launch at a time; where Triton interprets.
 
     Kernels that call other functions then take a third of the time, and threads don't meet each other's preparations.
-    Float32 becomes bfloat16 as on a chip. What NumPy has to say of NaN and infinity is left out: a chip computes with
-    them without a word.
-
-    Does nothing unless Triton is installed and interprets. A Triton whose interpreter looks otherwise is left alone.
+    Float32 becomes bfloat16 as on a chip. NumPy's warnings of NaN and infinity are left out. A Triton whose interpreter
+    looks otherwise is left alone.
     """
     if not interpreting():
         return
@@ -30,9 +28,8 @@ def prepare_once() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "GridExecutor")):
-        return
-    if getattr(interpreter, "_kpt_prepares_once", False):
+    known = all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "GridExecutor"))
+    if not known or getattr(interpreter, "_kpt_prepares_once", False):
         return
     prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     prepared: set[frozenset[int]] = set()

@@ -36,12 +36,9 @@ class Outcomes:
 
     def __init__(self, report: Path | None = None, coverage: Path | None = None) -> None:
         self.report, self.coverage = report, coverage
-        #: Kernel -> dtype -> check -> outcome -> how many.
-        self.found: dict[str, dict[str, dict[str, Counter[str]]]] = {}
-        #: Kernel -> check and dtype -> outcome -> how many, of the kernels that are judged.
-        self.judged: dict[str, dict[tuple[str, str], Counter[str]]] = {}
-        #: Kernel -> how many trials of it there are.
-        self.wanted: dict[str, int] = {}
+        self.found: dict[str, dict[str, dict[str, Counter[str]]]] = {}  # by kernel, dtype and check, how tests ended
+        self.judged: dict[str, dict[tuple[str, str], Counter[str]]] = {}  # likewise trials, by kernel, check and dtype
+        self.wanted: dict[str, int] = {}  # by kernel, how many trials there are
         self.exercised: dict[Any, Any] = {}  # by subject, its coverage
         self.backend = self.device = ""
         self.interpreted = self.deselected = False

@@ -62,7 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _measure(config: pytest.Config) -> None:
-    """Have the benchmarks run, and nothing else."""
     if not config.getoption("--kpt-backend"):
         raise pytest.UsageError("--kpt-bench needs --kpt-backend=NAME, whose kernels it measures")
     if not config.pluginmanager.hasplugin("benchmark"):

@@ -112,9 +112,7 @@ def versions() -> dict[str, str]:
 def chip_name(device: Any, instruction_set: str | None = None) -> str:
     """Return a device's name, the same on every machine that has one: `NVIDIA H200`, `AMD EPYC 9R14 (avx512, bf16)`.
 
-    Args:
-        device: a torch device.
-        instruction_set: what ran on a CPU, which then stands in place of all that it has: `Intel Xeon (avx2)`.
+    An instruction set that ran on a CPU stands in place of all that it has: `Intel Xeon (avx2)`.
     """
     import torch
 

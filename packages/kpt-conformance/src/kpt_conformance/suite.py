@@ -77,12 +77,7 @@ class Suite:
 
 
 def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, CaseTable]]:
-    """Return what a backend offers for ops that have a case table, or all references.
-
-    Raises:
-        UnknownNameError: no such backend is installed.
-        InputError: a kernel's op has no case table, or torch knows no such device.
-    """
+    """Return what a backend offers for ops, with their case tables, or all references."""
     tables = case_tables()
     if backend == REFERENCE:
         place = device_of(device or "cpu")

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -86,6 +86,10 @@ class Trial:
         """Return whether gradients belong to what is promised."""
         kernel = self.subject.kernel
         return bool(self.table.gradients) and (kernel is None or kernel.differentiable or kernel.backward is not None)
+
+    def forward_only(self) -> Self:
+        """Return the trial without gradients."""
+        return replace(self, table=replace(self.table, gradients=()))
 
     def arguments(self, seed: int = 0) -> Arguments:
         """Return arguments on the subject's device; skips the test if the subject refuses them.
@@ -211,7 +215,7 @@ class Trial:
         Args:
             leaves: as `leaves` gives them.
             outputs: that hang on their graph.
-            cotangent: changes the layout of each cotangent.
+            cotangent: as in `run`.
             **options: of `torch.autograd.grad`.
         """
         wanted = {n: t for n, t in tensors_of(leaves).items() if self.wants_gradient(n, t)}
@@ -232,12 +236,7 @@ class Trial:
         return {n: torch.zeros_like(tensors_of(leaves)[n]) if g is None else g for n, g in second.items()}
 
     def truth(self, arguments: Arguments, **how: Any) -> tuple[Outcome, Outcome]:
-        """Return what the reference gives in this dtype (what rounding costs) and in float64 (what is right).
-
-        Args:
-            arguments: for which.
-            **how: as `run` takes them.
-        """
+        """Return what the reference gives in this dtype (what rounding costs) and in float64 (what is right)."""
         subject = replace(self.subject, target=REFERENCE, backend=REFERENCE, kernel=None, children=(), direct=False)
         # A forward-only kernel is held to the forward alone.
         table = self.table if self.differentiable else replace(self.table, gradients=())
@@ -296,8 +295,7 @@ class Trial:
 
     def forward_truth(self, arguments: Arguments, dtype: torch.dtype | None = None) -> tuple[Outcome, Outcome]:
         """`truth` without gradients, for arguments in another dtype than the trial's if `dtype` is given."""
-        plain = replace(self, table=replace(self.table, gradients=()), dtype=dtype or self.dtype)
-        return plain.truth(arguments)
+        return replace(self.forward_only(), dtype=dtype or self.dtype).truth(arguments)
 
     def outcome(self, outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Outcome:
         """Return an outcome of outputs that still hang on their graph."""

@@ -18,8 +18,6 @@ from .triton_compiler import compile_triton
 
 #: Longer reports of a compiler are cut.
 _LONGEST = 600
-
-
 #: Mistakes of a declaration or an installation. They say nothing of the chip, so no contract may count on them.
 _FAULTS = (KptError, ImportError, AttributeError, NameError)
 

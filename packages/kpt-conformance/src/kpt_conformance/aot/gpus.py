@@ -34,16 +34,7 @@ _SIMDS = 4
 
 
 def read_nvidia(chip: Chip, compiled: Any, log: str) -> Reading:
-    """Read what Triton compiled for NVIDIA.
-
-    Args:
-        chip: that it was compiled for.
-        compiled: Triton's `CompiledKernel`.
-        log: the report of ptxas.
-
-    Raises:
-        RuntimeError: the compiler's output has not the expected lines.
-    """
+    """Read a `CompiledKernel` for NVIDIA and the report of ptxas; raise `RuntimeError` if that is not as expected."""
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if not registers or not frames:
@@ -75,7 +66,7 @@ def _occupancy(chip: Chip, registers: int, warps: int, shared: int) -> int:
 
 
 def read_amd(chip: Chip, compiled: Any, log: str) -> Reading:
-    """Read what Triton compiled for AMD, likewise; there is no report."""
+    """Read one for AMD; there is no report."""
     assembly: str = compiled.asm["amdgcn"]
     shared, warps = int(compiled.metadata.shared), int(compiled.metadata.num_warps)
     occupancy = _number(assembly, r"^; Occupancy: (\d+)") * _SIMDS

@@ -33,9 +33,6 @@ def run(
 
     Returns:
         A row for each program, chip and configuration, and one for each declaration that is wrong.
-
-    Raises:
-        UnknownNameError: there is no such backend or chip.
     """
     installed = kpt_core.backends()
     names = list(installed) if backends is None else list(backends)

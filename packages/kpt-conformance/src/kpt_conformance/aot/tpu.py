@@ -44,12 +44,7 @@ def prepare(dump: Path) -> None:
 
 
 def compile_pallas(program: PallasProgram, chip: Chip, configuration: Mapping[str, Any], dump: Path) -> Reading:
-    """Compile and read; `dump`, the folder given to `prepare`, is emptied.
-
-    Raises:
-        RuntimeError: libtpu wrote no bundles.
-        Exception: whatever the compiler raises when it refuses.
-    """
+    """Compile and read; `dump`, the folder given to `prepare`, is emptied."""
     from jax.experimental import topologies
 
     if find_spec("libtpu") is None:  # JAX would say only that it doesn't know the platform

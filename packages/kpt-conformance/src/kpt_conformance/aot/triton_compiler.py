@@ -18,14 +18,7 @@ _HINTS = ("1", "16")
 def compile_triton(
     program: TritonProgram, chip: Chip, configuration: Mapping[str, Any], output: Callable[[], str]
 ) -> Reading:
-    """Compile and read; whatever Triton raises when it refuses passes through.
-
-    Args:
-        program: what to compile.
-        chip: for which chip.
-        configuration: constexprs and options.
-        output: gives what the process wrote so far, with the report of ptxas.
-    """
+    """Compile and read; `output` gives what the process wrote so far, with the report of ptxas."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

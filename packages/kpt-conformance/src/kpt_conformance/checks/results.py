@@ -37,15 +37,9 @@ def result_type(trial: Trial) -> None:
         assert out.device == trial.subject.device, f"{name} is on {out.device}; expected {trial.subject.device}"
     for name, gradient in got.gradients.items():
         if gradient is not None:
-            argument = tensors_of(arguments)[name]
-            assert (gradient.shape, gradient.dtype, gradient.device) == (
-                argument.shape,
-                argument.dtype,
-                argument.device,
-            ), (
-                f"gradient of {name} is {gradient.dtype} {list(gradient.shape)} on {gradient.device}; "
-                f"the argument is {argument.dtype} {list(argument.shape)} on {argument.device}"
-            )
+            both = gradient, tensors_of(arguments)[name]
+            is_, expected = (f"{each.dtype} {list(each.shape)} on {each.device}" for each in both)
+            assert is_ == expected, f"gradient of {name} is {is_}; the argument is {expected}"
 
 
 @over(drawn="first", dtypes=True)

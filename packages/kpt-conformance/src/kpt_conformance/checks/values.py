@@ -42,7 +42,7 @@ def _require_roundings(trial: Trial, arguments: Arguments, exact: Iterable[torch
     They have a result alone: at a tie there is no derivative.
     """
     __tracebackhide__ = True
-    forward = replace(trial, table=replace(trial.table, gradients=()))
+    forward = trial.forward_only()
     for name in scalable(arguments):
         changed = with_one(arguments, name, telling(tensors_of(arguments)[name], exact))
         if trial.takes(changed):
@@ -97,12 +97,17 @@ def _strided(tensor: Tensor) -> Tensor:
     """The same values, every second place of a larger tensor; elsewhere NaN."""
     if tensor.dim() == 0:
         return tensor
-    shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]]
-    numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    filler = torch.iinfo(tensor.dtype).max if numbers else float("nan")
-    large = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
+    large = _unusable(tensor, [*tensor.shape[:-1], 2 * tensor.shape[-1]])
     large[..., ::2] = tensor
     return large[..., ::2]
+
+
+def _unusable(tensor: Tensor, shape: list[int]) -> Tensor:
+    """Return another tensor of the same dtype, full of NaN or of the largest number."""
+    numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    filler = torch.iinfo(tensor.dtype).max if numbers else float("nan")
+    full = torch.full(shape, filler, device=tensor.device, dtype=torch.int64 if numbers else torch.float64)
+    return full.to(tensor.dtype)
 
 
 def _shifted(tensor: Tensor) -> Tensor:
@@ -117,11 +122,8 @@ def _padded(tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         return tensor
     more = 16 // tensor.element_size()  # so that rows stay aligned
-    shape = [*tensor.shape[:-2], *(size + more for size in tensor.shape[-2:])]
-    numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    filler = torch.iinfo(tensor.dtype).max if numbers else float("nan")
-    large = torch.full(shape, filler, device=tensor.device, dtype=torch.int64 if numbers else torch.float64)
-    part = large.to(tensor.dtype)[..., : tensor.shape[-1]]
+    large = _unusable(tensor, [*tensor.shape[:-2], *(size + more for size in tensor.shape[-2:])])
+    part = large[..., : tensor.shape[-1]]
     part = part if tensor.dim() == 1 else part[..., : tensor.shape[-2], :]
     return part.copy_(tensor)
 
@@ -134,11 +136,8 @@ def _padded_columns(tensor: Tensor) -> Tensor:
 def _behind(tensor: Tensor) -> Tensor:
     """The same values at an aligned address that is not where their memory begins, as `w[1:]` of a stack has it."""
     shape = (2, -(-tensor.numel() // 64) * 64)
-    return (
-        torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)[1, : tensor.numel()]
-        .view(tensor.shape)
-        .copy_(tensor)
-    )
+    stack = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    return stack[1, : tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def _expanded(tensor: Tensor) -> Tensor:
@@ -240,14 +239,12 @@ def padding(trial: Trial) -> None:
     if trial.table.padding is None:
         pytest.skip("the op has no padding")
     arguments = trial.arguments()
-    masks = {
-        name: mask.expand(arguments[name].shape) for name, mask in trial.table.padding(arguments).items() if mask.any()
-    }
+    found = trial.table.padding(arguments).items()
+    masks = {name: mask.expand(arguments[name].shape) for name, mask in found if mask.any()}
     if not masks:
         pytest.skip("the case has no padding")
-    baseline, oracle = trial.truth(
-        {**arguments, **{name: _filled(arguments[name], mask, 0.0) for name, mask in masks.items()}}
-    )
+    zeros = {name: _filled(arguments[name], mask, 0.0) for name, mask in masks.items()}
+    baseline, oracle = trial.truth({**arguments, **zeros})
     for filler in (float("nan"), float("inf")):
         filled = {name: _filled(arguments[name], mask, filler) for name, mask in masks.items()}
         got = trial.run({**arguments, **filled})
