@@ -15,8 +15,6 @@ REFUSED = "refused: "
 #: Under which a test's report carries what it is about, from the processes of `-n` too.
 _PROPERTY = "kpt"
 _PARTS = ("check", "device_check", "declared")
-#: Instead of a dtype where there is none: what a kernel declares, and wrong input.
-DECLARED = "declared"
 #: Instead of a check, for a dtype that few use: a check has too few trials in it for one that was refused to tell.
 EVERY_CHECK = "every check"
 #: The check whose trials tell how much of its op a kernel takes.
@@ -54,6 +52,7 @@ class Outcomes:
             return
         from .generation import GENERATED
         from .interpreter import interpreting
+        from .report import DECLARED
         from .subject import Subject
         from .trial import Trial
 
@@ -120,9 +119,7 @@ class Outcomes:
         if self.sentences and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.report is not None and self.found:
-            from .report import report_run
-
-            report_run(self.report, self, session)
+            _report(self.report, self, session)
         if self.coverage is not None and self._trials:
             made = {str(subject): coverage.to_json() for subject, coverage in self.exercised.items()}
             self.coverage.write_text(json.dumps(made, indent=1) + "\n")
@@ -167,3 +164,40 @@ def outcome_of(report: pytest.TestReport) -> str:
         return "failed" if report.skipped else report.outcome
     told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return "refused" if told.removeprefix("Skipped: ").startswith(REFUSED) else "skipped"
+
+
+def _report(file: Path, run: Outcomes, session: pytest.Session) -> None:
+    """Write the report of a run of the suite."""
+    import torch
+
+    import kpt_core
+    from kpt_core import KptError
+
+    from .report import chip_name, columns_of, versions, write
+
+    backend = kpt_core.backends().get(run.backend)
+    try:
+        library = dict(backend.library()) if backend is not None else {}
+    except KptError as error:
+        library = {"library": str(error)}
+    write(
+        file,
+        session.config.invocation_params.dir,
+        backend=run.backend,
+        level="interpreted" if run.interpreted else "ran",
+        chip=chip_name(torch.device(run.device), library.get("isa")),
+        device=torch.device(run.device).type,
+        selection=_selection(session, run.deselected),
+        versions=versions() | {name: library[name] for name in ("isa", "compiler") if name in library},
+        kernels={kernel: columns_of(run.found[kernel]) for kernel in sorted(run.found)},
+    )
+
+
+def _selection(session: pytest.Session, deselected: bool) -> str:
+    options = session.config.option
+    asked = [f"-k {options.keyword}"] * bool(options.keyword) + ["--kpt-quick"] * bool(options.kpt_quick)
+    if not asked and deselected:
+        asked = ["some tests were deselected"]
+    if session.shouldstop or session.shouldfail:
+        asked.append("broken off")
+    return ", ".join(asked) or "all"

@@ -16,14 +16,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from kpt_core import InputError, KptError
+from kpt_core import InputError
 from kpt_core.files import write_whole
 
-from .outcomes import DECLARED, Outcomes
-
 FORMAT = "kpt-report-1"
+#: Instead of a dtype where there is none: what a kernel declares, and wrong input.
+DECLARED = "declared"
 #: What a run can show of a kernel, the least first. `claimed` needs no report.
 LEVELS = ("claimed", "compiled", "interpreted", "ran")
 _CPU_FEATURES = ("amx", "bf16", "fp16")
@@ -136,47 +134,14 @@ def _name_in_proc() -> str | None:
     return next((value.strip() for key, _, value in fields if key.strip() == "model name" and value.strip()), None)
 
 
-def report_run(file: Path, run: Outcomes, session: pytest.Session) -> None:
-    """Write the report of a run of the suite."""
-    import torch
-
-    import kpt_core
-
-    backend = kpt_core.backends().get(run.backend)
-    try:
-        library = dict(backend.library()) if backend is not None else {}
-    except KptError as error:
-        library = {"library": str(error)}
-    _write(
-        file,
-        session.config.invocation_params.dir,
-        backend=run.backend,
-        level="interpreted" if run.interpreted else "ran",
-        chip=chip_name(torch.device(run.device), library.get("isa")),
-        device=torch.device(run.device).type,
-        selection=_selection(session, run.deselected),
-        versions=versions() | {name: library[name] for name in ("isa", "compiler") if name in library},
-        kernels={kernel: _columns(run.found[kernel]) for kernel in sorted(run.found)},
-    )
-
-
-def _write(file: Path, folder: Path, **facts: Any) -> None:
+def write(file: Path, folder: Path, **facts: Any) -> None:
     """Write a report of the code that a folder has checked out, as of now."""
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     write_whole(file, Report(date=date, commit=_commit_of(folder), **facts).dumps())
 
 
-def _selection(session: pytest.Session, deselected: bool) -> str:
-    options = session.config.option
-    asked = [f"-k {options.keyword}"] * bool(options.keyword) + ["--kpt-quick"] * bool(options.kpt_quick)
-    if not asked and deselected:
-        asked = ["some tests were deselected"]
-    if session.shouldstop or session.shouldfail:
-        asked.append("broken off")
-    return ", ".join(asked) or "all"
-
-
-def _columns(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict[str, Any]]:
+def columns_of(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict[str, Any]]:
+    """Return what a report says of a kernel, by dtype."""
     found: dict[str, dict[str, Any]] = {}
     for dtype, checks in dtypes.items():
         total: Counter[str] = sum(checks.values(), Counter())
@@ -205,4 +170,4 @@ def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None
     backends = sorted({row.backend for row in rows})
     used = {name: version for row in rows for name, version in row.versions.items()}
     made = {"backend": ", ".join(backends), "level": "compiled", "selection": selection}
-    _write(file, folder, **made, chip="", device="", versions=versions() | used, kernels=kernels)
+    write(file, folder, **made, chip="", device="", versions=versions() | used, kernels=kernels)
