@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import kpt_core
 import kpt_moe
 from kpt_backend_nvidia import BACKEND, NVIDIABackend, NVIDIAConfig, NVIDIAOptimizer, OptimizerConfig
+from kpt_conformance.subject import Subject
 from kpt_conformance.suite import subjects
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.trial import Trial
 from kpt_moe.grouped_mm import grouped_mm
 from kpt_optimize.cases import Case, CaseTable
 

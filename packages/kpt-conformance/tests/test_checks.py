@@ -14,11 +14,13 @@ from torch import Tensor
 import honest
 import kpt_core
 from kpt_conformance.checks import accelerators, declarations, gradients, randomness, results, transforms, values
+from kpt_conformance.checks.catalog import CHECKS
 from kpt_conformance.comparison import Outcome, assert_reference_sound, assert_right, assert_same_bits, same_bits
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
-from kpt_conformance.suite import CHECKS, device_of, subjects, trials
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.subject import Subject
+from kpt_conformance.suite import device_of, subjects, trials
+from kpt_conformance.trial import Trial
 from kpt_core import Call
 from kpt_core.contract import TORCH
 from kpt_core.selection import REFERENCE

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import kpt_core
 from kpt_conformance import coverage, generation, suite
-from kpt_conformance.coverage import Coverage, absent, nothing_of, planned
-from kpt_conformance.refusals import Refusals
-from kpt_conformance.suite import CHECKS
+from kpt_conformance.checks.catalog import CHECKS
+from kpt_conformance.coverage import Coverage, nothing_of, planned
+from kpt_conformance.outcomes import Outcomes
 from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, case_tables
 
 pytest_plugins = ["pytester"]
@@ -124,16 +124,17 @@ def test_the_command_prints_and_writes_it(
     assert "parameter by of the op is never another" in capsys.readouterr().out
 
 
-def test_what_was_refused_alone_is_absent() -> None:
-    outcomes = {
-        ("values", "float32"): Counter(passed=1, refused=5),
-        ("values", "float16"): Counter(refused=5, skipped=1),
-        ("padding", "float16"): Counter(skipped=3),
-        ("nans", "float16"): Counter(refused=1, failed=1),
-        ("threads", "float16"): Counter(refused=1, xfailed=1),
-        ("layouts", "float16"): Counter({"refused": 1, "not run": 1}),
-    }
-    assert absent(outcomes) == [("values", "float16")]
+def test_what_was_refused_alone_proves_nothing() -> None:
+    run = Outcomes()
+    run.add("acme: one", 20, "values", "float32", {"passed": 1, "refused": 5})
+    run.add("acme: one", 20, "values", "float16", {"refused": 5, "skipped": 1})
+    run.add("acme: one", 20, "padding", "float16", {"skipped": 3})
+    run.add("acme: one", 20, "nans", "float16", {"refused": 1, "failed": 4})
+    run.add("acme: cut short", 3, "values", "float16", {"refused": 2})
+    run.judge()
+    assert [sentence.partition(": that")[0] for sentence in run.sentences] == [
+        "acme: one refused every trial of values in float16"
+    ]
 
 
 BACKEND = """
@@ -201,12 +202,12 @@ def test_it_fails_too_where_processes_share_the_tests(
 
 
 def test_a_kernel_that_refuses_most_cases_is_said_aloud() -> None:
-    refusals = Refusals()
-    refusals.add("acme: one", 5, [("values", "float32", {"passed": 1, "refused": 4})])
-    refusals.add("acme: two", 5, [("values", "float32", {"passed": 3, "refused": 2})])
-    refusals.sentences = refusals._judged()
-    assert refusals.sentences == []
-    assert [warning.partition(" trials")[0] for warning in refusals.warnings] == ["acme: one refused 4 of 5"]
+    outcomes = Outcomes()
+    outcomes.add("acme: one", 5, "values", "float32", {"passed": 1, "refused": 4})
+    outcomes.add("acme: two", 5, "values", "float32", {"passed": 3, "refused": 2})
+    outcomes.judge()
+    assert outcomes.sentences == []
+    assert [warning.partition(" trials")[0] for warning in outcomes.warnings] == ["acme: one refused 4 of 5"]
 
 
 def test_a_kernel_that_refuses_some_cases_passes(refusing: Callable[[str], None], run_here: Run) -> None:

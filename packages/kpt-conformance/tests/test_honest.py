@@ -13,10 +13,11 @@ import honest_fp8
 import honest_others as others
 import kpt_core
 from kpt_conformance.checks import declarations
+from kpt_conformance.checks.catalog import CHECKS
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
-from kpt_conformance.suite import CHECKS, trials
-from kpt_conformance.trial import Subject
+from kpt_conformance.subject import Subject
+from kpt_conformance.suite import trials
 from kpt_core import Call, Refusal
 from kpt_optimize.cases import case_tables
 from mutants import fp8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kpt_conformance.interpreted_floats import conversion, to_bfloat16
+from kpt_conformance.interpreter import conversion, to_bfloat16
 
 #: Zeros, denormals, ties to either side, the largest numbers and what rounds past them.
 _EDGES = (0.0, -0.0, 1e-38, -1e-38, 1e-45, 1.00390625, 1.01171875, 3.4e38, 3.3961775e38, np.inf, -np.inf, np.nan)

@@ -22,11 +22,13 @@ import torch
 import honest
 import kpt_core
 from kpt_conformance.checks import declarations
+from kpt_conformance.checks.catalog import CHECKS
 from kpt_conformance.extent import extent_of
 from kpt_conformance.interpreter import interpreting
 from kpt_conformance.loopback import Loopback
-from kpt_conformance.suite import CHECKS, trials
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.subject import Subject
+from kpt_conformance.suite import trials
+from kpt_conformance.trial import Trial
 from kpt_optimize.cases import CaseTable, case_tables
 from mutants import MUTANTS, coming_ops, fp8, top_k_gating
 from mutants.mutant import Functions, Mutant, Parts, combined

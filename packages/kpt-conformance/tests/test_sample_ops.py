@@ -9,12 +9,14 @@ import torch
 
 import kpt_core
 from kpt_conformance.checks import declarations
-from kpt_conformance.checks.roundings import telling
+from kpt_conformance.checks.catalog import CHECKS
+from kpt_conformance.checks.values import telling
 from kpt_conformance.drawing import drawn_cases
 from kpt_conformance.extent import extent_of
 from kpt_conformance.loopback import Loopback
-from kpt_conformance.suite import CHECKS, trials
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.subject import Subject
+from kpt_conformance.suite import trials
+from kpt_conformance.trial import Trial
 from kpt_core.selection import REFERENCE
 from sample_ops import SAMPLES
 

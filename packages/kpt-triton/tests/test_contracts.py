@@ -8,8 +8,8 @@ from kpt_triton.moe.decode import decode_down_kernel, decode_up_kernel
 from kpt_triton.moe.experts_backward import slope_kernel
 from kpt_triton.moe.experts_forward import up_kernel
 from kpt_triton.moe.grouped_mm import grouped_mm_kernel
-from kpt_triton.moe.grouped_mm_wgrad import wgrad_kernel
 from kpt_triton.moe.tiles import PRODUCTS, candidate_tiles, default_tile
+from kpt_triton.moe.transposed import wgrad_kernel
 
 CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 MODULES = {module.__name__: module.AOT for module in (experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm)}

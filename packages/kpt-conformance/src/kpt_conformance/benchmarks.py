@@ -21,60 +21,38 @@ from .trial import Trial
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A trial in one direction.
-
-    Attributes:
-        trial: kernel, case and dtype.
-        training: forward with backward, for random cotangents; else the forward alone, without gradients.
-    """
+    """A trial in one direction."""
 
     trial: Trial
-    training: bool
+    training: bool  # forward with backward, for random cotangents; else the forward alone, without gradients
 
     def __str__(self) -> str:
         return f"{self.trial}-{self.direction}"
 
     @property
     def direction(self) -> str:
-        """As it is called in names and records."""
+        """Return what it is called in names and records."""
         return "forward+backward" if self.training else "forward"
 
     def check(self) -> None:
-        """Hold the kernel to `values` on this case.
-
-        Raises:
-            pytest.fail.Exception: the kernel is wrong here.
-        """
+        """Fail the test unless the kernel passes `values` on this case."""
         fault = _fault(self.trial)
         if fault is not None:
             pytest.fail(f"no figure, because `values` is red on this case: {fault}", pytrace=False)
 
     def measure(self, benchmark: Any) -> None:
         """Hand the kernel to pytest-benchmark's fixture."""
-        arguments = self.trial.arguments()
-        benchmark.group = f"{self.trial.subject.op.name} {self.trial.case.name}"
-        benchmark.params = self._names()
-        benchmark.extra_info.update(self._facts(arguments))
+        arguments, subject, case = self.trial.arguments(), self.trial.subject, self.trial.case.name
+        benchmark.group = f"{subject.op.name} {case}"
+        names = {"op": subject.op.name, "case": case, "backend": subject.backend, "kernel": subject.target}
+        dtype = str(self.trial.dtype).removeprefix("torch.")
+        benchmark.params = {**names, "dtype": dtype, "direction": self.direction}
+        facts = {"device": str(subject.device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        if subject.op.flops is not None:
+            facts["forward_flops"] = subject.op.flops(subject.record(arguments))
+        benchmark.extra_info.update(facts)
         with self._ready(arguments) as call:
             benchmark(call)
-
-    def _names(self) -> dict[str, str]:
-        """What was measured."""
-        return {
-            "op": self.trial.subject.op.name,
-            "case": self.trial.case.name,
-            "backend": self.trial.subject.backend,
-            "kernel": self.trial.subject.target,
-            "dtype": str(self.trial.dtype).removeprefix("torch."),
-            "direction": self.direction,
-        }
-
-    def _facts(self, arguments: Arguments) -> dict[str, Any]:
-        """Where, with what, and how much there was to do."""
-        subject = self.trial.subject
-        facts = {"device": str(subject.device), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        count = subject.op.flops
-        return facts if count is None else facts | {"forward_flops": count(subject.record(arguments))}
 
     @contextmanager
     def _ready(self, arguments: Arguments) -> Iterator[Callable[[], None]]:

@@ -33,17 +33,17 @@ class Outcome:
     tolerances: Mapping[str, Accuracy] = field(default_factory=dict)
 
     def is_exact(self, name: str) -> bool:
-        """Whether a result or gradient must have the reference's bits."""
+        """Return whether a result or gradient must have the reference's bits."""
         return self.exact if isinstance(self.exact, bool) else name in self.exact
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor, by what a message calls it."""
+        """Return every tensor, by what a message calls it."""
         gradients = {f"gradient of {name}": grad for name, grad in self.gradients.items() if grad is not None}
         return {**self.outputs, **gradients}
 
 
 def outputs_of(result: object) -> dict[str, Tensor]:
-    """The tensors of an op's result, by what a message calls them."""
+    """Return the tensors of an op's result, by what a message calls them."""
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return {"result": leaves[0]} if len(leaves) == 1 else {f"result {i}": leaf for i, leaf in enumerate(leaves)}
 
@@ -80,21 +80,14 @@ def _assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, floor: Mappi
     units = {name: rounding(dtype, oracle.reduction) for name, dtype in dtypes.items()}
     owns = {name: own_error(dtype, oracle.reduction) for name, dtype in dtypes.items()}
 
+    def fault_of(name: str, explained: Tensor | None) -> str | None:
+        if oracle.is_exact(name):
+            return _inexact(have[name], base[name])
+        tensors = have[name], base[name], want[name]
+        return _fault(tensors, units[name], owns[name], _tolerance(oracle, name), explained)
+
     def faults(explained: Mapping[str, Tensor]) -> dict[str, str]:
-        found = {
-            name: _inexact(have[name], base[name])
-            if oracle.is_exact(name)
-            else _fault(
-                have[name],
-                base[name],
-                want[name],
-                (units[name], owns[name]),
-                _tolerance(oracle, name),
-                explained.get(name),
-            )
-            for name in want
-        }
-        return {name: fault for name, fault in found.items() if fault}
+        return {name: fault for name in want if (fault := fault_of(name, explained.get(name)))}
 
     found = faults(floor)
     if oracle.terms is not None and not all(map(oracle.is_exact, found)):
@@ -131,11 +124,9 @@ def _cancelled(oracle: Outcome, units: Mapping[str, float]) -> dict[str, Tensor]
 
 
 def terms_of(oracle: Outcome, nearby: Sequence[Outcome]) -> dict[str, Tensor]:
-    """How large the terms are that meet in each element, by name: from what small changes of the arguments change.
+    """Return how large the terms are that meet in each element, by name: from what small changes of arguments change.
 
-    Args:
-        oracle: the outcome.
-        nearby: those of arguments that were changed by random `PERTURBATION`s of themselves.
+    `nearby` are the outcomes for arguments that were changed by random `PERTURBATION`s of themselves.
     """
     named, others = oracle.named(), [outcome.named() for outcome in nearby]
     chosen = [name for name, tensor in named.items() if not tensor.is_floating_point()]
@@ -190,15 +181,13 @@ def _told(element: Tensor) -> str:
 
 
 def _fault(
-    got: Tensor,
-    baseline: Tensor,
-    oracle: Tensor,
-    relative: tuple[float, float],
-    tolerance: Tolerance,
-    explained: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor], unit: float, own: float, tolerance: Tolerance, explained: Tensor | None
 ) -> str | None:
-    """How `got` is wrong, or None; `relative` is what rounding explains and the reference's own error at least."""
-    unit, own = relative
+    """Return how a kernel's tensor is wrong beside the baseline's and the oracle's, or None.
+
+    `unit` is what rounding explains, `own` the reference's own error at least, `explained` is allowed in any case.
+    """
+    got, baseline, oracle = tensors
     if got.shape != oracle.shape:
         return f"shape {list(got.shape)}; expected {list(oracle.shape)}"
     if got.dtype is not baseline.dtype:
@@ -230,24 +219,11 @@ def _fault(
         floor = floor if floor.dim() == 0 else floor[finite]
     slack = tolerance.slack(_draws(want))
     usual, most = _root_mean_square(want), want.abs().max().item()
-    bounds = {
-        "mean": (
-            error.mean().item(),
-            max(allowed.mean().item(), own * usual),
-            tolerance.mean,
-            unit * usual,
-            _root_mean_square(floor),
-        ),
-        "largest": (
-            error.max().item(),
-            max(allowed.max().item(), own * most),
-            tolerance.maximum,
-            unit * most,
-            floor.max().item(),
-        ),
-    }
-    for kind, (is_, reference, factor, rounded, least) in bounds.items():
-        bound = factor * (reference + least) + slack * (reference + least + rounded)
+    means = error.mean(), allowed.mean(), tolerance.mean, usual, _root_mean_square(floor)
+    largest = error.max(), allowed.max(), tolerance.maximum, most, floor.max().item()
+    for kind, (found, base_error, factor, size, least) in (("mean", means), ("largest", largest)):
+        is_, reference = found.item(), max(base_error.item(), own * size)
+        bound = factor * (reference + least) + slack * (reference + least + unit * size)
         if is_ > bound:
             worst = (_wide(got) - _wide(oracle)).abs().nan_to_num(0, 0, 0).argmax()
             place = [int(index) for index in torch.unravel_index(worst, oracle.shape)]

@@ -23,6 +23,7 @@ import torch
 import kpt_core
 from kpt_optimize.cases import Case, CaseTable, Domain, Sizes, case_tables
 
+from .checks.catalog import CHECKS
 from .drawing import Meeting, completions, covered, drawn_cases, same
 from .extent import extent_of
 from .trial import Trial
@@ -46,16 +47,12 @@ class Coverage:
     """How many trials exercised each thing that an op documents; what has none is there with a zero.
 
     Attributes:
-        table: of the op.
-        dtypes: in which it is tried.
-        options: for each option of the table's domain, its values.
-        in_dtypes: likewise, each value in each dtype.
+        in_dtypes: for each option of the table's domain, each value in each dtype.
         pairs: of values of options, those that the domain allows.
         threes: likewise, three at once. None has to be exercised: an op may have too many.
         sizes: for each dimension of the domain, ranges.
         parameters: for each parameter of the op's own signature, what a table can't forget: both values of a bool, an
             optional one given and not given, a number at its default and at another, all values of a string.
-        checks: of the suite, by name; among them those that change layouts and magnitudes and that have a history.
     """
 
     table: CaseTable
@@ -97,45 +94,33 @@ class Coverage:
                 self.parameters[name][label] += 1
 
     def unexercised(self) -> list[str]:
-        """A sentence for each thing that is documented and has no trial."""
+        """Return a sentence for each thing that is documented and has no trial."""
         found = [f"dtype {dtype} is never tried" for dtype, count in self.dtypes.items() if not count]
+        never = set(_zeros(self.options))
         found += [f"{name} is never {value}" for name, value in _zeros(self.options)]
-        never = {f"{name} {value}" for name, value in _zeros(self.options)}
-        found += [
-            f"{name} is never {value}"
-            for name, value in _zeros(self.in_dtypes)
-            if f"{name} {value.rpartition(' in ')[0]}" not in never and self.dtypes[value.rpartition(" in ")[2]]
-        ]
+        for name, value in _zeros(self.in_dtypes):
+            option, _, dtype = value.rpartition(" in ")
+            if (name, option) not in never and self.dtypes[dtype]:
+                found.append(f"{name} is never {value}")
         for (one, here), (other, there) in (pair for pair, count in self.pairs.items() if not count):
             first, second = (_domain(self.table).options[name][at] for name, at in ((one, here), (other, there)))
             found.append(f"{one}={_short(first)} and {other}={_short(second)} never come together")
         found += [f"size {name} is never {bucket}" for name, bucket in _zeros(self.sizes)]
-        for name, value in _zeros(self.parameters):
-            found.append(f"parameter {name} of the op is never {value}")
-        found += [
-            f"parameter {name} of the op is always {next(iter(values))}"
-            for name, values in self.parameters.items()
-            if len(values) == 1
-        ]
+        found += [f"parameter {name} of the op is never {value}" for name, value in _zeros(self.parameters)]
+        single = ((name, *values) for name, values in self.parameters.items() if len(values) == 1)
+        found += [f"parameter {name} of the op is always {value}" for name, value in single]
         found += [f"check {name} is never run" for name, count in self.checks.items() if not count]
         return [f"{self.table.op}: {sentence}" for sentence in found]
 
     def to_json(self) -> dict[str, Any]:
-        """All counts."""
-        return {
-            "dtypes": dict(self.dtypes),
-            "options": {name: dict(values) for name, values in self.options.items()},
-            "pairs": _met(self.pairs),
-            "threes": _met(self.threes),
-            "sizes": {name: dict(values) for name, values in self.sizes.items()},
-            "parameters": {name: dict(values) for name, values in self.parameters.items()},
-            "checks": dict(self.checks),
-            "unexercised": self.unexercised(),
-        }
+        """Return all counts."""
+        plain: dict[str, Any] = {name: getattr(self, name) for name in ("dtypes", "options", "sizes", "parameters")}
+        met = {"pairs": _met(self.pairs), "threes": _met(self.threes)}
+        return plain | met | {"checks": self.checks, "unexercised": self.unexercised()}
 
 
 def nothing_of(table: CaseTable, checks: Checks, dtypes: Iterable[torch.dtype] | None = None) -> Coverage:
-    """A coverage in which everything that the op documents has no trial yet."""
+    """Return a coverage in which everything that the op documents has no trial yet."""
     domain = _domain(table)
     none = Coverage(table)
     none.dtypes.update({_short(dtype): 0 for dtype in dtypes or (*table.dtypes, *table.rare)})
@@ -153,7 +138,7 @@ def nothing_of(table: CaseTable, checks: Checks, dtypes: Iterable[torch.dtype] |
 
 
 def planned(table: CaseTable, checks: Checks) -> Coverage:
-    """What the suite plans for an op on a CPU, for a kernel that takes everything."""
+    """Return what the suite plans for an op on a CPU, for a kernel that takes everything."""
     checks = tuple(checks)
     coverage = nothing_of(table, checks)
     cases = (*table.cases, *drawn_cases(table))
@@ -162,27 +147,6 @@ def planned(table: CaseTable, checks: Checks) -> Coverage:
             if not case.large:
                 coverage.add(check.__name__, case, dtype)
     return coverage
-
-
-#: Instead of a check, for a dtype that few use: a check has too few trials in it for one that was refused to tell.
-EVERY_CHECK = "every check"
-
-
-def absent(outcomes: Mapping[tuple[str, str], Counter[str]]) -> list[tuple[str, str]]:
-    """Where what was not run proves nothing: the checks of which a kernel refused every trial in a dtype.
-
-    Trials in which a check found nothing to try (a case without padding, for instance) count neither way. What failed,
-    expectedly or not, was run.
-
-    Args:
-        outcomes: for check and dtype, how many trials `passed`, were `refused`, `skipped` for any other reason,
-            `failed`, `xfailed`, or were `not run`.
-
-    Returns:
-        Checks and dtypes, in the order of `outcomes`. One with trials that were not run is never among them.
-    """
-    ran = ("passed", "failed", "xfailed", "not run")
-    return [place for place, counts in outcomes.items() if counts["refused"] and not any(counts[kind] for kind in ran)]
 
 
 def _domain(table: CaseTable) -> Domain:
@@ -221,18 +185,13 @@ def _documented(table: CaseTable) -> dict[str, tuple[str, ...]]:
 
 def _labels(table: CaseTable, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Under which of `_documented` each argument of a call falls."""
-    reference = kpt_core.get_op(table.op).reference
-    parameters = inspect.signature(reference).parameters
+    parameters = inspect.signature(kpt_core.get_op(table.op).reference).parameters
     found = {}
     for name, labels in _documented(table).items():
         default = parameters[name].default
         value = arguments.get(name, default)
-        if labels == ("None", "given"):
-            found[name] = "None" if value is None else "given"
-        elif labels == ("its default", "another"):
-            found[name] = "its default" if value == default else "another"
-        else:
-            found[name] = _short(value)
+        given, usual = ("None" if value is None else "given"), ("its default" if value == default else "another")
+        found[name] = given if given in labels else usual if usual in labels else _short(value)
     return found
 
 
@@ -253,8 +212,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     An op whose table has no domain is listed, and judged by its signature alone.
     """
-    from .suite import CHECKS
-
     parser = argparse.ArgumentParser(prog="python -m kpt_conformance.coverage", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there")
     asked = parser.parse_args(arguments)
@@ -266,13 +223,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def text_of(coverage: Coverage) -> str:
-    """The counts of one op as lines of text."""
+    """Return the counts of one op as lines of text."""
     made = coverage.to_json()
     rows = [("dtypes", "", _counts(coverage.dtypes))]
     for kind in ("pairs", "threes"):
-        rows.append(
-            (f"{kind} of options", "", f"{made[kind]['exercised']} of {made[kind]['allowed']} that are allowed")
-        )
+        exercised, allowed = made[kind].values()
+        rows.append((f"{kind} of options", "", f"{exercised} of {allowed} that are allowed"))
     for kind in ("options", "sizes", "parameters"):
         rows += [(kind.removesuffix("s"), name, _counts(values)) for name, values in made[kind].items()]
     rows.append(("checks", "", _counts(coverage.checks)))

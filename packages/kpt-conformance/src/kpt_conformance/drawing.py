@@ -10,9 +10,8 @@ from typing import Any
 
 from kpt_optimize.cases import Case, CaseTable, Domain
 
+#: Some options, and the place of a value of each.
 Meeting = tuple[tuple[str, int], ...]
-"""Some options, and the place of a value of each."""
-
 #: What stays small: odd, prime, one past a power of two, one short of one.
 _SMALL = (1, 2, 3, 5, 7, 13, 17, 31, 33)
 #: One past a tile or a threshold.

@@ -8,6 +8,7 @@ import torch
 
 from kpt_optimize.cases import Case
 
+Dtypes = tuple[torch.dtype, ...]
 Check = TypeVar("Check", bound=Callable[..., None])
 #: Of so many cases one is tried in a rare dtype; of those that somebody wrote the check of values tries all.
 _FEW = 8
@@ -34,40 +35,15 @@ class Extent:
     kernels: bool = True
     references: bool = True
 
-    @property
-    def thorough(self) -> bool:
-        """Whether the check asks for every case in every dtype, real models' aside."""
-        return self.drawn == "all"
-
     def trials(
-        self,
-        cases: Sequence[Case],
-        dtypes: tuple[torch.dtype, ...],
-        rare: tuple[torch.dtype, ...] = (),
-        *,
-        slow: bool = False,
+        self, cases: Sequence[Case], dtypes: Dtypes, rare: Dtypes = (), *, slow: bool = False
     ) -> Iterator[tuple[Case, torch.dtype]]:
-        """The cases that are tried, each in the dtypes in which it is.
-
-        Args:
-            cases: of a table, those that are drawn last.
-            dtypes: that the kernel takes.
-            rare: likewise, of those that few use.
-            slow: see `dtypes_of`.
-        """
+        """Yield the cases that are tried, those that are drawn last, each in the dtypes in which it is."""
         for place, case in enumerate(cases[:1] if self.first_case else cases):
             yield from ((case, dtype) for dtype in self.dtypes_of(case, dtypes, rare, place, slow=slow))
 
-    def dtypes_of(
-        self,
-        case: Case,
-        dtypes: tuple[torch.dtype, ...],
-        rare: tuple[torch.dtype, ...] = (),
-        place: int = 0,
-        *,
-        slow: bool = False,
-    ) -> tuple[torch.dtype, ...]:
-        """Of the dtypes that a kernel takes, those in which a case is tried.
+    def dtypes_of(self, case: Case, dtypes: Dtypes, rare: Dtypes = (), place: int = 0, *, slow: bool = False) -> Dtypes:
+        """Return those of the dtypes that a kernel takes in which a case is tried.
 
         Args:
             case: of the table, or drawn.
@@ -78,14 +54,15 @@ class Extent:
             slow: an interpreter runs the kernel. It takes seconds for a drawn case: what would be tried in every dtype
                 is tried in the first, the rest is not.
         """
+        thorough = self.drawn == "all"
         if case.once is not None:
             every = (*dtypes, *rare)
-            return every[case.once % len(every) :][:1] if every and self.thorough and not slow else ()
+            return every[case.once % len(every) :][:1] if every and thorough and not slow else ()
         few = place % _FEW == 0
-        seldom = (few and self.thorough and not slow) if case.drawn else (few or self.thorough)
+        seldom = (few and thorough and not slow) if case.drawn else (few or thorough)
         return (*self._usual(case, dtypes, slow), *(rare if self.dtypes and seldom and not case.model else ()))
 
-    def _usual(self, case: Case, dtypes: tuple[torch.dtype, ...], slow: bool) -> tuple[torch.dtype, ...]:
+    def _usual(self, case: Case, dtypes: Dtypes, slow: bool) -> Dtypes:
         plain = "all" if self.dtypes else "first"
         drawn = {"all": "first", "first": "none", "none": "none"}[self.drawn] if slow else self.drawn
         wanted = drawn if case.drawn else self.models if case.model else plain

@@ -12,12 +12,10 @@ on its own run on the CPU's view of the same memory. An op of a library other th
 for every device (`CompositeExplicitAutograd`) or for this one: one for the CPU alone is refused.
 
 What it cannot do:
-    - Backward runs in the thread that asks for it, as on the CPU, and needs `enable()` to have been called in that
-      thread: an accelerator has a thread of its own, but torch makes those at a process's first backward, which may
-      have been before, and for one device of a Python backend.
+    - Backward runs in the thread that asks for it, which needs to have called `enable()`: torch makes the threads of
+      accelerators at a process's first backward, which may have been before.
     - An error of a hook on a tensor arrives as a `SystemError` of backward; the hook's own is printed.
-    - It has no streams, no generators (random numbers are the CPU's, so that `torch.manual_seed` gives the CPU's
-      values) and no convolutions.
+    - It has no streams, no generators (random numbers are the CPU's) and no convolutions.
 
 Enabling it lasts for the process: torch has room for one such device type, and `torch.accelerator` is it from then on.
 """
@@ -44,15 +42,10 @@ _AS_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def enable() -> torch.device:
-    """Make the device type `kptfake` known to torch, and let this thread go backward on it.
+    """Make the device type `kptfake` known to torch, let this thread go backward on it, and return the first device.
 
-    It may be called again, and has to be in another thread that goes backward.
-
-    Returns:
-        The first of the two devices.
-
-    Raises:
-        RuntimeError: the process has another out-of-tree device type already.
+    It may be called again, and has to be in another thread that goes backward. It raises `RuntimeError` if the process
+    has another out-of-tree device type already.
     """
     if not _enabled:
         _register()
@@ -158,7 +151,7 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def _labelled(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same memory, strides and dtype as a tensor on another device; keeps the memory alive."""
+    """Return the same memory, strides and dtype as a tensor on another device; keeps the memory alive."""
     capsule = torch._C._to_dlpack(tensor)
     head = ctypes.cast(_pointer_of(capsule, b"dltensor"), ctypes.POINTER(_DLTensorHead)).contents
     head.device_type = _DLPACK_CPU if device.type == "cpu" else _DLPACK_EXTENSION
@@ -184,10 +177,9 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cpu":
             return tensor
         if id(tensor) not in twins:
-            if tensor.numel() == 0:  # as out=, it may be resized, which memory from DLPack can't be
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            else:
-                made = _labelled(tensor, _CPU)
+            empty = tensor.numel() == 0  # as out=, it may be resized, which memory from DLPack can't be
+            layout = tensor.shape, tensor.stride()
+            made = torch.empty_strided(*layout, dtype=tensor.dtype) if empty else _labelled(tensor, _CPU)
             twins[id(tensor)] = tensor, made
         return twins[id(tensor)][1]
 
@@ -214,11 +206,7 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _device_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The one device of a call.
-
-    Raises:
-        RuntimeError: there are two, or a generator of the CPU.
-    """
+    """Return the one device of a call, or raise `RuntimeError` if there are two, or a generator of the CPU."""
     asked: Any = kwargs.get("device")
     tensors = list(_named_tensors(op, args, kwargs))
     on_device = [tensor.device for _, _, tensor in tensors if tensor.device.type == NAME]
@@ -239,7 +227,7 @@ def _device_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def _named_tensors(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, bool, Tensor]]:
-    """Each tensor of a call with its parameter's name and whether the op writes it."""
+    """Yield each tensor of a call with its parameter's name and whether the op writes it."""
     for position, parameter in enumerate(op._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(parameter.name)
         for leaf in tree_leaves(value):

@@ -1,6 +1,10 @@
-"""The parameters of the suite's tests: subjects, cases, dtypes, wrong inputs, layers."""
+"""The parameters of the suite's tests, and which of them are expected to fail."""
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,27 +14,17 @@ from kpt_core import InputError, UnknownNameError
 from kpt_core.selection import REFERENCE
 from kpt_optimize.cases import layer_cases
 
+from .checks.catalog import CHECKS, DECLARATIONS, DEVICE_CHECKS
 from .extent import extent_of
 from .layers import LAYER_CHECKS
-from .suite import CHECKS, DECLARATIONS, DEVICE_CHECKS, device_of, subjects, trials
-from .trial import Subject, Trial
+from .subject import Subject
+from .suite import Suite, device_of, subjects, trials
+from .trial import Trial
 
+#: Ids of tests, and the values of their parameters.
 Made = Iterable[tuple[str, tuple[Any, ...]]]
-"""Ids of tests, and the values of their parameters."""
-
 #: Class -> test -> ids such as `values-moe.experts-reference-small-float32`, and what is tried there.
 GENERATED = pytest.StashKey[dict[type, dict[str, dict[str, Subject | None]]]]()
-
-
-def by_subject(tests: Mapping[str, Mapping[str, Subject | None]]) -> dict[Subject, list[str]]:
-    """What is tried, and the names of its tests in the order in which records tell of them."""
-    named: dict[str, Subject] = {}
-    for made in tests.values():
-        named |= {name: subject for name, subject in made.items() if subject is not None}
-    found: dict[Subject, list[str]] = {}
-    for name in sorted(named):
-        found.setdefault(named[name], []).append(name)
-    return found
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -55,7 +49,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def _backend(metafunc: pytest.Metafunc) -> tuple[str, str | None]:
-    """The backend that a class is for, and why it is not tried, or None."""
+    """Return the backend that a class is for, and why it is not tried, or None."""
     asked: str | None = metafunc.config.getoption("--kpt-backend")
     assert metafunc.cls is not None
     name = metafunc.cls.backend or asked
@@ -87,19 +81,10 @@ def _unique(made: Made) -> dict[str, tuple[Any, ...]]:
     unique: dict[str, tuple[Any, ...]] = {}
     for name, values in made:
         if name in unique:
-            raise InputError(
-                f"two tests are called {name}: give each kernel of an op a forward, each case a name of its own"
-            )
+            told = "give each kernel of an op a forward, each case a name of its own"
+            raise InputError(f"two tests are called {name}: {told}")
         unique[name] = values
     return unique
-
-
-def _trials(backend: str, device: str | None) -> Made:
-    return _crossed(CHECKS, backend, device)
-
-
-def _devices(backend: str, device: str | None) -> Made:
-    return _crossed(DEVICE_CHECKS, backend, device)
 
 
 def _crossed(checks: Iterable[Callable[[Trial], None]], backend: str, device: str | None) -> Made:
@@ -137,10 +122,65 @@ def _tables(backend: str, device: str | None) -> Made:
 
 #: The tests of the suite: their parameters, and what makes those.
 MAKERS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], Made]]] = {
-    "test_kernel": (("check", "trial"), _trials),
+    "test_kernel": (("check", "trial"), lambda *where: _crossed(CHECKS, *where)),
     "test_declaration": (("declared", "subject", "table"), _declarations),
     "test_wrong_input": (("subject", "table", "wrong"), _wrong),
-    "test_device": (("device_check", "trial"), _devices),
+    "test_device": (("device_check", "trial"), lambda *where: _crossed(DEVICE_CHECKS, *where)),
     "test_coverage": (("table",), _tables),
     "test_layer": (("layer_check", "layer"), _layers),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A line of the file: `values-moe.grouped_mm-pkg.mod:kernel-small-bfloat16  # reason`; `*` stands for anything."""
+
+    place: str
+    pattern: str
+    reason: str
+
+    def matches(self, test: str) -> bool:
+        """Return whether the line is for the test of that id."""
+        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), test) is not None
+
+
+def _read(path: Path) -> list[_Expected]:
+    """Return the lines of a file of expected failures; each must have a reason."""
+    expected = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        pattern, _, reason = map(str.strip, line.partition("#"))
+        if pattern and not reason:
+            raise pytest.UsageError(f"{path}:{number}: {pattern!r} has no reason; write `{pattern}  # why`")
+        if pattern:
+            expected.append(_Expected(f"{path}:{number}", pattern, reason))
+    return expected
+
+
+def expect_failures(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that are expected to fail, strictly: one that passes fails, and so does a line that is for no test."""
+    for cls, generated in config.stash.get(GENERATED, {}).items():
+        path = _file_of(config, cls)
+        if path is None:
+            continue
+        expected = _read(path)
+        if generated.keys() == MAKERS.keys():  # else only some tests were asked for
+            ids = {name for made in generated.values() for name in made}
+            for line in expected:
+                if not any(map(line.matches, ids)):
+                    raise pytest.UsageError(f"{line.place}: {line.pattern!r} is the id of no test; delete the line")
+        for item in items:
+            if isinstance(item, pytest.Function) and item.cls is cls and hasattr(item, "callspec"):
+                for line in expected:
+                    if line.matches(item.callspec.id):
+                        item.add_marker(pytest.mark.xfail(reason=line.reason, strict=True))
+
+
+def _file_of(config: pytest.Config, cls: type[Suite]) -> Path | None:
+    """Return the file that is named on the command line, or that lies beside the class's own."""
+    asked: Path | None = config.getoption("--kpt-xfails")
+    if asked is not None:
+        if not asked.is_file():
+            raise pytest.UsageError(f"--kpt-xfails={asked}: there is no such file")
+        return asked
+    beside = Path(inspect.getfile(cls)).with_name("xfails.txt")
+    return beside if beside.is_file() else None

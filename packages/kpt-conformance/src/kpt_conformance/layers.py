@@ -7,29 +7,26 @@ on a device use the fake one (`kpt_conformance.fake_device`), which stays in the
 import copy
 import io
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kpt_core import FallbackWarning
 from kpt_optimize.cases import LayerCase
 
 from . import fake_device
-from .layer_runs import (
-    CPU,
-    META,
-    changed,
-    gradients,
-    load,
-    made,
-    moved,
-    require_all_on,
-    require_close,
-    require_equal,
-    require_same_form,
-    run,
-    run_exported,
-    told,
-)
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+_NEW = "made on the CPU"
+#: By dtype: (relative, absolute). Two devices may sum in another order, over some hundred numbers of magnitude one, and
+#: what was made in float32 stays as exact as it was when it is converted to float64.
+_TOLERANCES = {torch.float64: (1e-4, 1e-5), torch.float32: (1e-4, 1e-5), torch.bfloat16: (3e-2, 3e-2)}
 
 LayerCheck = Callable[[LayerCase], None]
 
@@ -45,22 +42,163 @@ def _rule(name: str) -> Callable[[LayerCheck], LayerCheck]:
     return enter
 
 
+@contextmanager
+def told(case: LayerCase, done: str) -> Iterator[None]:
+    """Turn any error into one of the layer; slowness on the fake device is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        try:
+            yield
+        except Exception as error:
+            raise AssertionError(f"{case.name}: {done}: {type(error).__name__}: {error}") from error
+
+
+def made(case: LayerCase, device: torch.device = CPU, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """Return a new layer in eval mode; the seed decides its random numbers, the same on every device."""
+    with told(case, f"make({device}, {dtype})"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return case.make(device, dtype).eval()
+
+
+def changed(layer: nn.Module, by: float) -> nn.Module:
+    """Add as much to every parameter, so that none has the value that it is made with."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.is_floating_point() and parameter.dtype.itemsize == 1:  # torch adds none in place
+                parameter.copy_(parameter.float() + by)
+            else:
+                parameter.add_(by)
+    return layer
+
+
+def load(case: LayerCase, layer: nn.Module, state: dict[str, Any], done: str) -> None:
+    """Load a state_dict, strictly."""
+    with told(case, f"load_state_dict into a layer {done}"):
+        layer.load_state_dict(state)
+
+
+def moved(case: LayerCase, layer: nn.Module, to: torch.device | torch.dtype, done: str) -> nn.Module:
+    """Return the layer itself, after `.to()`."""
+    with told(case, done):
+        return layer.to(to)
+
+
+def _inputs(case: LayerCase, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+    given = case.inputs(torch.Generator().manual_seed(0))
+    return tree_map_only(Tensor, place, given)  # type: ignore[no-any-return]
+
+
+def run(
+    case: LayerCase, layer: nn.Module, device: torch.device = CPU, done: str = _NEW, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return the tensors of the result, without gradients."""
+    with told(case, f"forward of a layer {done}"), torch.no_grad():
+        outputs = _tensors(layer(*_inputs(case, device, dtype)))
+    assert outputs, f"{case.name}: the result has no tensor that torch.utils._pytree finds; register its class there"
+    return outputs
+
+
+def run_exported(case: LayerCase, layer: nn.Module) -> list[Tensor]:
+    """Return what the program of `torch.export` gives for the layer and its inputs, without gradients."""
+    with told(case, "torch.export"), torch.no_grad():
+        inputs = _inputs(case, CPU)
+        return _tensors(torch.export.export(_Model(layer), inputs).module()(*inputs))
+
+
+class _Model(nn.Module):
+    """A model of one layer: torch 2.13 miscounts the buffers of the outermost module if one is None."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.layer(*inputs)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def gradients(
+    case: LayerCase, layer: nn.Module, device: torch.device, done: str, calls: int = 1, times: int = 1
+) -> list[Tensor]:
+    """Return those of every parameter and floating input, after so many calls with so many backwards each."""
+    with told(case, f"backward of a layer {done}"):
+        inputs = _inputs(case, device)
+        leaves = [tensor.requires_grad_() for tensor in _tensors(inputs) if tensor.is_floating_point()]
+        parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        for _ in range(calls):
+            outputs = [output for output in _tensors(layer(*inputs)) if output.requires_grad]
+            assert outputs, "no output has a gradient"
+            # The squares: a sum of normalised outputs is a constant.
+            loss = torch.stack([output.float().square().sum() for output in outputs]).sum()
+            for _ in range(times):
+                loss.backward(retain_graph=True)
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        assert not missing, f"no gradient for {', '.join(missing)}"
+    return [leaf.grad for leaf in (*leaves, *parameters.values()) if leaf.grad is not None]
+
+
+def require_all_on(case: LayerCase, layer: nn.Module, device: torch.device, done: str) -> None:
+    """Raise `AssertionError` unless parameters and buffers lie on the device."""
+    for kind, named in (("parameter", layer.named_parameters()), ("buffer", layer.named_buffers())):
+        for name, tensor in named:
+            assert tensor.device == device, f"{case.name}: {done}: {kind} {name} is on {tensor.device}"
+
+
+def require_same_form(case: LayerCase, got: list[Tensor], want: list[Tensor]) -> None:
+    """Raise `AssertionError` unless results on meta have the shapes and dtypes of the CPU's."""
+    forms = [[(list(tensor.shape), tensor.dtype) for tensor in tensors] for tensors in (got, want)]
+    assert forms[0] == forms[1], f"{case.name}: the result on meta is {forms[0]}; expected the CPU's {forms[1]}"
+    stray = [tensor.device for tensor in got if not tensor.is_meta]
+    assert not stray, f"{case.name}: a result of inputs on meta is on {stray[0]}"
+
+
+def require_close(
+    case: LayerCase,
+    got: list[Tensor],
+    want: list[Tensor],
+    device: torch.device,
+    done: str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raise `AssertionError` unless results lie on the device, and are the CPU's up to rounding."""
+    for index, tensor in enumerate(got):
+        place = f"{case.name}: {done}: tensor {index} is on {tensor.device}; expected {device}"
+        assert tensor.device == device, place
+    require_equal(case, [tensor.cpu() for tensor in got], want, done, _TOLERANCES[dtype])
+
+
+def require_equal(
+    case: LayerCase, got: list[Tensor], want: list[Tensor], done: str, tolerance: tuple[float, float] = (0.0, 0.0)
+) -> None:
+    """Raise `AssertionError` unless results are equal: of one computation on one device, in every bit."""
+    assert len(got) == len(want), f"{case.name}: {done}: {len(got)} tensors; expected {len(want)}"
+    for index, (tensor, expected) in enumerate(zip(got, want, strict=True)):
+        with told(case, f"{done}: tensor {index}"):
+            torch.testing.assert_close(tensor, expected, rtol=tolerance[0], atol=tolerance[1], equal_nan=True)
+
+
 @_rule("runs when made on meta")
 def made_on_meta(case: LayerCase) -> None:
     """A layer made on meta lies there, and runs: shapes and dtypes are the CPU's."""
     layer = made(case, META)
     require_all_on(case, layer, META, "made on meta")
-    require_same_form(case, run(case, layer, META, "made on meta"), run(case, made(case), CPU, "made on the CPU"))
+    require_same_form(case, run(case, layer, META, "made on meta"), run(case, made(case)))
 
 
 @_rule("runs when moved to meta")
 def moved_to_meta(case: LayerCase) -> None:
     """A layer moved to meta, before it ran and after, runs there."""
-    want = run(case, made(case), CPU, "made on the CPU")
+    want = run(case, made(case))
     for has_run in (False, True):
         layer = made(case)
         if has_run:
-            run(case, layer, CPU, "made on the CPU")
+            run(case, layer)
         done = f"moved to meta after {'a run' if has_run else 'no run'} on the CPU"
         moved(case, layer, META, done)
         require_all_on(case, layer, META, done)
@@ -75,14 +213,14 @@ def made_on_a_device(case: LayerCase) -> None:
     done = f"made on {device}"
     require_all_on(case, layer, device, done)
     load(case, layer, origin.state_dict(), done)
-    require_close(case, run(case, layer, device, done), run(case, origin, CPU, "made on the CPU"), device, done)
+    require_close(case, run(case, layer, device, done), run(case, origin), device, done)
 
 
 @_rule("runs on a device when moved there")
 def moved_to_a_device(case: LayerCase) -> None:
     """A layer moved from the CPU computes there what it did."""
     device, layer = fake_device.enable(), made(case)
-    want = run(case, made(case), CPU, "made on the CPU")
+    want = run(case, made(case))
     done = f"moved to {device}"
     moved(case, layer, device, done)
     require_all_on(case, layer, device, done)
@@ -93,7 +231,7 @@ def moved_to_a_device(case: LayerCase) -> None:
 def gradients_on_a_device(case: LayerCase) -> None:
     """Gradients of parameters and inputs lie on the device, and are the CPU's."""
     device = fake_device.enable()
-    want = gradients(case, made(case), CPU, "made on the CPU")
+    want = gradients(case, made(case), CPU, _NEW)
     done = f"moved to {device}"
     layer = moved(case, made(case), device, done)
     require_close(case, gradients(case, layer, device, done), want, device, f"gradients, {done}")
@@ -103,7 +241,7 @@ def gradients_on_a_device(case: LayerCase) -> None:
 def moved_after_a_run(case: LayerCase) -> None:
     """What a layer made for itself while it ran follows it: to a device, to another one of the same type, and back."""
     first, layer = fake_device.enable(), made(case)
-    want = run(case, layer, CPU, "made on the CPU")
+    want = run(case, layer)
     for device in (first, torch.device(first.type, 1), CPU):
         done = f"moved to {device} after a run elsewhere"
         moved(case, layer, device, done)
@@ -141,7 +279,7 @@ def empty_from_meta(case: LayerCase) -> None:
     done = "made on meta, `to_empty` and `load_state_dict`"
     lost = sorted({name for name, _ in layer.named_buffers()} - set(layer.state_dict()))
     hint = f"; buffers that are not in the state_dict: {', '.join(lost)}" if lost else ""
-    require_equal(case, run(case, layer, CPU, done), run(case, origin, CPU, "made on the CPU"), done + hint)
+    require_equal(case, run(case, layer, CPU, done), run(case, origin), done + hint)
 
 
 @_rule("round-trips its state_dict")
@@ -149,7 +287,7 @@ def state_dict_round_trips(case: LayerCase) -> None:
     """Another layer with its state_dict is the same layer, and running changes no key."""
     origin = changed(made(case), 0.1)
     keys = list(origin.state_dict())
-    want = run(case, origin, CPU, "made on the CPU")
+    want = run(case, origin)
     ran = list(origin.state_dict())
     assert ran == keys, f"{case.name}: the keys of state_dict were {keys} before a run and {ran} after"
     layer = made(case, seed=1)
@@ -172,7 +310,7 @@ def saved_and_loaded(case: LayerCase) -> None:
     layer = made(case, seed=1)
     load(case, layer, state, "made with another seed")
     done = "given the saved state_dict"
-    require_equal(case, run(case, layer, CPU, done), run(case, origin, CPU, "made on the CPU"), done)
+    require_equal(case, run(case, layer, CPU, done), run(case, origin), done)
 
 
 @_rule("is copied whole")
@@ -181,11 +319,11 @@ def deepcopy_is_independent(case: LayerCase) -> None:
     for has_run in (False, True):
         origin = made(case)
         if has_run:
-            run(case, origin, CPU, "made on the CPU")
+            run(case, origin)
         done = f"deepcopy after {'a run' if has_run else 'no run'}"
         with told(case, done):
             twin = copy.deepcopy(origin)
-        want = run(case, origin, CPU, "made on the CPU")
+        want = run(case, origin)
         require_equal(case, run(case, twin, CPU, done), want, done)
         changed(twin, 1.0)
         require_equal(case, run(case, origin, CPU, done), want, f"the original after {done} and a change of the copy")
@@ -224,7 +362,7 @@ def device_without_index(case: LayerCase) -> None:
 def exported(case: LayerCase) -> None:
     """`torch.export` takes the layer whole, and the program computes what the layer does."""
     layer = made(case)
-    want = run(case, layer, CPU, "made on the CPU")
+    want = run(case, layer)
     require_close(case, run_exported(case, layer), want, CPU, "exported")
 
 

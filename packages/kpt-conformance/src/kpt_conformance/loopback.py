@@ -57,7 +57,7 @@ class Loopback(Backend):
 
     @property
     def broken(self) -> str | None:
-        """What `unavailable` gives."""
+        """Return what `unavailable` gives."""
         return self._broken
 
     @broken.setter
@@ -67,7 +67,7 @@ class Loopback(Backend):
 
     @property
     def ready(self) -> bool:
-        """Whether the backend can run; setting it to True mends a broken one."""
+        """Return whether the backend can run; setting it to True mends a broken one."""
         return self._broken is None
 
     @ready.setter
@@ -84,18 +84,10 @@ class Loopback(Backend):
         configs: Any = None,
         **declared: Any,
     ) -> Kernel:
-        """Offer functions as a kernel of an op.
+        """Offer functions as a kernel of an op, and return the kernel.
 
-        Args:
-            op: name of the op.
-            forward: as in `kpt_core.Kernel`, the function itself, like `backward` and `unsupported`.
-            backward: None for a kernel that gives no gradients, or whose forward autograd differentiates.
-            unsupported: None for a kernel that takes every call.
-            configs: what tuning tries; None if there is nothing to tune.
-            **declared: everything else that `kpt_core.Kernel` takes.
-
-        Returns:
-            The kernel. Its name is unique in this process, whatever the name of the function.
+        Arguments are those of `kpt_core.Kernel`, with functions in the place of their names. The kernel's name is
+        unique in this process, whatever the name of the function.
         """
         functions = {"forward": forward, "backward": backward, "unsupported": unsupported, "configs": configs}
         declared |= {name: _publish(value) for name, value in functions.items() if value is not None}
@@ -105,19 +97,19 @@ class Loopback(Backend):
         return kernel
 
     def unavailable(self) -> str | None:
-        """As `broken` says."""
+        """Return what `broken` says."""
         return self._broken
 
     def capabilities(self, device: torch.device) -> frozenset[Capability]:
-        """The same for every device."""
+        """Return the same for every device."""
         return self._capabilities
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """Those offered so far."""
+        """Return those offered so far."""
         return self._kernels
 
     def _selected_anew(self) -> None:
-        """Have what was selected so far forgotten, as adding a backend does."""
+        # As adding a backend does, this has what was selected so far forgotten.
         if kpt_core.backends().get(self.name) is self:
             remove_backend(self.name)
             add_backend(self)

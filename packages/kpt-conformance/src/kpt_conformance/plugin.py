@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from .interpreter import prepare_once
+from .outcomes import Outcomes
 
 STANDALONE = Path(__file__).with_name("standalone.py")
 BENCHMARKS = Path(__file__).with_name("standalone_bench.py")
@@ -12,59 +13,26 @@ BENCHMARKS = Path(__file__).with_name("standalone_bench.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suite."""
-    group = parser.getgroup("kpt", "KPT conformance")
-    group.addoption(
-        "--kpt-backend",
-        metavar="NAME",
-        help="try every kernel of this backend, or every reference with `reference`; without paths, only that is run",
-    )
-    group.addoption(
-        "--kpt-device",
-        metavar="DEVICE",
-        help="where to run; on a device of another type than the backend's, kernels are forced to run",
-    )
-    group.addoption(
-        "--kpt-xfails",
-        metavar="FILE",
-        type=Path,
-        help="tests that are expected to fail, for the backend of --kpt-backend; else xfails.txt beside a test file",
-    )
-    group.addoption(
-        "--kpt-report",
-        metavar="FILE",
-        type=Path,
-        help="write what the run showed of each kernel: date, commit, device, and how its checks ended, as JSON",
-    )
-    group.addoption(
-        "--kpt-coverage",
-        metavar="FILE",
-        type=Path,
-        help="write what the run exercised of each kernel's op, and how often, as JSON",
-    )
-    group.addoption(
-        "--kpt-quick",
-        action="store_true",
-        help="few trials of each check and kernel, in under two minutes: for while you write a kernel",
-    )
-    group.addoption(
-        "--kpt-quick-seconds",
-        metavar="SECONDS",
-        type=float,
-        default=100.0,  # collecting and the last test come on top
-        help="what --kpt-quick leaves out if it has not begun by then; 0 leaves out nothing (100)",
-    )
-    group.addoption(
-        "--kpt-quick-trials",
-        metavar="NUMBER",
-        type=int,
-        default=6,
-        help="how many trials of each check and kernel --kpt-quick has at most (6)",
-    )
-    group.addoption(
-        "--kpt-bench",
-        action="store_true",
-        help="measure the kernels of --kpt-backend with pytest-benchmark, on real models' shapes; nothing else is run",
-    )
+    option = parser.getgroup("kpt", "KPT conformance").addoption
+    told = "try every kernel of this backend, or every reference with `reference`; without paths, only that is run"
+    option("--kpt-backend", metavar="NAME", help=told)
+    told = "where to run; on a device of another type than the backend's, kernels are forced to run"
+    option("--kpt-device", metavar="DEVICE", help=told)
+    told = "tests that are expected to fail, for the backend of --kpt-backend; else xfails.txt beside a test file"
+    option("--kpt-xfails", metavar="FILE", type=Path, help=told)
+    told = "write what the run showed of each kernel: date, commit, device, and how its checks ended, as JSON"
+    option("--kpt-report", metavar="FILE", type=Path, help=told)
+    told = "write what the run exercised of each kernel's op, and how often, as JSON"
+    option("--kpt-coverage", metavar="FILE", type=Path, help=told)
+    told = "few trials of each check and kernel, in under two minutes: for while you write a kernel"
+    option("--kpt-quick", action="store_true", help=told)
+    told = "what --kpt-quick leaves out if it has not begun by then; 0 leaves out nothing (100)"
+    # Collecting and the last test come on top.
+    option("--kpt-quick-seconds", metavar="SECONDS", type=float, default=100.0, help=told)
+    told = "how many trials of each check and kernel --kpt-quick has at most (6)"
+    option("--kpt-quick-trials", metavar="NUMBER", type=int, default=6, help=told)
+    told = "measure the kernels of --kpt-backend with pytest-benchmark, on real models' shapes; nothing else is run"
+    option("--kpt-bench", action="store_true", help=told)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,14 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = [str(STANDALONE)]
     if config.getoption("--kpt-bench"):
         _measure(config)
-    if config.getoption("numprocesses", default=None):
-        from .refusals import Refusals
-
-        config.pluginmanager.register(Refusals(), "kpt-refusals")
-    if config.getoption("--kpt-coverage") and config.getoption("numprocesses", default=None):
+    report: Path | None = config.getoption("--kpt-report")
+    if report is not None and not report.absolute().parent.is_dir():
+        raise pytest.UsageError(f"--kpt-report: there is no folder {str(report.absolute().parent)!r}; make it first")
+    coverage: Path | None = config.getoption("--kpt-coverage")
+    if coverage is not None and config.getoption("numprocesses", default=None):
         raise pytest.UsageError("--kpt-coverage needs every test in one process: leave out -n")
-    if config.getoption("--kpt-report"):
-        _report(config)
+    config.pluginmanager.register(Outcomes(report, coverage), "kpt-outcomes")
     if config.getoption("--kpt-quick"):
         from .quick import Quick
 
@@ -94,17 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(quick, "kpt-quick")
 
 
-def _report(config: pytest.Config) -> None:
-    from .report import Reporter
-
-    file: Path = config.getoption("--kpt-report")
-    if not file.absolute().parent.is_dir():
-        raise pytest.UsageError(f"--kpt-report: there is no folder {str(file.absolute().parent)!r}; make it first")
-    config.pluginmanager.register(Reporter(file), "kpt-report")
-
-
 def _measure(config: pytest.Config) -> None:
-    """Have the benchmarks run, and nothing else."""
     if not config.getoption("--kpt-backend"):
         raise pytest.UsageError("--kpt-bench needs --kpt-backend=NAME, whose kernels it measures")
     if not config.pluginmanager.hasplugin("benchmark"):
@@ -126,10 +83,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is expected to fail; refuse entries that no test bears; watch what is refused."""
+    """Mark what is expected to fail; refuse entries that no test bears."""
     if any(getattr(getattr(item, "cls", None), "is_kpt_suite", False) for item in items):
-        from .exercised import Exercised
-        from .xfails import expect_failures
+        from .generation import expect_failures
 
         expect_failures(config, items)
-        config.pluginmanager.register(Exercised(config.getoption("--kpt-coverage")), "kpt-exercised")

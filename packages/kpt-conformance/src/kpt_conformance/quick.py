@@ -3,16 +3,16 @@
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from .extent import extent_of
-from .trial import Subject, Trial
+from .subject import Subject
+from .trial import Trial
 
+#: By subject, case and dtype, whether the subject takes it.
 Answers = dict[tuple[Subject, str, str], bool]
-"""Whether a subject takes a case in a dtype."""
 
 
 class Quick:
@@ -54,10 +54,9 @@ class Quick:
 
 
 def trial_of(item: pytest.Item) -> Trial | None:
-    """The trial of a test of the suite, or None."""
-    if not isinstance(item, pytest.Function) or not getattr(item.cls, "is_kpt_suite", False):
-        return None
-    trial = getattr(item, "callspec", None) and item.callspec.params.get("trial")
+    """Return the trial of a test of the suite, or None."""
+    ours = getattr(getattr(item, "cls", None), "is_kpt_suite", False)
+    trial = _parameters(item).get("trial") if ours else None
     return trial if isinstance(trial, Trial) else None
 
 
@@ -71,9 +70,11 @@ def shortened(items: list[pytest.Item], trials: int) -> tuple[list[pytest.Item],
         if trial is None:
             rounds[item] = 0
         elif not trial.case.model:
-            group = _group(item, trial)
+            check = _parameters(item).get("check") or _parameters(item)["device_check"]
+            in_each_dtype = trial.dtype if check.__name__ == "values" else None
+            group = item.parent, check.__name__, trial.subject, in_each_dtype
             # What the suite has once for a kernel takes long: it comes after all else, as far as there is time.
-            late = extent_of(_check(item)).first_case
+            late = extent_of(check).first_case
             if counts[group] < (1 if late else trials) and _taken(trial, answers):
                 rounds[item] = trials if late else counts[group]
                 counts[group] += 1
@@ -86,17 +87,6 @@ def shortened(items: list[pytest.Item], trials: int) -> tuple[list[pytest.Item],
 def _parameters(item: pytest.Item) -> dict[str, Any]:
     callspec = getattr(item, "callspec", None)
     return callspec.params if callspec else {}
-
-
-def _check(item: pytest.Item) -> Callable[[Trial], None]:
-    parameters = _parameters(item)
-    check: Callable[[Trial], None] = parameters.get("check") or parameters["device_check"]
-    return check
-
-
-def _group(item: pytest.Item, trial: Trial) -> tuple[object, ...]:
-    name = _check(item).__name__
-    return item.parent, name, trial.subject, trial.dtype if name == "values" else None
 
 
 def _taken(trial: Trial, answers: Answers) -> bool:

@@ -16,21 +16,14 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from kpt_core import InputError, KptError
+from kpt_core import InputError
 from kpt_core.files import write_whole
 
 FORMAT = "kpt-report-1"
+#: Instead of a dtype where there is none: what a kernel declares, and wrong input.
+DECLARED = "declared"
 #: What a run can show of a kernel, the least first. `claimed` needs no report.
 LEVELS = ("claimed", "compiled", "interpreted", "ran")
-#: How the reason of a skip begins where the kernel refuses; where there was nothing to try it is any other sentence.
-REFUSED = "refused: "
-#: Under which a test's report carries what it is about, from the processes of `-n` too.
-_PROPERTY = "kpt"
-_PARTS = ("check", "device_check", "declared")
-#: Names of the columns whose tests have no dtype: what a kernel declares, and wrong input.
-_DECLARED = "declared"
 _CPU_FEATURES = ("amx", "bf16", "fp16")
 
 
@@ -41,7 +34,6 @@ class Report:
     Attributes:
         date: in UTC, as `2026-11-21T09:30:00Z`.
         commit: as `git describe --always --dirty` names it; None outside of a repository.
-        backend: whose kernels ran, or `reference`.
         level: `ran`, `interpreted` (by Triton's interpreter, on a CPU) or `compiled`.
         chip: the device's own name; empty where kernels were compiled, whose columns are chips.
         device: torch's type of the device.
@@ -63,7 +55,7 @@ class Report:
     kernels: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def dumps(self) -> str:
-        """The report as JSON, a line for each kernel and dtype."""
+        """Return the report as JSON, a line for each kernel and dtype."""
         document = {"format": FORMAT, **asdict(self)}
         kernels = document.pop("kernels")
         head = json.dumps(document, indent=1, ensure_ascii=False).removesuffix("\n}")
@@ -75,33 +67,23 @@ class Report:
 
 
 def read(file: Path) -> Report:
-    """Read a report.
-
-    Raises:
-        InputError: the file is none.
-    """
+    """Read a report, or raise `InputError` if the file is none."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         if document.pop("format") != FORMAT or document["level"] not in LEVELS[1:]:
             raise ValueError(f"its format is not {FORMAT}")
         report = Report(**document)
-        for columns in report.kernels.values():
-            for counts in columns.values():
-                if not all(isinstance(counts[name], int) for name in ("passed", "refused", "failed")):
-                    raise ValueError("a count is no number")
+        every = [counts for columns in report.kernels.values() for counts in columns.values()]
+        if not all(isinstance(counts[name], int) for counts in every for name in ("passed", "refused", "failed")):
+            raise ValueError("a count is no number")
         datetime.fromisoformat(report.date)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{file} is no report of a run ({type(error).__name__}: {error}): write it anew") from None
     return report
 
 
-def now() -> str:
-    """The present date as reports have it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit that a folder has checked out, with `-dirty` where files differ from it; None without git."""
+def _commit_of(folder: Path) -> str | None:
+    """Return the commit that a folder has checked out, with `-dirty` where files differ from it; None without git."""
     try:
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--match="]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip() or None
@@ -128,9 +110,7 @@ def versions() -> dict[str, str]:
 def chip_name(device: Any, instruction_set: str | None = None) -> str:
     """Return a device's name, the same on every machine that has one: `NVIDIA H200`, `AMD EPYC 9R14 (avx512, bf16)`.
 
-    Args:
-        device: a torch device.
-        instruction_set: what ran on a CPU, which then stands in place of all that it has: `Intel Xeon (avx2)`.
+    An instruction set that ran on a CPU stands in place of all that it has: `Intel Xeon (avx2)`.
     """
     import torch
 
@@ -154,103 +134,14 @@ def _name_in_proc() -> str | None:
     return next((value.strip() for key, _, value in fields if key.strip() == "model name" and value.strip()), None)
 
 
-class Reporter:
-    """A plugin that counts how the tests of each kernel end, in this process or in those of `-n`, and writes a report.
-
-    Args:
-        file: where.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        #: Kernel -> dtype -> check -> outcome -> how many.
-        self.found: dict[str, dict[str, dict[str, Counter[str]]]] = {}
-        self.backend = self.device = ""
-        self.interpreted = self.deselected = False
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Write on each test what it is about."""
-        from .interpreter import interpreting
-        from .trial import Subject, Trial
-
-        for item in items:
-            parameters = getattr(getattr(item, "callspec", None), "params", {})
-            trial = parameters.get("trial")
-            subject = trial.subject if isinstance(trial, Trial) else parameters.get("subject")
-            if isinstance(subject, Subject) and not subject.composite:  # a composite is no kernel of the backend's own
-                check = next((parameters[name].__name__ for name in _PARTS if name in parameters), "wrong_input")
-                dtype = str(trial.dtype).removeprefix("torch.") if isinstance(trial, Trial) else _DECLARED
-                kernel = f"{subject.op.name} {subject.target}"
-                interpreted = interpreting() and subject.direct
-                about = [subject.backend, kernel, dtype, check, str(subject.device), interpreted]
-                item.user_properties.append((_PROPERTY, about))
-
-    def pytest_deselected(self) -> None:
-        """Note that not all was run."""
-        self.deselected = True
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count how a test ended."""
-        about: Any = dict(report.user_properties).get(_PROPERTY)
-        if about is None or not (report.when == "call" or report.outcome != "passed"):
-            return
-        backend, kernel, dtype, check, device, interpreted = about
-        self.backend, self.device = backend, device
-        self.interpreted = self.interpreted or bool(interpreted)
-        checks = self.found.setdefault(kernel, {}).setdefault(dtype, {})
-        checks.setdefault(check, Counter())[outcome_of(report)[0]] += 1
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report."""
-        if hasattr(session.config, "workerinput") or not self.found:
-            return
-        import torch
-
-        import kpt_core
-
-        backend = kpt_core.backends().get(self.backend)
-        try:
-            library = dict(backend.library()) if backend is not None else {}
-        except KptError as error:
-            library = {"library": str(error)}
-        report = Report(
-            date=now(),
-            commit=commit_of(session.config.invocation_params.dir),
-            backend=self.backend,
-            level="interpreted" if self.interpreted else "ran",
-            chip=chip_name(torch.device(self.device), library.get("isa")),
-            device=torch.device(self.device).type,
-            selection=self._selection(session),
-            versions=versions() | {name: library[name] for name in ("isa", "compiler") if name in library},
-            kernels={kernel: _columns(self.found[kernel]) for kernel in sorted(self.found)},
-        )
-        write_whole(self.file, report.dumps())
-
-    def _selection(self, session: pytest.Session) -> str:
-        options = session.config.option
-        asked = [f"-k {options.keyword}"] * bool(options.keyword) + ["--kpt-quick"] * bool(options.kpt_quick)
-        if not asked and self.deselected:
-            asked = ["some tests were deselected"]
-        if session.shouldstop or session.shouldfail:
-            asked.append("broken off")
-        return ", ".join(asked) or "all"
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say where the report is."""
-        terminalreporter.write_line(f"--kpt-report: {self.file}" if self.found else "--kpt-report: nothing was run")
+def write(file: Path, folder: Path, **facts: Any) -> None:
+    """Write a report of the code that a folder has checked out, as of now."""
+    date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    write_whole(file, Report(date=date, commit=_commit_of(folder), **facts).dumps())
 
 
-def outcome_of(report: pytest.TestReport) -> tuple[str, str]:
-    """Return how a test ended (what fails as expected failed), and why if it was skipped."""
-    if not report.skipped or hasattr(report, "wasxfail"):
-        return ("failed" if report.skipped else report.outcome), ""
-    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    reason = told.removeprefix("Skipped: ")
-    return ("refused" if reason.startswith(REFUSED) else "skipped"), reason
-
-
-def _columns(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict[str, Any]]:
+def columns_of(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict[str, Any]]:
+    """Return what a report says of a kernel, by dtype."""
     found: dict[str, dict[str, Any]] = {}
     for dtype, checks in dtypes.items():
         total: Counter[str] = sum(checks.values(), Counter())
@@ -264,19 +155,11 @@ def _columns(dtypes: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict
 
 
 def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None:
-    """Write a report of a compile matrix: of each kernel and chip, how many configurations kept their contract.
-
-    Args:
-        file: where.
-        rows: of `kpt_conformance.aot.run`.
-        folder: whose commit is named.
-        selection: as in `Report`.
-    """
+    """Write a report of a compile matrix: of each kernel and chip, how many configurations kept their contract."""
     kernels: dict[str, dict[str, dict[str, Any]]] = {}
-    used = {name: version for row in rows for name, version in row.versions.items()}
     for row in rows:
         counts = kernels.setdefault(f"{row.op} {row.kernel}", {}).setdefault(
-            row.chip or _DECLARED, {"passed": 0, "refused": 0, "failed": 0}
+            row.chip or DECLARED, {"passed": 0, "refused": 0, "failed": 0}
         )
         kind = {"ok": "passed", "unsupported": "refused", "not offered": "refused"}.get(row.status, "failed")
         counts[kind] += 1
@@ -285,15 +168,6 @@ def report_compiled(file: Path, rows: Any, folder: Path, selection: str) -> None
             if row.status == "ok" and value is not None:
                 counts[name] = max(value, counts.get(name, 0))  # the worst of all configurations
     backends = sorted({row.backend for row in rows})
-    report = Report(
-        date=now(),
-        commit=commit_of(folder),
-        backend=", ".join(backends),
-        level="compiled",
-        chip="",
-        device="",
-        selection=selection,
-        versions={**versions(), **used},
-        kernels=kernels,
-    )
-    write_whole(file, report.dumps())
+    used = {name: version for row in rows for name, version in row.versions.items()}
+    made = {"backend": ", ".join(backends), "level": "compiled", "selection": selection}
+    write(file, folder, **made, chip="", device="", versions=versions() | used, kernels=kernels)

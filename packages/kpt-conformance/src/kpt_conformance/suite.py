@@ -12,76 +12,13 @@ from kpt_core.contract import TORCH
 from kpt_core.selection import REFERENCE
 from kpt_optimize.cases import CaseTable, LayerCase, WrongInput, case_tables
 
-from .checks import (
-    accelerators,
-    citizen,
-    declarations,
-    devices,
-    gradients,
-    histories,
-    magnitudes,
-    purity,
-    randomness,
-    results,
-    transforms,
-    values,
-)
+from .checks import declarations
+from .checks.catalog import CHECKS
 from .coverage import planned
 from .drawing import drawn_cases
 from .extent import Extent
-from .trial import Subject, Trial
-
-#: Each is run on every trial of its extent.
-CHECKS: tuple[Callable[[Trial], None], ...] = (
-    values.values,
-    gradients.derivatives,
-    gradients.second_derivatives,
-    gradients.saved_tensors,
-    gradients.interchangeable,
-    values.layouts,
-    values.cotangents,
-    values.far_strides,
-    values.padding,
-    values.nans,
-    magnitudes.magnitudes,
-    values.without_gradients,
-    values.single_gradients,
-    purity.inputs_unchanged,
-    purity.no_aliasing,
-    purity.poisoned_outputs,
-    purity.repeatable,
-    purity.called_twice,
-    purity.double_use,
-    purity.threads,
-    histories.changed_in_place,
-    histories.after_other_shapes,
-    citizen.process_state,
-    citizen.keeps_nothing_alive,
-    randomness.replayed,
-    randomness.statistics,
-    results.result_type,
-    results.fake_result,
-    results.meta_result,
-    transforms.custom_ops,
-    transforms.compiled,
-    transforms.compiled_sizes,
-    transforms.inductor,
-    transforms.traced,
-    transforms.exported,
-    transforms.vmapped,
-    transforms.autocast,
-    accelerators.no_host_sync,
-    accelerators.graph_capture,
-    accelerators.other_streams,
-    accelerators.second_device,
-    accelerators.past_int32,
-)
-
-#: Likewise, and last: the fake device stays in the process.
-DEVICE_CHECKS: tuple[Callable[[Trial], None], ...] = (devices.fake_device_result,)
-
-#: Each is run once for a kernel.
-DECLARATIONS: tuple[Callable[[Subject, CaseTable], None], ...] = (declarations.declaration, declarations.device_index)
+from .subject import Subject
+from .trial import Trial
 
 
 class Suite:
@@ -140,12 +77,7 @@ class Suite:
 
 
 def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, CaseTable]]:
-    """What a backend offers for ops that have a case table, or all references.
-
-    Raises:
-        UnknownNameError: no such backend is installed.
-        InputError: a kernel's op has no case table, or torch knows no such device.
-    """
+    """Return what a backend offers for ops, with their case tables, or all references."""
     tables = case_tables()
     if backend == REFERENCE:
         place = device_of(device or "cpu")
@@ -181,11 +113,7 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
 
 
 def device_of(name: str) -> torch.device:
-    """A device as the tensors on it name it: the first one of its type if none is said, and none of the CPU.
-
-    Raises:
-        InputError: torch knows no such device.
-    """
+    """Return a device as the tensors on it name it: the first one of its type if none is said, and none of the CPU."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -194,7 +122,7 @@ def device_of(name: str) -> torch.device:
 
 
 def trials(subject: Subject, table: CaseTable, extent: Extent) -> Iterator[Trial]:
-    """The trials of a subject that a check asks for."""
+    """Yield the trials of a subject that a check asks for."""
     if not (extent.references if subject.kernel is None else extent.kernels):
         return
     rare = subject.rare(table)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kpt_core
-from kpt_core import Backend, InputError, Kernel, KptError
+from kpt_core import InputError, Kernel, KptError
 from kpt_core.contract import TORCH
 from kpt_core.files import write_whole
 from kpt_core.selection import REFERENCE
@@ -56,21 +56,12 @@ reports are made.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one report says of one kernel on one chip.
+    """What one report says of one kernel on one chip."""
 
-    Attributes:
-        kernel: backend/op/function.
-        chip: its name, that of a CPU without its features.
-        label: the CPU's features, or empty.
-        level: one of `LEVELS`, or `failed`.
-        report: that says so.
-        file: of the report.
-    """
-
-    kernel: str
-    chip: str
-    label: str
-    level: str
+    kernel: str  # backend/op/function
+    chip: str  # its name, that of a CPU without its features
+    label: str  # the CPU's features, or empty
+    level: str  # one of `LEVELS`, or `failed`
     report: Report
     file: Path
 
@@ -88,11 +79,7 @@ class Finding:
 
 
 def findings(folder: Path) -> list[Finding]:
-    """Read the reports of a folder; of a kernel, chip and label the newest one counts, whole runs before others.
-
-    Raises:
-        InputError: a file is no report.
-    """
+    """Read the reports of a folder; of a kernel, chip and label the newest one counts, whole runs before others."""
     found: dict[tuple[str, str, str, str], Finding] = {}
     reports = [(file, read(file)) for file in sorted(folder.glob("*.json"))]
     for file, report in sorted(reports, key=lambda pair: pair[1].date):
@@ -125,13 +112,18 @@ def _by_chip(report: Report, columns: Any) -> Iterator[tuple[str, str, dict[str,
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A kernel that is registered, or a reference: its op, its backend's name, its function and what it asks for."""
+    """A kernel that is registered, or a reference."""
 
     op: str
     backend: str
     function: str
     device_types: tuple[str, ...]
     kernel: Kernel | None
+
+    @property
+    def name(self) -> str:
+        """Return the function as the tables write it."""
+        return REFERENCE if self.kernel is None else f"`{self.function}`"
 
     @property
     def identity(self) -> str:
@@ -141,9 +133,7 @@ class Claimed:
 
 def claimed() -> list[Claimed]:
     """Return every kernel of the installed backends, in the order of choice, and after them each op's reference."""
-    offers: list[tuple[Backend, Kernel]] = [
-        (backend, kernel) for backend in kpt_core.backends().values() for kernel in backend.kernels()
-    ]
+    offers = [(backend, kernel) for backend in kpt_core.backends().values() for kernel in backend.kernels()]
     offers.sort(key=lambda o: (o[0].name == TORCH, -o[1].priority, o[0].name, o[1].forward))
     found = [Claimed(k.op, b.name, k.forward, tuple(b.device_types), k) for b, k in offers]
     found += [Claimed(name, REFERENCE, REFERENCE, (), None) for name in kpt_core.ops()]
@@ -153,10 +143,7 @@ def claimed() -> list[Claimed]:
 def document(claims: Sequence[Claimed], found: Sequence[Finding], beside: Path) -> str:
     """Return the table as Markdown: for each type of device kernels as rows and chips as columns.
 
-    Args:
-        claims: see `claimed`.
-        found: see `findings`.
-        beside: folder of the document, which links are relative to.
+    Links are relative to the folder `beside`.
     """
     files = sorted({each.file for each in found})
     numbers = {file: number for number, file in enumerate(files, start=1)}
@@ -173,7 +160,7 @@ def document(claims: Sequence[Claimed], found: Sequence[Finding], beside: Path) 
     for device in sorted(groups):
         lines += _matrix(device, groups[device], claims)
     lines += ["## What each kernel needs\n", "| op | kernel | backend | needs | promises |", "|---|---|---|---|---|"]
-    lines += [f"| {c.op} | {_name(c)} | {c.backend} | {_needs(c)} | {_promises(c)} |" for c in claims]
+    lines += [f"| {c.op} | {c.name} | {c.backend} | {_needs(c)} | {_promises(c)} |" for c in claims]
     links = [f"[{numbers[file]}]: {os.path.relpath(file, beside).replace(os.sep, '/')}" for file in files]
     return "\n".join([*lines, "", *links, ""])
 
@@ -216,7 +203,7 @@ def _matrix(device: str, chips: dict[str, dict[str, list[str]]], claims: Sequenc
         yield "|---" * (len(some) + 2) + "|"
         for claim in rows:
             cells = ["<br>".join(chips.get(chip, {}).get(claim.identity, ["claimed"])) for chip in some]
-            yield f"| {claim.op} | {_name(claim)} | {' | '.join(cells)} |"
+            yield f"| {claim.op} | {claim.name} | {' | '.join(cells)} |"
         yield ""
 
 
@@ -225,10 +212,6 @@ def _order(chip: str) -> tuple[int, int, str]:
     if chip == _INTERPRETER:
         return (0, 0, chip)
     return (1, list(CHIPS).index(chip), chip) if chip in CHIPS else (2, 0, chip)
-
-
-def _name(claim: Claimed) -> str:
-    return REFERENCE if claim.kernel is None else f"`{claim.function}`"
 
 
 def _needs(claim: Claimed) -> str:

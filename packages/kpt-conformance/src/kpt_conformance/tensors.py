@@ -10,12 +10,7 @@ from kpt_optimize.cases import Arguments
 
 
 def with_tensors(arguments: Arguments, change: Callable[[str, Tensor], Any]) -> Arguments:
-    """Return the arguments with each tensor changed.
-
-    Args:
-        arguments: of an op.
-        change: is told a tensor's name and gives what replaces it.
-    """
+    """Return the arguments with each tensor changed; `change` is told its name too."""
     return {name: change(name, value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
@@ -25,12 +20,12 @@ def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def with_one(arguments: Arguments, name: str, tensor: Tensor) -> Arguments:
-    """The arguments with another tensor in the place of one."""
+    """Return the arguments with another tensor in the place of one."""
     return with_tensors(arguments, lambda each, old: tensor if each == name else old)
 
 
 def scalable(arguments: Arguments) -> list[str]:
-    """The floating arguments of more than 8 bits that have elements."""
+    """Return the floating arguments of more than 8 bits that have elements."""
     return [n for n, t in tensors_of(arguments).items() if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel()]
 
 
@@ -41,20 +36,20 @@ def parted(arguments: Arguments) -> tuple[Arguments, Arguments]:
 
 
 def fresh(tensor: Tensor) -> Tensor:
-    """The same values in the same layout, in memory of its own."""
+    """Return the same values in the same layout, in memory of its own."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     memory = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor)
 
 
 def cotangent_like(out: Tensor, index: int = 0) -> Tensor:
-    """A random cotangent for an output: never constant, since a sum would hide what is summed wrongly."""
+    """Return a random cotangent for an output: never constant, since a sum would hide what is summed wrongly."""
     generator = torch.Generator().manual_seed(1000 + index)
     return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device, out.dtype)
 
 
 def noted_in(tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function that notes each tensor which it is given, and gives it back."""
+    """Return a function that notes each tensor which it is given, and gives it back."""
 
     def note(tensor: Tensor) -> Tensor:
         tensors.append(tensor)

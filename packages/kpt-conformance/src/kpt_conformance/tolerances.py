@@ -24,7 +24,7 @@ class Tolerance:
     reason: str
 
     def slack(self, elements: int) -> float:
-        """What `sampling` comes to for so many elements."""
+        """Return what `sampling` comes to for so many elements."""
         return float(self.sampling * elements ** -(1 / 3) * (1 + 1 / elements))
 
 
@@ -43,47 +43,34 @@ RATIO = Tolerance(
     ),
 )
 
-#: By how much the terms of a sum must outweigh it before they are said to cancel.
+#: By how much the terms of a sum must outweigh it before they are said to cancel. A softmax's gradient is
+#: `(g - sum(g * p)) * p`: for a constant g it is zero, and what is left are the roundings of g * p, none of which is
+#: small beside zero. The reference may have none by luck of its formula. So what cancels is measured: the arguments and
+#: cotangents are changed by random parts of themselves, and the change of the float64 result, divided by the part, is
+#: how large the terms are that meet in it; of random terms about the result itself. Where it is more than this many
+#: times that, an error in proportion to it is allowed.
 CANCELLED = 4.0
-#: ... and what is allowed then.
-CANCELLATION_REASON = (
-    "A softmax's gradient is `(g - sum(g * p)) * p`: for a constant g it is zero, and what is left are the roundings "
-    "of g * p, none of which is small beside zero. The reference may have none by luck of its formula. What cancels is "
-    "measured: the arguments and cotangents are changed by random parts of themselves, and the change of the float64 "
-    "result, divided by the part, is how large the terms are that meet in it. Of random terms it is about the result "
-    "itself. Where it is more than four times that, rounding explains an error in proportion to it. A kernel that is "
-    "right for arguments that differ by a rounding is right."
-)
 #: The part of themselves that arguments are changed by: small beside what curves, large beside float64's roundings.
 PERTURBATION = 2.0**-26
 
-#: Greatest error that the reference itself may have, in roundings of its dtype: it is the measure of every kernel.
+#: Greatest error that the reference itself, the measure of every kernel, may have, in roundings of its dtype. An op of
+#: several products rounds its intermediates, each by at most half an eps of its own size. Of all references and cases,
+#: the worst in half precision was 5 roundings of the largest element (torch 2.13 on x86-64); twice that is allowed.
+#: What the accumulator loses over a long sum comes on top.
 REFERENCE_ROUNDINGS = 10.0
-#: ... and why. What the accumulator loses over a long sum comes on top.
-REFERENCE_REASON = (
-    "An op of several products rounds its intermediates to the dtype; each is off by at most half an eps of its own "
-    "size, which may be some times that of the result. Of all references and cases, the worst in half precision was 5 "
-    "roundings of the largest element (torch 2.13 on x86-64); twice that is allowed."
-)
-
-
-#: Why another measure is needed where a kernel computes in the oracle's own dtype.
-ORACLE_REASON = (
-    "In float64 the reference is the oracle: its own error, by which kernels are judged elsewhere, is zero, and an "
-    "error of a kernel is the difference of two roundings of one truth. In the place of the reference's own error "
-    "stands the most that a reference may be off by in any dtype: ten roundings, and what the accumulator loses over "
-    "the longest sum. A kernel that passes through float32 anywhere, for a sum, a scale or an exponential, rounds "
-    "2**29 times more coarsely than that."
-)
 
 
 def own_error(dtype: torch.dtype, reduction: int) -> float:
-    """What counts as the reference's own error, relative to the result, where none can be measured; else 0."""
+    """Return what counts as the reference's own error, relative to the result, where none can be measured; else 0.
+
+    In float64 the reference is the oracle, and its own error is zero: in its place stands the most that a reference may
+    be off by. A kernel that passes through float32 anywhere rounds 2**29 times more coarsely than that.
+    """
     return reference_bound(dtype, reduction) if dtype is torch.float64 else 0.0
 
 
 def rounding(dtype: torch.dtype, reduction: int) -> float:
-    """What rounding explains in a sum of `reduction` products, relative to the sum.
+    """Return what rounding explains in a sum of `reduction` products, relative to the sum.
 
     Half a rounding of the result, or, if that is more, the square root of the sum's length times half a rounding of
     the accumulator, which is float32 at least (N. Higham, T. Mary, SIAM J. Sci. Comput. 41, 2019).
@@ -94,5 +81,5 @@ def rounding(dtype: torch.dtype, reduction: int) -> float:
 
 
 def reference_bound(dtype: torch.dtype, reduction: int) -> float:
-    """Largest error of a reference relative to the largest element, for sums of `reduction` products."""
+    """Return the largest error of a reference relative to the largest element, for sums of `reduction` products."""
     return REFERENCE_ROUNDINGS * float(torch.finfo(dtype).eps) / 2 + rounding(dtype, reduction)

@@ -1,26 +1,23 @@
-"""A trial: one kernel, or a reference, on one case in one dtype; and the truth that it is held to."""
+"""A trial: a subject on one case in one dtype, and the truth that it is held to."""
 
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor
 
-import kpt_core
-from kpt_core import Call, Kernel, NoKernelError, Op
-from kpt_core.contract import TORCH, identity, load
-from kpt_core.dispatch import force
+from kpt_core import NoKernelError
 from kpt_core.selection import REFERENCE
 from kpt_optimize.cases import Arguments, Case, CaseTable
 
 from .comparison import Outcome, assert_right, outputs_of, terms_of
 from .drawing import drawn_cases
+from .subject import Subject
 from .tensors import cotangent_like, fresh, tensors_of, with_tensors
 from .tolerances import PERTURBATION
 
@@ -32,107 +29,16 @@ _ROOM = 3 * 2**28
 _WHOLE = (16, 32, 64, 128, 256)
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is tried.
-
-    Attributes:
-        op: the op.
-        target: the kernel's function (`package.module:function`), or `reference`; for a composite also the backend.
-        backend: name of the backend, or `reference`.
-        device: where it runs.
-        kernel: None for a reference.
-        children: of the ops that the kernel calls, those that the backend must serve.
-        direct: the device is of another type than the backend's, and the kernel is forced to run on it.
-    """
-
-    op: Op[..., Any]
-    target: str
-    backend: str
-    device: torch.device
-    kernel: Kernel | None = None
-    children: tuple[str, ...] = ()
-    direct: bool = False
-
-    @property
-    def composite(self) -> bool:
-        """Whether the kernel is one of backend `torch` of which another backend serves the parts."""
-        return bool(self.children) and self.backend != TORCH
-
-    @contextmanager
-    def chosen(self) -> Iterator[None]:
-        """Put the choice of the target in force, also for backward."""
-        with ExitStack() as stack:
-            # Autograd's own threads for accelerators would not see the choice.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if self.kernel is None:
-                stack.enter_context(kpt_core.use(REFERENCE, strict=True))
-            elif self.direct:
-                stack.enter_context(force(self.backend, self.kernel))
-            else:
-                name = identity(TORCH if self.composite else self.backend, self.kernel)
-                stack.enter_context(kpt_core.use(name, op=self.op.name, strict=not self.children))
-            for child in self.children:
-                stack.enter_context(kpt_core.use(self.backend, op=child))
-            yield
-
-    def __str__(self) -> str:
-        return f"{self.op.name}-{self.target}"
-
-    def call(self, arguments: Arguments) -> Any:
-        """Run it; inside `chosen`, nothing else runs in its place."""
-        return self.op(**arguments)
-
-    def record(self, arguments: Arguments) -> Call:
-        """What a kernel is given for these arguments."""
-        needs = dict.fromkeys(n for n, t in tensors_of(arguments).items() if t.requires_grad)
-        return self.op.bind(**arguments)._replace(needs=tuple(needs))
-
-    def dtypes(self, table: CaseTable) -> tuple[torch.dtype, ...]:
-        """Those of a table that the kernel takes, rare ones last."""
-        return self._taken(table.dtypes) + self.rare(table)
-
-    def rare(self, table: CaseTable) -> tuple[torch.dtype, ...]:
-        """The rare ones of a table that the kernel takes."""
-        return self._taken(table.rare)
-
-    def _taken(self, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
-        accepted = self.kernel.dtypes if self.kernel else None
-        return tuple(d for d in dtypes if accepted is None or str(d).removeprefix("torch.") in accepted)
-
-    def unsupported(self, arguments: Arguments) -> object:
-        """What the kernel's own function says of a call; None if it has none."""
-        if self.kernel is None or self.kernel.unsupported is None:
-            return None
-        reason: object = load(self.kernel.unsupported)(self.record(arguments))
-        return reason
-
-    def refusal(self, arguments: Arguments) -> str | None:
-        """Why it does not take a call, or None."""
-        try:
-            with self.chosen():
-                selection = self.op.explain(**arguments)
-        except NoKernelError as error:
-            return str(error)
-        if self.composite and not any(s.backend == self.backend for s in _tree(selection)):
-            return f"{self.backend} serves none of the ops that {self.op.name} calls here"
-        return None
-
-
 def _alike(one: Arguments, other: Arguments) -> bool:
-    """Whether nothing has another dtype in the one than in the other."""
+    """Return whether nothing has another dtype in the one than in the other."""
     tensors = tensors_of(other)
     return all(tensor.dtype is tensors[name].dtype for name, tensor in tensors_of(one).items()) and all(
         value is other[name] for name, value in one.items() if isinstance(value, torch.dtype)
     )
 
 
-def _tree(selection: kpt_core.Selection) -> list[kpt_core.Selection]:
-    return [selection, *(s for child in selection.children for s in _tree(child))]
-
-
 def _digest(arguments: Arguments) -> str:
-    """What two sets of arguments have in common that hold the same values."""
+    """Return what two sets of arguments have in common that hold the same values."""
     tensors = tensors_of(arguments)
     others = {name: value for name, value in arguments.items() if name not in tensors}
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
@@ -142,32 +48,24 @@ def _digest(arguments: Arguments) -> str:
     return digest.hexdigest()
 
 
-class _Truths:
-    """What the references gave for real models' shapes, for the next kernel: it takes many times what a kernel does.
-
-    What took longest is kept, as far as there is room.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[Any, ...], tuple[float, int, tuple[Outcome, Outcome]]] = {}
-        self.lock = threading.Lock()
-
-    def of(self, key: tuple[Any, ...], make: Callable[[], tuple[Outcome, Outcome]]) -> tuple[Outcome, Outcome]:
-        """What is kept, or is made now."""
-        with self.lock:
-            if key in self.kept:
-                return self.kept[key][2]
-        start = time.perf_counter()
-        made = make()
-        size = sum(tensor.nbytes for outcome in made for tensor in outcome.named().values())
-        with self.lock:
-            self.kept[key] = time.perf_counter() - start, size, made
-            while sum(each[1] for each in self.kept.values()) > _ROOM:
-                del self.kept[min(self.kept, key=lambda each: self.kept[each][0])]
-        return made
+#: What the references gave for real models' shapes, and how long it took and how large it is: for the next kernel, of
+#: which they take many times the time. What took longest is kept, as far as there is room.
+_truths: dict[tuple[Any, ...], tuple[float, int, tuple[Outcome, Outcome]]] = {}
+_lock = threading.Lock()
 
 
-_TRUTHS = _Truths()
+def _kept(key: tuple[Any, ...], make: Callable[[], tuple[Outcome, Outcome]]) -> tuple[Outcome, Outcome]:
+    with _lock:
+        if key in _truths:
+            return _truths[key][2]
+    start = time.perf_counter()
+    made = make()
+    size = sum(tensor.nbytes for outcome in made for tensor in outcome.named().values())
+    with _lock:
+        _truths[key] = time.perf_counter() - start, size, made
+        while sum(each[1] for each in _truths.values()) > _ROOM:
+            del _truths[min(_truths, key=lambda each: _truths[each][0])]
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +83,16 @@ class Trial:
 
     @property
     def differentiable(self) -> bool:
-        """Whether gradients belong to what is promised."""
+        """Return whether gradients belong to what is promised."""
         kernel = self.subject.kernel
         return bool(self.table.gradients) and (kernel is None or kernel.differentiable or kernel.backward is not None)
 
+    def forward_only(self) -> Self:
+        """Return the trial without gradients."""
+        return replace(self, table=replace(self.table, gradients=()))
+
     def arguments(self, seed: int = 0) -> Arguments:
-        """Arguments on the subject's device; skips the test if the subject refuses them.
+        """Return arguments on the subject's device; skips the test if the subject refuses them.
 
         If it refuses all that the table names, the smallest that it takes stand in for those of the first case: so
         every check is asked something.
@@ -208,7 +110,7 @@ class Trial:
         return self.table.arguments(case, dtype=self.dtype, device=self.subject.device, seed=seed)
 
     def stand_in(self) -> Case | None:
-        """The smallest case that the subject takes, for the first case of a table of which it takes no small one."""
+        """Return the smallest case that the subject takes, for the first of a table of which it takes no small one."""
         domain, named = self.table.domain, [case for case in self.table.cases if not (case.model or case.large)]
         if self.case is not self.table.cases[0] or any(self.refusal(self._made(case)) is None for case in named):
             return None
@@ -225,7 +127,7 @@ class Trial:
         return None
 
     def refusal(self, arguments: Arguments) -> str | None:
-        """Why the subject does not take the arguments, with gradients where those are promised; or None."""
+        """Return why the subject does not take the arguments, with gradients where those are promised; or None."""
         refusal = self.subject.refusal(self.leaves(arguments) if self.differentiable else arguments)
         if refusal is None and self.subject.children and self.differentiable:
             # What backward asks of the parts is seen only where it runs.
@@ -236,21 +138,21 @@ class Trial:
         return refusal
 
     def takes(self, arguments: Arguments) -> bool:
-        """Whether the op says what such arguments give, and the subject does not refuse them."""
+        """Return whether the op says what such arguments give, and the subject does not refuse them."""
         specified = self.table.specified is None or self.table.specified(arguments)
         return specified and self.refusal(arguments) is None
 
     def wants_gradient(self, name: str, value: Any) -> bool:
-        """Whether a gradient of an argument is promised: 8-bit numbers are frozen."""
+        """Return whether a gradient of an argument is promised: 8-bit numbers are frozen."""
         promised = name in self.table.gradients
         return promised and isinstance(value, Tensor) and value.dtype.itemsize > 1
 
     def mutates(self, name: str) -> bool:
-        """Whether the op changes the argument."""
+        """Return whether the op changes the argument."""
         return name in self.subject.op.mutates
 
     def leaves(self, arguments: Arguments) -> Arguments:
-        """The same memory, the differentiable arguments as leaves that want gradients; copies of what is mutated."""
+        """Return the same memory, the differentiable arguments as leaves that want gradients; copies of the mutated."""
 
         def leaf(name: str, tensor: Tensor) -> Tensor:
             tensor = fresh(tensor) if self.mutates(name) else tensor.detach()
@@ -261,7 +163,7 @@ class Trial:
     def outputs(
         self, leaves: Arguments, call: Callable[[Arguments], Any] | None = None, calls: int = 1
     ) -> dict[str, Tensor]:
-        """Results of a call, and what it left in the arguments that it mutates.
+        """Return the results of a call, and what it left in the arguments that it mutates.
 
         Args:
             leaves: as `leaves` gives them.
@@ -282,7 +184,7 @@ class Trial:
         twice: bool = False,
         calls: int = 1,
     ) -> Outcome:
-        """The result for arguments and, if promised, the gradients for random cotangents.
+        """Return the result for arguments and, if promised, the gradients for random cotangents.
 
         Args:
             arguments: strides are kept.
@@ -308,12 +210,12 @@ class Trial:
         cotangent: Callable[[Tensor], Tensor] | None = None,
         **options: bool,
     ) -> dict[str, Tensor | None]:
-        """Gradients of the differentiable arguments for random cotangents of the outputs.
+        """Return gradients of the differentiable arguments for random cotangents of the outputs.
 
         Args:
             leaves: as `leaves` gives them.
             outputs: that hang on their graph.
-            cotangent: changes the layout of each cotangent.
+            cotangent: as in `run`.
             **options: of `torch.autograd.grad`.
         """
         wanted = {n: t for n, t in tensors_of(leaves).items() if self.wants_gradient(n, t)}
@@ -333,14 +235,8 @@ class Trial:
         second = self.gradients(leaves, again)
         return {n: torch.zeros_like(tensors_of(leaves)[n]) if g is None else g for n, g in second.items()}
 
-    def truth(
-        self,
-        arguments: Arguments,
-        cotangent: Callable[[Tensor], Tensor] | None = None,
-        twice: bool = False,
-        calls: int = 1,
-    ) -> tuple[Outcome, Outcome]:
-        """The reference in this dtype (what rounding costs) and in float64 (what is right), for these values."""
+    def truth(self, arguments: Arguments, **how: Any) -> tuple[Outcome, Outcome]:
+        """Return what the reference gives in this dtype (what rounding costs) and in float64 (what is right)."""
         subject = replace(self.subject, target=REFERENCE, backend=REFERENCE, kernel=None, children=(), direct=False)
         # A forward-only kernel is held to the forward alone.
         table = self.table if self.differentiable else replace(self.table, gradients=())
@@ -360,16 +256,15 @@ class Trial:
 
         widened = {name: result(value) for name, value in with_tensors(arguments, wide).items()}
         narrow = with_tensors(arguments, plain)
-        how: dict[str, Any] = {"cotangent": cotangent, "twice": twice, "calls": calls}
 
         def made() -> tuple[Outcome, Outcome]:
             baseline = reference.run(narrow, **how)
             # Where all is float64 the two are one.
             return baseline, baseline if _alike(narrow, widened) else reference.run(widened, **how)
 
-        if self.case.model and cotangent is None:
+        if self.case.model and how.get("cotangent") is None:
             what = (self.subject.op, self.dtype, self.subject.device, table.gradients, self.differentiable)
-            baseline, oracle = _TRUTHS.of((*what, twice, calls, _digest(narrow)), made)
+            baseline, oracle = _kept((*what, how.get("twice"), how.get("calls"), _digest(narrow)), made)
         else:
             baseline, oracle = made()
         reduction = self.table.reduction(arguments) if self.table.reduction else 1
@@ -383,7 +278,7 @@ class Trial:
         )
 
     def _nearby(
-        self, arguments: Arguments, draw: int, cotangent: Callable[[Tensor], Tensor] | None, twice: bool, calls: int
+        self, arguments: Arguments, draw: int, cotangent: Callable[[Tensor], Tensor] | None = None, **how: Any
     ) -> Outcome:
         """The result where every float64 argument and cotangent is changed by a random small part of itself."""
         generator = torch.Generator().manual_seed(draw)
@@ -396,15 +291,14 @@ class Trial:
 
         near = with_tensors(arguments, lambda name, tensor: changed(tensor))
         pulled = lambda pull: changed(cotangent(pull) if cotangent else pull)  # noqa: E731
-        return self.run(near, cotangent=pulled, twice=twice, calls=calls)
+        return self.run(near, cotangent=pulled, **how)
 
     def forward_truth(self, arguments: Arguments, dtype: torch.dtype | None = None) -> tuple[Outcome, Outcome]:
         """`truth` without gradients, for arguments in another dtype than the trial's if `dtype` is given."""
-        plain = replace(self, table=replace(self.table, gradients=()), dtype=dtype or self.dtype)
-        return plain.truth(arguments)
+        return replace(self.forward_only(), dtype=dtype or self.dtype).truth(arguments)
 
     def outcome(self, outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Outcome:
-        """An outcome of outputs that still hang on their graph."""
+        """Return an outcome of outputs that still hang on their graph."""
         return Outcome({name: out.detach() for name, out in outputs.items()}, gradients)
 
     def assert_right(self, arguments: Arguments, got: Outcome, what: str = "") -> None:

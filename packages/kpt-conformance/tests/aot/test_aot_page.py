@@ -1,7 +1,7 @@
 """The matrix as a page: a line for each program and configuration, a column for each chip."""
 
 from kpt_conformance.aot import Row
-from kpt_conformance.aot.pages import page
+from kpt_conformance.aot.tables import page
 
 
 def row(program: str, chip: str, configuration: str, status: str = "ok", **numbers: object) -> Row:

@@ -7,7 +7,7 @@ from in_float64 import SMALL, assert_sums, ends, wide
 from in_float64 import grouped_mm_wgrad as reference
 
 from kpt_triton.moe import launching
-from kpt_triton.moe.grouped_mm_wgrad import gradient_of, multiply_transposed
+from kpt_triton.moe.transposed import gradient_of, multiply_transposed
 from kpt_triton.tile import Tile
 
 NAN = float("nan")

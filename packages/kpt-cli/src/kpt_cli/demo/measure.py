@@ -22,8 +22,8 @@ import kpt_core
 import kpt_optimize
 from kpt_cli.bench.machine import memory_growth, plain_pytorch
 
-from . import Settings
 from .model import WINDOWS, load_model, next_token_loss, quiet_transformers
+from .settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

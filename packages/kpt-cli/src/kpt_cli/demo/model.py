@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from kpt_cli.errors import CliError
 from kpt_cli.optimize.model import quiet_transformers as quiet_transformers
 
-from . import Settings
+from .settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM

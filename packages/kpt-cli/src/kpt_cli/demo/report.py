@@ -8,8 +8,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import KIND, REPORT
 from .measure import CONFIDENCE, NOISE, TRAINING, Figures
+from .settings import KIND, REPORT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,10 +16,11 @@ from kpt_cli.bench.machine import machine
 from kpt_cli.console import err, heading, out, progress, say, table
 from kpt_optimize import optimize
 
-from . import Settings, measure
+from . import measure
 from .corpus import bytes_of, encode, read_corpus, train_tokenizer
 from .measure import NOISE, Figures
 from .model import TrainingLog, describe, load_model, new_model, quiet_transformers, save_model, train, windows
+from .settings import Settings
 
 
 class Screen:

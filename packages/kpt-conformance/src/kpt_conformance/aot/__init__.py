@@ -7,8 +7,7 @@ from .chips import CHIPS, Chip
 from .contract import Contract, ContractError, parse_contract
 from .declared import PallasProgram, TritonProgram
 from .matrix import run
-from .reading import Reading
-from .row import Row
+from .readings import Reading, Row
 
 __all__ = [
     "CHIPS",

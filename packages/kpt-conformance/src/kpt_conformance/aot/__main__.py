@@ -17,8 +17,7 @@ from kpt_core.registry import problems
 
 from .declared import without_aot
 from .matrix import run
-from .pages import page
-from .table import table
+from .tables import page, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,15 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name}: there is no folder {str(file.parent)!r}")
         if file is not None and file.is_dir():
             parser.error(f"--{name}: expected a file name, got the folder {str(file)!r}")
+    progress = _progress if sys.stderr.isatty() else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PluginWarning)  # told below, and counted
-            rows = run(
-                backends=options.backend,
-                chips=options.chip,
-                processes=options.jobs,
-                progress=_progress if sys.stderr.isatty() else None,
-            )
+            rows = run(backends=options.backend, chips=options.chip, processes=options.jobs, progress=progress)
             broken = problems()
     except KptError as error:
         print(f"error: {error}", file=sys.stderr)

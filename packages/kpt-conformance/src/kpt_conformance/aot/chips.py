@@ -1,7 +1,7 @@
 """The chips that kernels are compiled for: the compiler's target and the limits of a launch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kpt_core import UnknownNameError
 
@@ -46,38 +46,24 @@ class Chip:
 
     @property
     def memory_word(self) -> str:
-        """What the memory that a kernel manages itself is called in a contract."""
+        """Return what a contract calls the memory that a kernel manages itself."""
         return {"nvidia": "smem", "amd": "lds", "tpu": "vmem"}[self.vendor]
 
 
+def _gpu(vendor: Vendor, name: str, example: str, *, warp: int, block: int, unit: int, **more: Any) -> Chip:
+    """Return a chip whose memories are given in KiB."""
+    memory = {"block_memory": block * KIB, "unit_memory": unit * KIB}
+    return Chip(name=name, vendor=vendor, example=example, warp=warp, **memory, **more)
+
+
 def _nvidia(capability: int, example: str, block: int, unit: int, warps: int, blocks: int) -> Chip:
-    return Chip(
-        name=f"sm{capability}",
-        vendor="nvidia",
-        example=example,
-        target=capability,
-        warp=32,
-        block_memory=block * KIB,
-        unit_memory=unit * KIB,
-        unit_warps=warps,
-        unit_blocks=blocks,
-        unit_registers=65536,
-        reserved=1 * KIB,
-    )
+    more = {"target": capability, "unit_warps": warps, "unit_blocks": blocks, "unit_registers": 65536, "reserved": KIB}
+    return _gpu("nvidia", f"sm{capability}", example, warp=32, block=block, unit=unit, **more)
 
 
 def _amd(name: str, example: str, wave: int, block: int, unit: int, waves: int) -> Chip:
-    return Chip(
-        name=name,
-        vendor="amd",
-        example=example,
-        target=name,
-        warp=wave,
-        block_memory=block * KIB,
-        unit_memory=unit * KIB,
-        unit_warps=waves,
-        unit_blocks=waves,
-    )
+    more = {"target": name, "unit_warps": waves, "unit_blocks": waves}
+    return _gpu("amd", name, example, warp=wave, block=block, unit=unit, **more)
 
 
 def _tpu(name: str, example: str, topology: str) -> Chip:
@@ -109,11 +95,7 @@ CHIPS = {
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of that name.
-
-    Raises:
-        UnknownNameError: there is none; the message offers the nearest.
-    """
+    """Return the chip of that name, or raise `UnknownNameError`, whose message offers the nearest."""
     if name not in CHIPS:
         raise UnknownNameError("chip", name, CHIPS)
     return CHIPS[name]

@@ -13,13 +13,11 @@ from kpt_core import KptError
 
 from . import tpu
 from .declared import Job, TritonProgram, why_not_compiled
-from .reading import Reading
+from .readings import Reading
 from .triton_compiler import compile_triton
 
 #: Longer reports of a compiler are cut.
 _LONGEST = 600
-
-
 #: Mistakes of a declaration or an installation. They say nothing of the chip, so no contract may count on them.
 _FAULTS = (KptError, ImportError, AttributeError, NameError)
 
@@ -81,7 +79,7 @@ def _output() -> str:
 def _compile(job: Job) -> Reading | str:
     os.truncate(_log, 0)
     try:
-        program = job.source.program()
+        program = job.program()
         if isinstance(program, TritonProgram):
             return compile_triton(program, job.chip, job.settings(), _output)
         return tpu.compile_pallas(program, job.chip, job.settings(), _dump)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from kpt_core import InputError
 
 from .chips import KIB, Chip
-from .instructions import FAMILIES, count
-from .reading import Reading
+from .readings import FAMILIES, Reading, count
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": KIB * KIB}
 _BOUND = re.compile(r"(?P<name>[a-z]+) *(?P<sign><=|>=) *(?P<number>\d+) *(?P<unit>[A-Za-z]*)")
@@ -33,7 +32,7 @@ class Instruction:
     wanted: bool
 
     def breach(self, reading: Reading) -> str | None:
-        """What is wrong, or None."""
+        """Return what is wrong, or None."""
         number = count(self.chip.vendor, self.family, reading.instructions, self.of_type)
         name = self.family + (f" of {self.of_type}" if self.of_type else "")
         if not self.wanted:
@@ -54,7 +53,7 @@ class Bound:
     limit: int
 
     def breach(self, reading: Reading) -> str | None:
-        """What is wrong, or None."""
+        """Return what is wrong, or None."""
         value: int | None = getattr(reading, self.field)
         if value is None:
             return f"{self.clause!r} can't be checked: the compiler does not tell {self.field}"
@@ -81,16 +80,12 @@ class Contract:
     not_offered: str | None = None
 
     def breaches(self, reading: Reading) -> list[str]:
-        """What the code does not keep, a sentence each."""
+        """Return what the code does not keep, a sentence each."""
         return [breach for clause in self.clauses if (breach := clause.breach(reading)) is not None]
 
 
 def parse_contract(text: str, chip: Chip) -> Contract:
-    """Read a contract.
-
-    Args:
-        text: clauses parted by commas, or `unsupported: reason`, or `not offered: reason`.
-        chip: decides which instructions and which memory there are.
+    """Read a contract; the chip decides which instructions and which memory there are.
 
     Raises:
         ContractError: a clause is not understood, or the contract asks for nothing.

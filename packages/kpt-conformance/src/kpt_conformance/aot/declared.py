@@ -14,7 +14,7 @@ from kpt_core.contract import load
 
 from .chips import Chip, chip_named
 from .contract import Contract, parse_contract
-from .row import Row
+from .readings import Row
 
 #: What a library may need that an ordinary installation lacks, and the extra that brings it.
 _COMPILERS = {"triton": "triton", "jax": "tpu", "jaxlib": "tpu", "libtpu": "tpu"}
@@ -34,7 +34,7 @@ class Program(Protocol):
     def contracts(self) -> Mapping[str, str]: ...  # noqa: D102
 
     def configurations(self, chip: str) -> Mapping[str, Mapping[str, Any]]:
-        """What the program may be launched with on a chip, by name; what a tuning table holds belongs to it.
+        """Return what the program may be launched with on a chip, by name; what a tuning table holds belongs to it.
 
         Values that are parameters of a Triton function are its constexprs, the others compiler options (`num_warps`).
         `enable_fp_fusion` has to be among them, because its default differs between versions of Triton.
@@ -63,37 +63,28 @@ class PallasProgram(Program, Protocol):
     """A Pallas kernel, or any function of JAX that has one in it."""
 
     def lower(self, devices: Sequence[Any], configuration: Mapping[str, Any]) -> Any:
-        """What `jax.jit(...).lower(...)` gives for arguments placed on these devices of a topology.
+        """Return what `jax.jit(...).lower(...)` gives for arguments placed on these devices of a topology.
 
-        Args:
-            devices: of the chip; `jax.sharding.SingleDeviceSharding(devices[0])` places an argument.
-            configuration: one of `configurations(chip)`.
+        `jax.sharding.SingleDeviceSharding(devices[0])` places one.
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a program is found again, in another process too: the attribute `Kernel.aot` and the place in it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One thing to compile, found again in another process too: by the attribute `Kernel.aot` and the place in it."""
 
     target: str
     index: int
+    chip: Chip
+    configuration: str
 
     def program(self) -> TritonProgram | PallasProgram:
         """Import it."""
         return programs_of(self.target)[self.index]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One thing to compile."""
-
-    source: Source
-    chip: Chip
-    configuration: str
-
     def settings(self) -> dict[str, Any]:
-        """The values of the configuration."""
-        return dict(configurations_of(self.source.program(), self.chip)[self.configuration])
+        """Return the values of the configuration."""
+        return dict(configurations_of(self.program(), self.chip)[self.configuration])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +99,7 @@ class Task:
 
 
 def programs_of(target: str) -> tuple[TritonProgram | PallasProgram, ...]:
-    """Import what `Kernel.aot` names.
-
-    Raises:
-        InputError: it is no program, or two have one name.
-    """
+    """Import what `Kernel.aot` names; raise `InputError` if it is no program, or two have one name."""
     value = load(target)
     programs = tuple(value) if isinstance(value, list | tuple) else (value,)
     for program in programs:
@@ -126,11 +113,7 @@ def programs_of(target: str) -> tuple[TritonProgram | PallasProgram, ...]:
 
 
 def configurations_of(program: TritonProgram | PallasProgram, chip: Chip) -> Mapping[str, Mapping[str, Any]]:
-    """All that a program is compiled with for a chip: the one place to which more can be added.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return all that a program is compiled with for a chip; raise `InputError` if there is nothing."""
     found = program.configurations(chip.name)
     if not found:
         raise InputError(f"it has no configuration for {chip.name}; expected one, or a contract 'not offered: reason'")
@@ -138,12 +121,7 @@ def configurations_of(program: TritonProgram | PallasProgram, chip: Chip) -> Map
 
 
 def declared(backends: Mapping[str, Backend], chips: frozenset[str] | None) -> Iterator[Task | Row]:
-    """Everything that is to be compiled, and a row for each declaration that is wrong.
-
-    Args:
-        backends: whose kernels are looked at.
-        chips: no others; None for all that a backend claims.
-    """
+    """Yield everything to compile for chips (None: all that a backend claims), and a row for each wrong declaration."""
     for name, backend in backends.items():
         try:
             kernels = list(backend.kernels())
@@ -157,7 +135,7 @@ def declared(backends: Mapping[str, Backend], chips: frozenset[str] | None) -> I
 
 
 def without_aot(backends: Mapping[str, Backend]) -> list[str]:
-    """Kernels that name nothing to compile."""
+    """Return the kernels that name nothing to compile."""
     return [kernel.forward for backend in backends.values() for kernel in backend.kernels() if kernel.aot is None]
 
 
@@ -197,12 +175,12 @@ def _tasks_of(
                     yield wrong(_sentence(error), program=program.name, chip=name, contract=text)
                     continue
                 for configuration in names:
-                    job = Job(source=Source(aot, index), chip=chip, configuration=configuration)
+                    job = Job(target=aot, index=index, chip=chip, configuration=configuration)
                     yield Task(backend=backend, kernel=kernel, job=job, program=program.name, contract=contract)
 
 
 def why_not_compiled(error: Exception) -> str:
-    """A sentence for a declaration or an installation that is at fault."""
+    """Return a sentence for a declaration or an installation that is at fault."""
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in _COMPILERS:
         return f"not compiled: {missing} is not installed; pip install 'kpt-conformance[{_COMPILERS[missing]}]'"

@@ -2,18 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
+from typing import Any
 
 import kpt_core
 from kpt_core import InputError, UnknownNameError
 
-from .chips import Chip, chip_named
+from .chips import chip_named
 from .compiling import compile_all
-from .contract import Contract
 from .declared import Job, PallasProgram, Task, TritonProgram, declared, why_not_compiled
-from .reading import Reading
-from .row import Row
+from .readings import Code, Reading, Row
 from .triton_compiler import split
 
 
@@ -23,7 +22,6 @@ def run(
     chips: Iterable[str] | None = None,
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    choose: Callable[[list[Task | Row]], list[Task | Row]] | None = None,
 ) -> list[Row]:
     """Compile what the installed backends declare, and check every contract.
 
@@ -32,13 +30,9 @@ def run(
         chips: names of chips; None for all that a backend claims.
         processes: how many compile at the same time; None for one for each CPU.
         progress: called with the numbers of jobs that are done and that are to be done.
-        choose: gives the part of what is declared that is looked at; None looks at all.
 
     Returns:
         A row for each program, chip and configuration, and one for each declaration that is wrong.
-
-    Raises:
-        UnknownNameError: there is no such backend or chip.
     """
     installed = kpt_core.backends()
     names = list(installed) if backends is None else list(backends)
@@ -47,8 +41,7 @@ def run(
             raise UnknownNameError("backend", name, installed)
     only = None if chips is None else frozenset(chip_named(name).name for name in chips)
     found = list(declared({name: installed[name] for name in names}, only))
-    asked = found if choose is None else choose(found)
-    entries = [(entry, entry if isinstance(entry, Row) else _declared_row(entry)) for entry in asked]
+    entries = [(entry, entry if isinstance(entry, Row) else _declared_row(entry)) for entry in found]
     jobs = {entry.job: None for entry, row in entries if isinstance(entry, Task) and not row.detail}
     results: dict[Job, Reading | str] = {}
     for job, result in compile_all(jobs, min(processes or len(os.sched_getaffinity(0)), len(jobs))) if jobs else ():
@@ -63,20 +56,22 @@ def run(
 
 def _declared_row(task: Task) -> Row:
     """Return the row of a task before it is compiled; with a detail if it can't be."""
-    row = Row(
-        backend=task.backend,
-        op=task.kernel.op,
-        kernel=task.kernel.forward,
-        program=task.program,
-        chip=task.job.chip.name,
-        configuration=task.job.configuration,
-        contract=task.contract.text,
-        status="error",
-    )
+    names: dict[str, Any] = {
+        "backend": task.backend,
+        "op": task.kernel.op,
+        "kernel": task.kernel.forward,
+        "program": task.program,
+    }
+    job: dict[str, Any] = {
+        "chip": task.job.chip.name,
+        "configuration": task.job.configuration,
+        "contract": task.contract.text,
+    }
+    row = Row(**names, **job, status="error")
     if task.contract.not_offered is not None:
         return replace(row, status="not offered", detail=task.contract.not_offered)
     try:
-        program = task.job.source.program()
+        program = task.job.program()
         row = replace(row, versions=_versions(program))
         settings = task.job.settings()
         if isinstance(program, TritonProgram):
@@ -96,30 +91,18 @@ def _versions(program: TritonProgram | PallasProgram) -> dict[str, str]:
 
 
 def _judged(row: Row, task: Task, result: Reading | str) -> Row:
-    """The row with what was read, and whether the contract holds."""
+    """Return the row with what was read, and whether the contract holds."""
     if isinstance(result, str):
         return replace(row, status="error", detail=result)
-    row = replace(
-        row,
-        registers=result.registers,
-        spills=result.spills,
-        stack=result.stack,
-        shared_memory=result.shared_memory,
-        occupancy=result.occupancy,
-        instructions=result.instructions,
-        notes=result.notes,
-    )
-    return _verdict(row, task.contract, task.job.chip, result)
-
-
-def _verdict(row: Row, contract: Contract, chip: Chip, reading: Reading) -> Row:
-    refusal = reading.failure or reading.launch_refusal(chip)
+    row = replace(row, **{each.name: getattr(result, each.name) for each in fields(Code)})
+    contract, chip = task.contract, task.job.chip
+    refusal = result.failure or result.launch_refusal(chip)
     if contract.unsupported is not None:
         if refusal is not None:
             return replace(row, status="unsupported", detail=f"{contract.unsupported} ({refusal})")
         stale = f"the contract says that {chip.name} can't have it, but it compiles; say what its code must be instead"
         return replace(row, status="broken", detail=stale)
-    if reading.failure is not None:
-        return replace(row, status="error", detail=reading.failure)
-    breaches = [*([refusal] if refusal else []), *contract.breaches(reading)]
+    if result.failure is not None:
+        return replace(row, status="error", detail=result.failure)
+    breaches = [*([refusal] if refusal else []), *contract.breaches(result)]
     return replace(row, status="broken" if breaches else "ok", detail="; ".join(breaches))

@@ -18,8 +18,7 @@ from typing import Any
 
 from .chips import Chip
 from .declared import PallasProgram
-from .instructions import find_instructions
-from .reading import Reading
+from .readings import Reading, find_instructions
 
 _CALL = re.compile(r"%?([\w.-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"[^\n]*")
 _VMEM = re.compile(r"\"used_scoped_memory_configs\":\[\{\"memory_space\":\"1\",\"offset\":\"\d+\",\"size\":\"(\d+)\"")
@@ -45,18 +44,7 @@ def prepare(dump: Path) -> None:
 
 
 def compile_pallas(program: PallasProgram, chip: Chip, configuration: Mapping[str, Any], dump: Path) -> Reading:
-    """Compile and read.
-
-    Args:
-        program: what to compile.
-        chip: for which chip.
-        configuration: handed to the program.
-        dump: the folder given to `prepare`; it is emptied.
-
-    Raises:
-        RuntimeError: libtpu wrote no bundles.
-        Exception: whatever the compiler raises when it refuses.
-    """
+    """Compile and read; `dump`, the folder given to `prepare`, is emptied."""
     from jax.experimental import topologies
 
     if find_spec("libtpu") is None:  # JAX would say only that it doesn't know the platform

@@ -7,11 +7,10 @@ from typing import Any
 
 from kpt_core import InputError, UnknownNameError
 
-from .amd import read_amd
 from .chips import Chip
 from .declared import TritonProgram
-from .nvidia import read_nvidia
-from .reading import Reading
+from .gpus import read_amd, read_nvidia
+from .readings import Reading
 
 _HINTS = ("1", "16")
 
@@ -19,18 +18,7 @@ _HINTS = ("1", "16")
 def compile_triton(
     program: TritonProgram, chip: Chip, configuration: Mapping[str, Any], output: Callable[[], str]
 ) -> Reading:
-    """Compile and read.
-
-    Args:
-        program: what to compile.
-        chip: for which chip.
-        configuration: constexprs and options.
-        output: what the process wrote so far, for the report of ptxas.
-
-    Raises:
-        InputError: program and configuration do not fit each other.
-        Exception: whatever Triton raises when it refuses.
-    """
+    """Compile and read; `output` gives what the process wrote so far, with the report of ptxas."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

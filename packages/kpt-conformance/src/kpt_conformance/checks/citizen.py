@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -57,11 +56,8 @@ def _process(device: torch.device) -> dict[str, Any]:
         "the precision of float32 products": torch.get_float32_matmul_precision(),
         "the number of threads": torch.get_num_threads(),
         "filters of warnings": list(warnings.filters),
-        "backends of torch": (
-            torch.backends.mkldnn.enabled,
-            torch.backends.cudnn.enabled,
-            torch.backends.cudnn.benchmark,
-        ),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark),
         "the search for anomalies": torch.is_anomaly_enabled(),
         "the environment": dict(os.environ),
         "the working directory": os.getcwd(),
@@ -100,7 +96,7 @@ def process_state(trial: Trial) -> None:
     arguments = trial.arguments()
     with _unusual(trial.subject.device):
         before, running = _process(trial.subject.device), [threading.active_count()]
-        plain = replace(trial, table=replace(trial.table, gradients=()))
+        plain = trial.forward_only()
         for call in (trial.run, plain.run, lambda given: _called(plain, given)):
             with redirect_stdout(StringIO()) as printed:
                 call(arguments)
@@ -110,9 +106,8 @@ def process_state(trial: Trial) -> None:
             assert not changed, f"the call changed {' and '.join(changed)}"
             running.append(threading.active_count())
         # A pool may be started by one call, and others' threads end and begin: but not with every call.
-        assert any(later <= earlier for earlier, later in itertools.pairwise(running)), (
-            "every call leaves a thread behind"
-        )
+        steady = any(later <= earlier for earlier, later in itertools.pairwise(running))
+        assert steady, "every call leaves a thread behind"
         # As in layers that are built in their model's dtype.
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_conformance.trial import Subject, Trial
+from kpt_conformance.subject import Subject
+from kpt_conformance.trial import Trial
 from kpt_core import Refusal
 from kpt_core.contract import load
 from kpt_optimize.cases import CaseTable, WrongInput
@@ -34,9 +35,8 @@ def declaration(subject: Subject, table: CaseTable) -> None:
         refusal = refusals[f"{case.name}, {dtype}"] = Trial(subject, table, case, dtype).refusal(arguments)
         reason = subject.unsupported(arguments)
         sentence = isinstance(reason, str | Refusal) and len(str(reason)) > 10 and " " in str(reason)
-        assert reason is None or sentence, (
-            f"unsupported must give None, a Refusal or a sentence; it gave {reason!r} for {case.name}, {dtype}"
-        )
+        told = f"unsupported must give None, a Refusal or a sentence; it gave {reason!r} for {case.name}, {dtype}"
+        assert reason is None or sentence, told
         taken[dtype] = taken.get(dtype, False) or refusal is None
         if refusal is None and (subject.kernel is None or subject.kernel.unsupported is None):
             break

@@ -11,7 +11,7 @@ from torch import Tensor
 import kpt_core
 from kpt_conformance.comparison import assert_right, outputs_of
 from kpt_conformance.extent import over
-from kpt_conformance.tensors import cotangent_like, tensors_of, with_tensors
+from kpt_conformance.tensors import cotangent_like, noted_in, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 from kpt_core import Kernel
 from kpt_core.contract import TORCH, load
@@ -55,12 +55,7 @@ def saved_tensors(trial: Trial) -> None:
         pytest.skip("autograd decides what is kept")
     arguments = trial.leaves(trial.arguments())
     kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with trial.subject.chosen(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with trial.subject.chosen(), torch.autograd.graph.saved_tensors_hooks(noted_in(kept), lambda tensor: tensor):
         results = outputs_of(trial.subject.call(arguments))
     read = {name: tensor for name, tensor in tensors_of(arguments).items() if name not in op.unread}
     allowed = read | (results if op.saves == "results" else {})

@@ -41,7 +41,7 @@ def changed_in_place(trial: Trial) -> None:
     known = [(what, step) for what, step in steps if trial.table.specified is None or trial.table.specified(step)]
     truths = [(what, step, *trial.truth(step)) for what, step in known if trial.refusal(step) is None]
     for gradients in {False, trial.differentiable}:
-        plain = trial if gradients else replace(trial, table=replace(trial.table, gradients=()))
+        plain = trial if gradients else trial.forward_only()
         leaves = plain.leaves(with_tensors(given, lambda name, tensor: fresh(tensor)))
         for place, (what, step, baseline, oracle) in enumerate(truths):
             for _ in range(2 if place == 0 else 1):  # what is kept may be kept from the second call on
@@ -117,8 +117,5 @@ def _others(trial: Trial, arguments: Arguments) -> Iterator[tuple[str, Trial, Ar
         yield str(dtype), replace(trial, dtype=dtype), made(trial.case, dtype)
     largest = max((case for case in trial.table.cases if not (case.large or case.model)), key=elements)
     yield f"{largest.name} ({elements(largest)} elements)", replace(trial, case=largest), made(largest, trial.dtype)
-    yield "transposed arguments", trial, with_tensors(arguments, lambda name, tensor: _turned(tensor))
-
-
-def _turned(tensor: Tensor) -> Tensor:
-    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+    turned = with_tensors(arguments, lambda name, t: t.mT.contiguous().mT if t.dim() > 1 else t)
+    yield "transposed arguments", trial, turned

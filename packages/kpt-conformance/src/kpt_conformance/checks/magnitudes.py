@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpt_conformance.comparison import Outcome, assert_right
+from kpt_conformance.comparison import assert_right
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import scalable, tensors_of, with_one, with_tensors
 from kpt_conformance.trial import Trial
@@ -42,7 +42,7 @@ def magnitudes(trial: Trial) -> None:
             if what == _SATURATING and trial.dtype is torch.float64:
                 continue  # what is left of `1 - p` is judged by the reference's own error, which there is none of
             _require_magnitude(trial, _scaled(arguments, scaled, factor), f"with {', '.join(scaled)} {what}")
-    forward = replace(trial, table=replace(trial.table, gradients=()))
+    forward = trial.forward_only()
     for name, infinity in zip(_infinite(arguments), itertools.cycle((-float("inf"), float("inf"))), strict=False):
         flat = tensors_of(arguments)[name].flatten().clone()
         flat[-1] = infinity
@@ -72,7 +72,10 @@ def _require_magnitude(trial: Trial, arguments: Arguments, what: str) -> None:
     if not trial.takes(arguments):
         return
     baseline, oracle = trial.truth(arguments)
-    if any(bool((base.double().isinf() & want.double().isfinite()).any()) for base, want in _pairs(baseline, oracle)):
+    floating = [
+        (tensor, oracle.named()[name]) for name, tensor in baseline.named().items() if tensor.is_floating_point()
+    ]
+    if any(bool((base.double().isinf() & want.double().isfinite()).any()) for base, want in floating):
         return  # other sums may overflow elsewhere
     got = trial.run(arguments)
     disputed = {name: out for name, out in got.outputs.items() if not oracle.is_exact(name)}
@@ -94,11 +97,6 @@ def _require_magnitude(trial: Trial, arguments: Arguments, what: str) -> None:
         apart = {name: (zeroed[name].double() - t.double()).abs() for name, t in named.items() if t.is_floating_point()}
         floor = {name: each.nan_to_num(0, 0, 0) + info.tiny for name, each in apart.items()}
         assert_right(got, baseline, oracle, what, floor)
-
-
-def _pairs(baseline: Outcome, oracle: Outcome) -> list[tuple[Tensor, Tensor]]:
-    want = oracle.named()
-    return [(tensor, want[name]) for name, tensor in baseline.named().items() if tensor.is_floating_point()]
 
 
 def _undefined(out: Tensor, want: Tensor) -> Tensor:

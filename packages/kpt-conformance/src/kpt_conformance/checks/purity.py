@@ -5,7 +5,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -75,10 +74,11 @@ def no_aliasing(trial: Trial) -> None:
         unwanted = outputs_of(trial.subject.call(arguments))
     for results in (made, unwanted):
         _require_apart(results, {**results, **tensors_of(arguments)})
+    found = {f"the gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None}
     _require_apart(
-        {f"the gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None},
+        found,
         {
-            **{f"the gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None},
+            **found,
             **{f"the result {name}": out for name, out in made.items()},
             **tensors_of(arguments),
             **{f"cotangent {place}": pull for place, pull in enumerate(pulls)},
@@ -129,9 +129,8 @@ def repeatable(trial: Trial) -> None:
     arguments = trial.arguments()
     first = trial.run(arguments).named()
     for _ in range(4):
-        assert_same_bits(
-            first, trial.run(arguments).named(), "repeated runs differ, though it claims to be deterministic"
-        )
+        again = trial.run(arguments).named()
+        assert_same_bits(first, again, "repeated runs differ, though it claims to be deterministic")
 
 
 @over(dtypes=True)
@@ -140,7 +139,7 @@ def called_twice(trial: Trial) -> None:
     if not trial.subject.op.mutates:
         pytest.skip("the op mutates nothing")
     arguments = trial.arguments()
-    plain = replace(trial, table=replace(trial.table, gradients=()))
+    plain = trial.forward_only()
     truth = plain.truth(arguments, calls=2)
     assert_right(plain.run(arguments, calls=2), *truth, "the second of two calls on the same tensors")
 
@@ -169,9 +168,8 @@ def double_use(trial: Trial) -> None:
         kept_second = {name: grad.clone() for name, grad in of_second.items()}
         for _ in range(_RING):
             trial.outputs(second_leaves)
-        assert_same_bits(
-            kept, {n: o.detach() for n, o in first.items()}, "a second call changed the first one's result"
-        )
+        detached = {name: out.detach() for name, out in first.items()}
+        assert_same_bits(kept, detached, "a second call changed the first one's result")
         once = trial.gradients(leaves, first, retain_graph=True)
         kept_once = {name: grad.clone() for name, grad in once.items() if grad is not None}
         twice = trial.gradients(leaves, first)

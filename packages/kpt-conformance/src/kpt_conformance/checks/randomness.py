@@ -50,9 +50,8 @@ def replayed(trial: Trial) -> None:
             expected = _differ(trial, arguments, name, step)
         if expected:  # else nothing is drawn with such a rate, or too little
             with trial.subject.chosen():
-                assert _differ(trial, arguments, name, step), (
-                    f"another {name}, larger by {step}, gives the same numbers"
-                )
+                told = f"another {name}, larger by {step}, gives the same numbers"
+                assert _differ(trial, arguments, name, step), told
 
 
 def _differ(trial: Trial, arguments: Arguments, name: str, step: int) -> bool:

@@ -1,10 +1,15 @@
 """What a result is, before its values: device, dtype and shape, on the device, on meta and on fake tensors."""
 
+from dataclasses import replace
+from functools import partial
+
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kpt_core
+from kpt_conformance import fake_device
 from kpt_conformance.extent import over
 from kpt_conformance.tensors import tensors_of, with_tensors
 from kpt_conformance.trial import Trial
@@ -32,15 +37,9 @@ def result_type(trial: Trial) -> None:
         assert out.device == trial.subject.device, f"{name} is on {out.device}; expected {trial.subject.device}"
     for name, gradient in got.gradients.items():
         if gradient is not None:
-            argument = tensors_of(arguments)[name]
-            assert (gradient.shape, gradient.dtype, gradient.device) == (
-                argument.shape,
-                argument.dtype,
-                argument.device,
-            ), (
-                f"gradient of {name} is {gradient.dtype} {list(gradient.shape)} on {gradient.device}; "
-                f"the argument is {argument.dtype} {list(argument.shape)} on {argument.device}"
-            )
+            both = gradient, tensors_of(arguments)[name]
+            is_, expected = (f"{each.dtype} {list(each.shape)} on {each.device}" for each in both)
+            assert is_ == expected, f"gradient of {name} is {is_}; the argument is {expected}"
 
 
 @over(drawn="first", dtypes=True)
@@ -72,3 +71,22 @@ def meta_result(trial: Trial) -> None:
         outputs = trial.outputs(with_tensors(arguments, lambda name, tensor: tensor.to("meta")))
     assert _described(outputs) == expected
     assert all(out.device.type == "meta" for out in outputs.values())
+
+
+@over(kernels=False)
+def fake_device_result(trial: Trial) -> None:
+    """On a device that refuses to mix with CPU tensors, a reference and its gradients give what the CPU gives."""
+    if trial.subject.device.type != "cpu":
+        pytest.skip("the fake device computes on the CPU, and is held to that")
+    fake = fake_device.enable()
+    there = replace(trial, subject=replace(trial.subject, device=fake))
+    want, got = trial.run(trial.arguments()), there.run(there.arguments())
+    for kind, wanted, found in (("", want.outputs, got.outputs), ("gradient of ", want.gradients, got.gradients)):
+        for name, value in wanted.items():
+            other = found[name]
+            assert (value is None) == (other is None), f"{kind}{name}: {value} on the CPU, {other} on {fake}"
+            if value is not None and other is not None:
+                assert other.device == fake, f"{kind}{name} lies on {other.device}, not on {fake}"
+                torch.testing.assert_close(
+                    other.cpu(), value, equal_nan=True, msg=partial("{}{}: {}".format, kind, name)
+                )

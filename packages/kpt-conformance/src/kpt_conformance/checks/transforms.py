@@ -47,13 +47,11 @@ def custom_ops(trial: Trial) -> None:
     for operator, (args, kwargs) in seen.calls.items():
         plain = tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs))
         # torch can't compare 8-bit numbers as test_schema does; `inputs_unchanged` and `no_aliasing` do so instead.
-        narrow = any(
-            t.is_floating_point() and t.dtype.itemsize == 1 for t in tree_leaves(plain) if isinstance(t, Tensor)
-        )
+        tensors = [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor)]
+        narrow = any(tensor.is_floating_point() and tensor.dtype.itemsize == 1 for tensor in tensors)
         with trial.subject.chosen():
-            torch.library.opcheck(
-                operator, *plain, test_utils=("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
-            )
+            tests = ("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
+            torch.library.opcheck(operator, *plain, test_utils=tests)
 
 
 def _compiled(
@@ -119,9 +117,7 @@ def traced(trial: Trial) -> None:
         return forward(call)[0] if saves else forward(call)
 
     # Autograd goes through what was compiled only where the kernel says so.
-    _require_one_graph(
-        trial if kernel.differentiable else replace(trial, table=replace(trial.table, gradients=())), function, others=1
-    )
+    _require_one_graph(trial if kernel.differentiable else trial.forward_only(), function, others=1)
 
 
 def _require_one_graph(trial: Trial, function: Callable[..., Any], told: bool = True, others: int = 4) -> None:
@@ -133,10 +129,8 @@ def _require_one_graph(trial: Trial, function: Callable[..., Any], told: bool = 
         told: the compiler is told which sizes vary, else it finds out from the second call, which costs a graph.
         others: how many other numbers of rows there are, the largest.
     """
-    made = [
-        (each, trial.table.arguments(each.case, dtype=trial.dtype, device=trial.subject.device))
-        for each in _other_rows(trial)[-others:]
-    ]
+    place: dict[str, Any] = {"dtype": trial.dtype, "device": trial.subject.device}
+    made = [(each, trial.table.arguments(each.case, **place)) for each in _other_rows(trial)[-others:]]
     cases = [trial.arguments(), *(arguments for other, arguments in made if other.refusal(arguments) is None)]
     if len(cases) < 2:
         pytest.skip("no size of the case says how many rows there are, or there is one at most")

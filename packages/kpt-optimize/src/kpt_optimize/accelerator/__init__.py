@@ -2,7 +2,8 @@
 
 from .backend import AcceleratorBackend, PreparedModel
 from .config import AppliedSettings, Device, DeviceConfig, apply_settings
-from .devices import DeviceInfo, DeviceManager, LiveState, MemoryStatistics, Peaks, live_state
+from .devices import DeviceInfo, LiveState, MemoryStatistics, Peaks, live_state
+from .manager import DeviceManager
 
 __all__ = [
     "AcceleratorBackend",

@@ -1,18 +1,11 @@
 """What an accelerator is and does at the moment: facts that torch tells, whatever the vendor."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kpt_core.contract import Capability
-
-from .config import Device
-
-if TYPE_CHECKING:
-    from .backend import AcceleratorBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,50 +174,3 @@ def live_state(device: torch.device) -> LiveState | str:
         memory_used=ask("device_memory_used"),
     )
     return refusals[0] if len(refusals) == 6 else found
-
-
-class DeviceManager:
-    """The devices of a backend that torch sees, whether or not there are any; a vendor's manager knows its backend.
-
-    Example:
-        >>> with manager.on(manager.roomiest()):
-        ...     x = torch.empty(1024, device="cuda")
-    """
-
-    def __init__(self, backend: "AcceleratorBackend") -> None:
-        self._backend = backend
-
-    @property
-    def unavailable(self) -> str | None:
-        """Why KPT's kernels run on no device here; None if they do."""
-        return self._backend.unavailable()
-
-    @property
-    def devices(self) -> tuple[DeviceInfo, ...]:
-        """Every device that torch sees, unsupported ones too; empty without any."""
-        if self._backend.why_no_device() is not None:
-            return ()
-        count = torch.get_device_module(self._backend.device_types[0]).device_count()
-        return tuple(map(self._backend.device_info, range(count)))
-
-    def roomiest(self) -> torch.device | None:
-        """Return the supported device with the most free memory; None if there is none (`unavailable` says why)."""
-        kind = self._backend.device_types[0]
-        supported = [info for info in self.devices if info.unsupported is None]
-        best = max(supported, key=lambda info: _free_memory(kind, info), default=None)
-        return None if best is None else torch.device(kind, best.index)
-
-    @contextmanager
-    def on(self, device: Device) -> Iterator[torch.device]:
-        """Have a device be the current one inside the block."""
-        found = self._backend.device(device)
-        with torch.get_device_module(found).device(found.index):
-            yield found
-
-
-def _free_memory(kind: str, info: DeviceInfo) -> int:
-    """Bytes. The driver is asked first: torch makes a context of hundreds of megabytes on each device that it asks."""
-    divided = " MIG " in info.name  # the driver counts the whole GPU then
-    if not divided and info.memory is not None and info.live is not None and info.live.memory_used is not None:
-        return info.memory - info.live.memory_used
-    return int(torch.get_device_module(kind).mem_get_info(info.index)[0])

@@ -13,10 +13,10 @@ from .decode import decode
 from .experts_backward import multiply_and_differentiate
 from .experts_forward import Gating, multiply_and_activate
 from .grouped_mm import multiply
-from .grouped_mm_wgrad import gradient_of
 from .launching import inner_contiguous, on_its_device, scales_of
 from .sorting import position_of, sort_pairs
 from .tiles import product_of, tile_for
+from .transposed import gradient_of
 
 #: Up to so many tokens are computed pair by pair, unless several of them are likely to share an expert.
 _FEW_TOKENS = 8

@@ -11,7 +11,6 @@ from torch import Tensor
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
-from .grouped_mm_wgrad import gradient_of
 from .launching import (
     check_scales,
     inner_contiguous,
@@ -26,6 +25,7 @@ from .launching import (
 )
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 from .tiles import product_of, tile_for
+from .transposed import gradient_of
 
 
 @triton.jit(do_not_specialize=["rows"])

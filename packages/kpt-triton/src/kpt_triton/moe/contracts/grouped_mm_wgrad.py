@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kpt_triton.aot import Program
-from kpt_triton.moe.grouped_mm_wgrad import wgrad_kernel
+from kpt_triton.moe.transposed import wgrad_kernel
 from kpt_triton.tile import Tile
 
 from .common import (
