@@ -30,7 +30,7 @@ TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
 #: What so many commits changed is held to more trials by each run of the suite.
-LAST_COMMITS = 10
+LAST_COMMITS = 5
 DIST = Path("dist")
 REPORTS = Path("reports")
 BIN = Path(".nox/workspace/bin").absolute()
@@ -218,7 +218,7 @@ def prove(
         env: variables.
         some: for `-k`: what is tried without `--whole`.
         values: compare values of every case; else of a few, as by the other checks.
-        trials: of every other check and kernel. Where the last commits changed a kernel's module, 20 of each.
+        trials: of every other check and kernel. Where the last commits changed a kernel's module, 12 of each.
     """
     if not asked.for_part("suite"):
         return
@@ -235,7 +235,7 @@ def prove(
     # A kernel's tests are named for the module that it lies in.
     modules = [".".join(file.with_suffix("").parts[3:]) for file in changed_files() if file.name != "__init__.py"]
     if modules:
-        more = ("--kpt-quick-trials=20", f"--kpt-report={reports}-changed.json")
+        more = ("--kpt-quick-trials=12", f"--kpt-report={reports}-changed.json")
         suite(session, backend, *options, *quick, *more, "-k", f"({' or '.join(modules)}) and {some}", env=env)
 
 

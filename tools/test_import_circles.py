@@ -63,9 +63,9 @@ def import_graph(root: Path) -> dict[str, list[str]]:
         for node in _from_imports(module):
             for alias in node.names:
                 yield resolve(_origin(module, node), alias.name)
-        for node in ast.walk(ast.parse(files[module].read_text())):
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names if alias.name in files)
+        for whole in ast.walk(ast.parse(files[module].read_text())):
+            if isinstance(whole, ast.Import):
+                yield from (alias.name for alias in whole.names if alias.name in files)
 
     return {module: sorted(set(imported(module)) - {module}) for module in files}
 
