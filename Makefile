@@ -5,7 +5,7 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia amd aot bench check clean
+.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia amd xpu aot bench check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ nvidia: $(NOX) ## prove of the NVIDIA kernels what this machine can
 
 amd: $(NOX) ## compile the kernels for AMD GPUs and check what they must be
 	$(NOX) -s amd $(PASS)
+
+xpu: $(NOX) ## compile the kernels for Intel GPUs and check what they must be
+	$(NOX) -s xpu $(PASS)
 
 aot: $(NOX) ## test the kit that compiles for chips that aren't here
 	$(NOX) -s aot $(PASS)

@@ -247,7 +247,7 @@ def changed_files(*packages: str) -> list[Path]:
     return [Path(line) for line in told.splitlines() if line.endswith(".py")]
 
 
-def rows(session: nox.Session, asked: Asked, gate: str, *packages: str) -> None:
+def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: Path | None = None) -> None:
     """Compile a target's kernels for the chips that it claims, and check what each must be.
 
     Args:
@@ -255,10 +255,12 @@ def rows(session: nox.Session, asked: Asked, gate: str, *packages: str) -> None:
         asked: with `whole` every configuration.
         gate: the chip for which the default configurations are compiled.
         *packages: where the last commits changed one of them, the defaults are compiled for every chip.
+        triton: the folder of a Triton to take in the place of the workspace's.
     """
     if asked.for_part("rows"):
         options: list[str | Path] = ["--backend", session.name, "--report", asked.report / "compiled.json"]
         env = {} if asked.whole else {"KPT_AOT_TILES": "usual"}
+        env |= {} if triton is None else {"PYTHONPATH": str(triton.absolute())}
         if not asked.whole and not (packages and changed_files(*packages)):
             options += ["--chip", gate]
         run(session, "python", "-m", "kpt_conformance.aot", *options, env=env)
@@ -303,7 +305,7 @@ def cpu(session: nox.Session) -> None:
             report = asked.report.absolute() / f"{name}.json"
             few = ("--kpt-quick", "--kpt-quick-seconds=0", "-k", "values", f"--kpt-report={report}")
             suite(session, "cpu", *few, env=env)
-    examples(session, asked, others=["nvidia", "amd"])
+    examples(session, asked, others=["nvidia", "amd", "xpu"])
     machine(session, asked)
 
 
@@ -338,6 +340,22 @@ def amd(session: nox.Session) -> None:
     examples(session, asked)
 
 
+@in_workspace
+def xpu(session: nox.Session) -> None:
+    """Compile the Triton kernels for Intel's GPUs to SPIR-V, and check what each must be.
+
+    Their numbers are shown by `nvidia`: in the interpreter the kernels are the same. Chips other than `pvc` are
+    compiled with `--whole` alone. Intel's Triton lies by itself: it would take the place of the other.
+    """
+    asked = Asked(session)
+    folder = Path(".nox/xpu")
+    if not folder.exists():
+        pinned = Path("constraints/xpu.txt").read_text().splitlines()[-1]
+        run(session, "python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, pinned)
+    rows(session, asked, "pvc", triton=folder)
+    examples(session, asked)
+
+
 def on_gpu(session: nox.Session, asked: Asked) -> None:
     """Build the wheels and prove with them what only a GPU can prove (docs/gpu.md)."""
     folder = Path(".nox/nvidia").absolute()  # by itself: in the workspace is the Triton of constraints/aot.txt
@@ -369,7 +387,7 @@ def full(session: nox.Session) -> None:
     """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
     for name in ("lint", "imports", "types", "docs", "aot", "wheels", "demo", "bench"):
         session.notify(name)
-    for name in ("tests", "conformance", "cpu", "nvidia", "amd"):
+    for name in ("tests", "conformance", "cpu", "nvidia", "amd", "xpu"):
         session.notify(name, ["--whole"])
 
 

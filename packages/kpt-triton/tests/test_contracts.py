@@ -3,6 +3,7 @@
 import pytest
 
 from kpt_triton.aot import Program
+from kpt_triton.intel import CHIPS as INTEL
 from kpt_triton.moe.contracts import experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm
 from kpt_triton.moe.decode import decode_down_kernel, decode_up_kernel
 from kpt_triton.moe.experts_backward import slope_kernel
@@ -11,7 +12,7 @@ from kpt_triton.moe.grouped_mm import grouped_mm_kernel
 from kpt_triton.moe.tiles import PRODUCTS, candidate_tiles, default_tile
 from kpt_triton.moe.transposed import wgrad_kernel
 
-CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", *INTEL)
 MODULES = {module.__name__: module.AOT for module in (experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm)}
 PROGRAMS = [program for programs in MODULES.values() for program in programs]
 #: Products that a kernel is launched for.

@@ -14,7 +14,7 @@ from kpt_core import registry
 def test_chips_of_the_design_are_known():
     nvidia = {"sm80", "sm86", "sm89", "sm90", "sm100", "sm120"}
     amd = {"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"}
-    assert CHIPS.keys() == nvidia | amd | {"v4", "v5e", "v5p", "v6e", "tpu7x"}
+    assert CHIPS.keys() == nvidia | amd | {"pvc", "bmg_g21"} | {"v4", "v5e", "v5p", "v6e", "tpu7x"}
     assert {chip.name for chip in CHIPS.values() if chip.warp == 64} == {"gfx90a", "gfx942", "gfx950"}
 
 

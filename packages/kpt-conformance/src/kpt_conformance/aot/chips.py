@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from kpt_core import UnknownNameError
 
-Vendor = Literal["nvidia", "amd", "tpu"]
+Vendor = Literal["nvidia", "amd", "intel", "tpu"]
 KIB = 1024
 
 
@@ -14,7 +14,8 @@ class Chip:
     """One target.
 
     NVIDIA's numbers are those of the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability"),
-    AMD's those of LLVM's AMDGPU backend (`getLocalMemorySize`, `getMaxWavesPerEU`). On a TPU the compiler itself
+    AMD's those of LLVM's AMDGPU backend (`getLocalMemorySize`, `getMaxWavesPerEU`), Intel's those of the oneAPI GPU
+    optimisation guide. On a TPU the compiler itself
     refuses what does not fit, so no limit is needed here.
 
     Attributes:
@@ -47,7 +48,7 @@ class Chip:
     @property
     def memory_word(self) -> str:
         """Return what a contract calls the memory that a kernel manages itself."""
-        return {"nvidia": "smem", "amd": "lds", "tpu": "vmem"}[self.vendor]
+        return {"nvidia": "smem", "amd": "lds", "intel": "slm", "tpu": "vmem"}[self.vendor]
 
 
 def _gpu(vendor: Vendor, name: str, example: str, *, warp: int, block: int, unit: int, **more: Any) -> Chip:
@@ -64,6 +65,10 @@ def _nvidia(capability: int, example: str, block: int, unit: int, warps: int, bl
 def _amd(name: str, example: str, wave: int, block: int, unit: int, waves: int) -> Chip:
     more = {"target": name, "unit_warps": waves, "unit_blocks": waves}
     return _gpu("amd", name, example, warp=wave, block=block, unit=unit, **more)
+
+
+def _intel(name: str, example: str, block: int, unit: int) -> Chip:
+    return _gpu("intel", name, example, warp=16, block=block, unit=unit, target=name)  # a DPAS is of 16 threads
 
 
 def _tpu(name: str, example: str, topology: str) -> Chip:
@@ -85,6 +90,8 @@ CHIPS = {
         _amd("gfx950", "MI355X", wave=64, block=160, unit=160, waves=32),
         _amd("gfx1100", "RX 7900 XTX", wave=32, block=64, unit=128, waves=64),
         _amd("gfx1201", "RX 9070 XT", wave=32, block=64, unit=128, waves=64),
+        _intel("pvc", "Max 1550", block=128, unit=512),
+        _intel("bmg_g21", "Arc B580", block=128, unit=256),
         _tpu("v4", "TPU v4", "v4:2x2x1"),
         _tpu("v5e", "TPU v5e", "v5e:2x2"),
         _tpu("v5p", "TPU v5p", "v5p:2x2x1"),

@@ -127,6 +127,8 @@ def _parse_clause(clause: str, chip: Chip) -> Instruction | Bound:
 
 def _bounds(chip: Chip) -> tuple[str, ...]:
     memory = ("spills <= N B", f"{chip.memory_word} <= N KiB")
+    if chip.vendor == "intel":
+        return (memory[1],)
     return memory if chip.vendor == "tpu" else ("registers <= N", *memory, "occupancy >= N")
 
 

@@ -19,9 +19,16 @@ AMD:
 - instructions: the assembly.
 - occupancy: LLVM's `; Occupancy:` (waves of one SIMD, from registers alone), times four SIMDs, and no more than the LDS
   allows.
+
+Intel:
+
+- what is compiled is SPIR-V, of which the driver makes code on the machine: no registers, spills or occupancy.
+- shared memory, warps: the metadata of Triton's compiled kernel.
+- instructions: DPAS is a call of a built-in function in LLVM's code, named for its operands; here `dpas.bf16.bf16`.
 """
 
 import re
+from collections import Counter
 from typing import Any
 
 from .chips import Chip
@@ -80,6 +87,16 @@ def read_amd(chip: Chip, compiled: Any, log: str) -> Reading:
         warps=warps,
         occupancy=occupancy,
         instructions=find_instructions("amd", assembly),
+    )
+
+
+def read_intel(chip: Chip, compiled: Any, log: str) -> Reading:
+    """Read one for Intel; there is no report."""
+    operands = re.findall(r"call[^@\n]*@\w*intel_sub_group_(\w+?)_matrix_mad", compiled.asm["llir"])
+    return Reading(
+        shared_memory=int(compiled.metadata.shared),
+        warps=int(compiled.metadata.num_warps),
+        instructions=dict(Counter(f"dpas.{found.replace('_', '.')}" for found in sorted(operands))),
     )
 
 

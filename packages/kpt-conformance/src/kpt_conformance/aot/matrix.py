@@ -86,8 +86,11 @@ def _declared_row(task: Task) -> Row:
 
 
 def _versions(program: TritonProgram | PallasProgram) -> dict[str, str]:
-    names = ("triton",) if isinstance(program, TritonProgram) else ("jax", "jaxlib", "libtpu")
-    return {name: version(name) for name in names}
+    if isinstance(program, TritonProgram):
+        import triton  # whichever is found first: Intel's has another name in the index
+
+        return {"triton": triton.__version__}
+    return {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
 
 
 def _judged(row: Row, task: Task, result: Reading | str) -> Row:

@@ -12,7 +12,8 @@ from .chips import KIB, Chip, Vendor
 TENSOR_MEMORY = 512
 
 #: By vendor and name in a contract: the instruction as a regular expression, without what follows it in its name.
-#: NVIDIA's are of PTX, AMD's of the assembly, a TPU's of HLO (`mosaic`) and of the final bundles.
+#: NVIDIA's are of PTX, AMD's of the assembly, Intel's of what `read_intel` makes of LLVM's, a TPU's of HLO (`mosaic`)
+#: and of the final bundles.
 FAMILIES: Mapping[Vendor, Mapping[str, str]] = {
     "nvidia": {
         "wgmma": r"wgmma\.mma_async",
@@ -34,6 +35,9 @@ FAMILIES: Mapping[Vendor, Mapping[str, str]] = {
         "buffer_load": r"buffer_load",
         "global_load": r"global_load",
         "ds_read_tr": r"ds_(?:read|load)_(?:b\d+_)?tr",
+    },
+    "intel": {
+        "dpas": r"dpas",
     },
     "tpu": {
         "mosaic": r"tpu_custom_call",

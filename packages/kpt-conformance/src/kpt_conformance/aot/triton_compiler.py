@@ -3,16 +3,18 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import InputError, UnknownNameError
 
 from .chips import Chip
 from .declared import TritonProgram
-from .gpus import read_amd, read_nvidia
+from .gpus import read_amd, read_intel, read_nvidia
 from .readings import Reading
 
 _HINTS = ("1", "16")
+_TARGETS = {"nvidia": ("cuda", read_nvidia), "amd": ("hip", read_amd), "intel": ("xpu", read_intel)}
 
 
 def compile_triton(
@@ -23,8 +25,11 @@ def compile_triton(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target = GPUTarget("cuda" if chip.vendor == "nvidia" else "hip", chip.target, chip.warp)
+    kind, read = _TARGETS[chip.vendor]
     arguments, constants, options = split(program, configuration)
+    target = GPUTarget(kind, chip.target if chip.vendor != "intel" else _prepare_intel(chip), chip.warp)
+    if chip.vendor == "intel":
+        options["threads_per_warp"] = chip.warp
     names = program.function.arg_names
     signature, attributes = {}, {}
     for name in names:
@@ -36,7 +41,43 @@ def compile_triton(
         signature[name] = kind
     source = ASTSource(program.function, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options)
-    return (read_nvidia if chip.vendor == "nvidia" else read_amd)(chip, compiled, output())
+    return read(chip, compiled, output())
+
+
+def _prepare_intel(chip: Chip) -> dict[str, Any]:
+    """Return the properties of a chip that Intel's Triton asks the runtime for, and make it compile without one.
+
+    triton-xpu 3.3.0b1, the only one in the package index, builds a program with SYCL's headers to read the number of an
+    architecture, and its `tl.range` has none of the arguments that came after Triton 3.3 and mean nothing to it.
+
+    Raises:
+        ImportError: the Triton that is installed has no part for Intel GPUs.
+    """
+    from triton.backends import backends
+    from triton.language import core
+
+    if "intel" not in backends:
+        raise ImportError("the triton that is installed has no part for Intel GPUs: pip install triton-xpu==3.3.0b1")
+    module = backends["intel"].compiler.__init__.__globals__
+    module["compile_module_from_src"] = lambda source, name: SimpleNamespace(parse_device_arch=lambda number: "")
+    if "warp_specialize" not in inspect.signature(core.range.__init__).parameters:
+        original = core.range.__init__
+
+        def accept(self: Any, *args: Any, warp_specialize: object = None, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+
+        core.range.__init__ = accept
+    return {
+        "name": chip.name,
+        "has_subgroup_matrix_multiply_accumulate": True,
+        "has_subgroup_matrix_multiply_accumulate_tensor_float32": chip.name == "pvc",
+        "has_subgroup_2d_block_io": True,
+        "has_bfloat16_conversions": True,
+        "has_fp64": chip.name == "pvc",
+        "sub_group_sizes": [chip.warp, 32],
+        "max_work_group_size": 1024,
+        "max_num_sub_groups": 64,
+    }
 
 
 def split(

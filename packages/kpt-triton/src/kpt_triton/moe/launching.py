@@ -25,7 +25,7 @@ def on_its_device(serve: Callable[Concatenate[Any, _P], _R]) -> Callable[Concate
 
     @wraps(serve)
     def serve_there(call: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.cuda.device_of(call[0]):
+        with (torch.xpu if call[0].is_xpu else torch.cuda).device_of(call[0]):
             return serve(call, *args, **kwargs)
 
     return serve_there
@@ -33,9 +33,10 @@ def on_its_device(serve: Callable[Concatenate[Any, _P], _R]) -> Callable[Concate
 
 @cache
 def _processors(device: torch.device) -> int:
-    if device.type != "cuda" or INTERPRETED.value:
+    if device.type not in ("cuda", "xpu") or INTERPRETED.value:
         return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return int(properties.gpu_subslice_count if device.type == "xpu" else properties.multi_processor_count)
 
 
 def programs(device: torch.device, tiles: int, warps: int) -> int:
@@ -54,8 +55,8 @@ def padded(experts: int) -> int:
 
 
 def precision(x: Tensor) -> str:
-    """How float32 is multiplied: as torch's own setting for products says."""
-    if x.dtype is not torch.float32 or torch.version.hip is not None:
+    """Return how float32 is multiplied: on NVIDIA's chips as torch's own setting for products says, else in full."""
+    if x.dtype is not torch.float32 or x.is_xpu or torch.version.hip is not None:
         return "ieee"
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):

@@ -59,5 +59,7 @@ def _no_float8(device: torch.device) -> str | None:
         return None
     if chip.startswith("sm"):
         return None if int(chip[2:]) >= 89 else "8-bit numbers need sm89 or newer"
+    if device.type == "xpu":
+        return f"8-bit numbers are not shown to work on Intel GPUs; this is {chip}"
     # gfx942 has the fnuz forms alone; CDNA2 and RDNA3 have none.
     return None if chip.startswith(("gfx95", "gfx12")) else f"8-bit numbers need gfx950 or gfx12; this is {chip}"

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
+from kpt_triton.intel import CHIPS as INTEL
 
 #: More experts than this would not fit a program's registers, and more pairs not 32 bits.
 MAX_EXPERTS, MAX_PAIRS = 4096, 2**30
@@ -167,7 +168,15 @@ def sort_pairs(top_k_index: Tensor, num_experts: int) -> SortedPairs:
         grid = (triton.cdiv(num_experts + 1, _SCAN_EXPERTS),)
         _scan_kernel[grid](counts, totals, chunks, num_experts, **_SCAN_LAUNCH)
         _place_kernel[(chunks,)](
-            index, counts, totals, order, position, offsets, pairs, num_experts, **_place_launch(num_experts)
+            index,
+            counts,
+            totals,
+            order,
+            position,
+            offsets,
+            pairs,
+            num_experts,
+            **_place_launch(num_experts, index.is_xpu),
         )
     return SortedPairs(order, position, offsets)
 
@@ -184,13 +193,14 @@ _RANK_LAUNCH = {"CHUNK": _CHUNK, "PIECE": _PIECE, **_OPTIONS, "num_warps": 8}
 _SCAN_LAUNCH = {"CHUNKS": _SCAN_CHUNKS, "EXPERTS": _SCAN_EXPERTS, **_OPTIONS, "num_warps": 8}
 
 
-def _place_launch(num_experts: int) -> dict[str, Any]:
-    bins = triton.next_power_of_2(num_experts + 1)
+def _place_launch(num_experts: int, intel: bool) -> dict[str, Any]:
+    # Intel's Triton 3.3 fails where a gather is of fewer numbers than the chunk has.
+    bins = max(triton.next_power_of_2(num_experts + 1), 256 if intel else 1)
     return {"CHUNK": _CHUNK, "BINS": bins, **_OPTIONS, "num_warps": 8 if bins > 2048 else 4}
 
 
 def _placements(chip: str) -> Mapping[str, Mapping[str, Any]]:
-    return {f"{experts} experts": _place_launch(experts) for experts in (8, 128, 256, MAX_EXPERTS)}
+    return {f"{experts} experts": _place_launch(experts, chip in INTEL) for experts in (8, 128, 256, MAX_EXPERTS)}
 
 
 def _program(name: str, function: Any, pointers: str, numbers: str, launches: Any, ids: str = "") -> Program:
@@ -223,7 +233,12 @@ AOT = (
                 ids,
             ),
             _program(
-                "place", _place_kernel, "counts totals order position offsets", "pairs num_experts", _placements, ids
+                "place",
+                _place_kernel,
+                "counts totals order position offsets",
+                "pairs num_experts",
+                _placements,
+                ids,
             ),
         )
     ),

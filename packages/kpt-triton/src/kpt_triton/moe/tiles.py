@@ -13,11 +13,12 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from kpt_triton.intel import intel_chip, is_intel
 from kpt_triton.numeric import INTERPRETED
 from kpt_triton.tile import Tile
 
 #: Chips that are alike in what decides about tiles, by the first of them.
-FAMILIES = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx9", "gfx11")
+FAMILIES = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx9", "gfx11", "xe")
 #: The kinds of products. `pair` has a gate and an up projection, `slope` the derivative of the activation behind it,
 #: `wgrad` is the gradient of weights. `crowded` ones are plain but for what takes registers too: scales by 128 or of K,
 #: or an activation without a gate.
@@ -46,6 +47,14 @@ _CDNA = {
     "slope": ("64x64x32 w8 s2 g8", "64x64x32 w8 s2 g8"),
     "wgrad": ("128x128x32 w8 s2 g8", ""),
 }
+#: Warps of Intel's chips are of 16 threads.
+_XE = {
+    "plain": ("128x128x32 w32 s2 g8", "64x128x32 w16 s2 g8"),
+    "crowded": ("128x64x32 w32 s2 g8", "64x64x32 w16 s2 g8"),
+    "pair": ("128x64x32 w32 s2 g8", "64x64x32 w16 s2 g8"),
+    "slope": ("64x64x32 w32 s2 g8", "64x64x32 w32 s2 g8"),
+    "wgrad": ("128x128x32 w32 s2 g8", ""),
+}
 #: By family and product: the tile for experts of more than 64 rows, and for 33 to 64.
 _TALL = {
     "sm80": _AMPERE,
@@ -55,6 +64,7 @@ _TALL = {
     "sm120": _AMPERE,
     "gfx9": _CDNA,
     "gfx11": _CDNA,
+    "xe": _XE,
 }
 #: By family: n, k and stages for 16 and 32 rows, where reading the weights is what takes time.
 _LOW = {
@@ -65,6 +75,7 @@ _LOW = {
     "sm120": (64, 64, 4),
     "gfx9": (64, 64, 2),
     "gfx11": (64, 64, 2),
+    "xe": (64, 64, 2),
 }
 #: By family and product: what is worth measuring beside the defaults. Only loads by descriptors have tiles of their own
 #: warps, and not on sm90, where Triton 3.6 and 3.9 do not give them to this loop.
@@ -96,7 +107,7 @@ _MORE: dict[str, dict[str, tuple[str, ...]]] = {
         "wgrad": ("128x64x32 w8 s2 g8",),
     },
 }  # fmt: skip
-_MORE["sm86"] = _MORE["gfx11"] = {}
+_MORE["sm86"] = _MORE["gfx11"] = _MORE["xe"] = {}
 _OWN_WARPS = ("128x256x64 w8 s3 g8 tma ws", "128x128x64 w8 s4 g8 tma ws")
 _MORE["sm100"] = _MORE["sm90"] | {"plain": (*_MORE["sm90"]["plain"], *_OWN_WARPS)}
 
@@ -107,6 +118,8 @@ _INTERPRETED = Tile(64, 128, 128)
 
 def family_of(chip: str) -> str:
     """The family of a chip such as `sm89` or `gfx942`; sm80's where it is unknown, which needs least of a chip."""
+    if is_intel(chip):
+        return "xe"
     if chip.startswith("gfx"):
         return "gfx9" if chip.startswith("gfx9") else "gfx11"
     if chip in _SMALL_MEMORY:
@@ -118,10 +131,12 @@ def family_of(chip: str) -> str:
 
 @cache
 def chip_of(device: torch.device) -> str:
-    """The chip of a device: `sm90`, `gfx942`; `interpreter` where kernels are not compiled."""
-    if device.type != "cuda" or INTERPRETED.value:
+    """Return the chip of a device: `sm90`, `gfx942`, `pvc`; `interpreter` where kernels are not compiled."""
+    if device.type not in ("cuda", "xpu") or INTERPRETED.value:
         return INTERPRETER
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    if device.type == "xpu":
+        return intel_chip(properties.architecture)
     if torch.version.hip is not None:
         return str(properties.gcnArchName).split(":")[0]
     return f"sm{properties.major}{properties.minor}"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kpt_triton.intel import CHIPS as INTEL
 from kpt_triton.moe.tiles import candidate_tiles, default_tile
 from kpt_triton.tile import Tile
 
@@ -25,6 +26,8 @@ _MEMORY = {
     "gfx950": "lds <= 160 KiB",
     "gfx1100": "lds <= 64 KiB",
     "gfx1201": "lds <= 64 KiB",
+    "pvc": "slm <= 128 KiB",
+    "bmg_g21": "slm <= 128 KiB",
 }
 #: The larger instructions, which tiles of 64 rows and more can have.
 _TALL = {"sm90": "wgmma", "sm100": "tcgen05"}
@@ -35,12 +38,12 @@ _REFUSED_E4M3 = "not offered: kpt_triton.moe.refusals has no 8-bit numbers there
 _NO_TMA = "not offered: it has no loads by descriptors"
 _NO_OWN_WARPS = {
     "sm90": "not offered: Triton 3.6 and 3.9 leave this loop's warps as they are (8 of them) or fail (4)",
-    **dict.fromkeys(("sm80", "sm86", "sm89", *AMD), _NO_TMA),
+    **dict.fromkeys(("sm80", "sm86", "sm89", *AMD, *INTEL), _NO_TMA),
 }
 
 _WITHOUT_E4M3 = {
     **dict.fromkeys(("sm80", "sm86"), _NO_E4M3),
-    **dict.fromkeys(("gfx90a", "gfx942", "gfx1100"), _REFUSED_E4M3),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx1100", *INTEL), _REFUSED_E4M3),
 }
 
 #: The tiles of a program on a chip.
@@ -96,6 +99,9 @@ def products(dtype: str, *, tall: bool = True, loads: str = "cp.async", weight: 
     """
     found = {}
     for chip, memory in _MEMORY.items():
+        if chip in INTEL:
+            found[chip] = f"dpas of {_KIND[dtype]}, {memory}"
+            continue
         if chip in AMD:
             clauses = f"{'v_mfma' if chip.startswith('gfx9') else 'v_wmma'} of {_KIND[dtype]}"
         else:
@@ -109,7 +115,7 @@ def products(dtype: str, *, tall: bool = True, loads: str = "cp.async", weight: 
 
 def products_by_descriptors(dtype: str) -> dict[str, str]:
     """Likewise, where operands are read by descriptors."""
-    return products(dtype, loads="tma") | dict.fromkeys(("sm80", "sm86", "sm89", *AMD), _NO_TMA)
+    return products(dtype, loads="tma") | dict.fromkeys(("sm80", "sm86", "sm89", *AMD, *INTEL), _NO_TMA)
 
 
 def products_with_own_warps(dtype: str) -> dict[str, str]:
@@ -121,13 +127,14 @@ def lean(loads: str = "", *, weight: str = "") -> dict[str, str]:
     """The contract of each chip for code without matrix instructions; `loads` as NVIDIA's chips do them."""
     first = f"{loads}, " if loads else ""
     found = {chip: f"{first if chip in NVIDIA else ''}no spills, {memory}" for chip, memory in _MEMORY.items()}
+    found |= {chip: _MEMORY[chip] for chip in INTEL}  # SPIR-V has no registers that could spill
     return found | (_WITHOUT_E4M3 if weight == E4M3 else {})
 
 
 def tf32() -> dict[str, str]:
     """The contract of each chip for products of float32 by rounded ones."""
     return {
-        chip: f"{_TALL.get(chip, 'mma.sync')}, {clauses}" if chip in NVIDIA else "not offered: AMD's have full float32"
+        chip: f"{_TALL.get(chip, 'mma.sync')}, {clauses}" if chip in NVIDIA else "not offered: others have full float32"
         for chip, clauses in lean("cp.async").items()
     }
 
