@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,7 +108,7 @@ def examine() -> Document:
             "python at": sys.executable,
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
-        "packages": [asdict(package) for package in packages()],
+        "packages": [package._asdict() for package in packages()],
         "third_parties": {name: installed_version(name) for name in THIRD_PARTIES},
         "environment": variables,
         "devices": [device.as_dict() for device in there.devices],

@@ -5,10 +5,7 @@ import sys
 
 
 class CliError(Exception):
-    """A wrong argument or input that the command line found itself: what was given, what was expected, what to do.
-
-    It stands beside `kpt_core.KptError`, which importing costs torch, so that wrong input is answered at once.
-    """
+    """Wrong input that the command line found by itself, without importing torch, as `kpt_core.KptError` would."""
 
 
 def sentence(error: BaseException) -> str | None:
@@ -20,8 +17,8 @@ def sentence(error: BaseException) -> str | None:
         return _os_sentence(error)
     torch = sys.modules.get("torch")
     memory = MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError)
-    # The second is what torch's allocator of the CPU raises.
-    if isinstance(error, memory) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+    of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's own allocator's
+    if isinstance(error, memory) or of_cpu:
         return f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more RAM'}; try less at a time"
     return None
 

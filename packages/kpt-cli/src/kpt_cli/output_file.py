@@ -42,7 +42,7 @@ def check_folder(folder: Path, what: str, size: int = 0) -> None:
 
 @contextmanager
 def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Make a folder that takes the place `out`, a real path, at the end of the block, or vanishes if the block raises.
+    """Make a folder that becomes `out`, a real path, at the end of the block, or vanishes if the block raises.
 
     What is there by then gives way if `replace`; otherwise the block ends in an `OSError` if it is not empty.
     """

@@ -1,13 +1,12 @@
 """The installed distributions of KPT, and those that plug into it."""
 
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, entry_points, version
+from typing import NamedTuple
 
 BACKENDS, OPS, REWRITES = GROUPS = ("kpt.backends", "kpt.ops", "kpt.rewrites")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Package:
+class Package(NamedTuple):
     """A distribution, and its entry points, as in `kpt.backends: nvidia`."""
 
     name: str
@@ -26,10 +25,7 @@ def packages() -> list[Package]:
         for entry in entry_points(group=group):
             if entry.dist is not None:
                 offers.setdefault((entry.dist.name, entry.dist.version), []).append(f"{group}: {entry.name}")
-    return [
-        Package(name=name, version=version, offers=tuple(dict.fromkeys(offered)))
-        for (name, version), offered in sorted(offers.items())
-    ]
+    return [Package(*key, offers=tuple(dict.fromkeys(offered))) for key, offered in sorted(offers.items())]
 
 
 def installed_version(distribution: str) -> str | None:
