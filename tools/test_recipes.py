@@ -93,7 +93,8 @@ def test_add_an_op(tmp_path: Path) -> None:
     package = tmp_path / "packages/kpt-moe"
     shutil.copytree(ROOT / "packages/kpt-moe", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "packages/kpt-core").symlink_to(ROOT / "packages/kpt-core")  # so that ruff knows what is ours
+    for known in ("kpt-core", "kpt-optimize"):
+        (tmp_path / "packages" / known).symlink_to(ROOT / "packages" / known)  # so that ruff knows what is ours
     blocks = blocks_of("Add an op")
     files = apply(blocks, package)
     run_ruff(files, tmp_path, package / "src")
