@@ -1,4 +1,4 @@
-"""What Intel's GPUs can do, as `torch.xpu` tells of a device, and which of them KPT's kernels serve.
+"""Tell what Intel's GPUs can do, by what `torch.xpu` knows of a device, and which of them KPT's kernels serve.
 
 A device tells most by itself: whether it has matrix units (DPAS, which Intel calls XMX), bfloat16, 64-bit numbers and
 loads of two-dimensional blocks. Sources: the oneAPI GPU optimisation guide, and OpenCL's extensions of Intel.

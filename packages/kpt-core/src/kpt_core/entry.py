@@ -1,4 +1,4 @@
-"""What a call of an op enters: made from its signature, so that binding is as quick as Python's own."""
+"""Make what a call of an op enters from its signature, so that binding is as quick as Python's own."""
 
 from collections.abc import Callable
 from typing import Any

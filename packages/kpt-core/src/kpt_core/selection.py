@@ -1,4 +1,4 @@
-"""What was chosen for a call, and why everything else was not."""
+"""Tell what was chosen for a call, and why everything else was not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -111,7 +111,7 @@ def _call(op: Op[..., Any], values: tuple[Any, ...]) -> Call:
 
 
 def _whole(op: Op[..., Any], call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
-    """What the torch op gives: results and saved tensors, laid out as the contract says."""
+    """Return what the torch op gives: results and saved tensors, laid out as the contract says."""
     if op.saved_count and not call.needs:
         saved = tuple(first_of(op, call).new_empty(0) for _ in range(op.saved_count))
     elif op.saved_count and not saved:
@@ -191,7 +191,7 @@ def _setup_context(op: Op[..., Any], ctx: Any, inputs: tuple[Any, ...], output: 
 
 
 def _backward_of_graph(op: Op[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """What autograd runs behind the torch op: the backward's own torch op."""
+    """Compute the gradients behind the torch op, by the backward's own torch op."""
     tensors, grads = list(ctx.saved_tensors), grads[: op.result_count]
     call, saved = ctx.kept.whole(tensors[: ctx.count]), tensors[ctx.count :]
     wanting = zip(op.parameters, ctx.needs_input_grad, strict=False)

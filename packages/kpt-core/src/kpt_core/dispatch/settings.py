@@ -1,4 +1,4 @@
-"""What the user asked for: the environment variables, and the blocks opened by `use` and `record`."""
+"""Keep what the user asked for: the environment variables, and the blocks opened by `use` and `record`."""
 
 import os
 from collections.abc import Iterator
