@@ -12,6 +12,14 @@ from kpt_triton.moe.table import KERNELS
 from .chips import CHIPS, capabilities_of, chip_name, generation, peaks_of, unsupported
 from .environment import why_no_device, why_unavailable
 
+_HIPBLASLT = Kernel(
+    "fp8.scaled_mm",
+    forward="kpt_backend_amd.scaled_mm:forward",
+    unsupported="kpt_backend_amd.scaled_mm:unsupported",
+    requires={"hip"},
+    priority=20,
+)
+
 
 class AMDConfig(DeviceConfig):
     """Settings of `AMDBackend.prepare_model`; the fields are those of `kpt_optimize.accelerator.DeviceConfig`.
@@ -57,7 +65,7 @@ class AMDBackend(AcceleratorBackend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""
-        return tuple(Kernel(**row, requires={"hip", "bf16"}, priority=20) for row in KERNELS)
+        return (*(Kernel(**row, requires={"hip", "bf16"}, priority=20) for row in KERNELS), _HIPBLASLT)
 
 
 BACKEND = AMDBackend()
