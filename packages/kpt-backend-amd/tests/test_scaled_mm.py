@@ -69,8 +69,9 @@ def test_a_chip_takes_its_own_numbers_and_refuses_others_in_a_sentence(on, chip,
         ({"out": torch.float32}, None),
         ({"out": torch.float64}, "a result in torch.float64"),
         ({"bias": torch.bfloat16}, None),
-        ({"bias": torch.float32}, "a bias in torch.float32 for a result in torch.bfloat16; needs 16 bits in both"),
-        ({"bias": torch.float32, "out": torch.float32}, "needs 16 bits in both"),
+        ({"bias": torch.float32}, None),
+        ({"bias": torch.bfloat16, "by": "row"}, None),
+        ({"bias": torch.float32, "by": "row"}, "a bias in torch.float32, and scales by row; needs bfloat16"),
         ({"rows": 1}, None),
         ({"rows": 0}, "[0, 32] by [32, 48]; needs K and N in multiples of 16, nothing empty"),
         ({"inner": 24}, "[3, 24] by [24, 48]; needs K and N"),
@@ -87,6 +88,19 @@ def test_what_the_library_does_not_do_is_refused_in_a_sentence(on, given, refuse
         made = made._replace(a=torch.zeros(3 * 32 + offset, dtype=torch.uint8)[offset:].view(FN).view(3, 32))
     found = scaled_mm.unsupported(made)
     assert found is None if refused is None else refused in str(found)
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", [torch.bfloat16, torch.float16, torch.float32, torch.float64, None])
+def test_a_bias_of_any_type_is_added_before_the_one_rounding(out, bias):
+    made = call(rows=64, out=out, bias=bias)
+    if bias is not None:
+        made.bias.mul_(100)  # so that rounding it, or the sum twice, would show
+    found = scaled_mm.forward(made)
+    wanted = get_op("fp8.scaled_mm").run_reference(made._replace(out_dtype=torch.float64))
+    assert found.dtype is out
+    step = torch.finfo(out).eps / 2 + 2**-20
+    assert ((found.double() - wanted).abs() <= step * wanted.abs() + 2**-18 * wanted.abs().max()).all()
 
 
 @pytest.mark.parametrize("by", ["tensor", "row"])

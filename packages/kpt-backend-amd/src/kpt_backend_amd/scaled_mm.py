@@ -20,12 +20,19 @@ _RESULTS = {"tensor": (torch.bfloat16, torch.float16, torch.float32), "row": (to
 
 def forward(call: Call) -> Tensor:
     """Multiply, in the one layout that every version of the library takes: both operands with K contiguous."""
-    scale_a, scale_b = call.scale_a.contiguous(), call.scale_b.contiguous()
+    scale_a, scale_b, out, bias = call.scale_a.contiguous(), call.scale_b.contiguous(), call.out_dtype, call.bias
     if call.granularity_a == "row":
         scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)
-    a, b = call.a.contiguous(), call.b.t().contiguous().t()
-    bias = None if call.bias is None else call.bias.contiguous()
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=call.out_dtype)
+    own = bias is None or _adds(bias, out)
+    product = torch._scaled_mm(
+        call.a.contiguous(),
+        call.b.t().contiguous().t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=bias.contiguous() if own and bias is not None else None,
+        out_dtype=out if own else torch.float32,
+    )
+    return product if own else product.add_(bias).to(out)  # rounded once
 
 
 def unsupported(call: Call) -> Refusal | str | None:
@@ -45,13 +52,18 @@ def unsupported(call: Call) -> Refusal | str | None:
     out = call.out_dtype
     if out not in _RESULTS[by]:
         return Refusal("a result in {out} of scales by {by}; needs bfloat16", out=out, by=by)
-    if call.bias is not None and (call.bias.dtype is not out or out is torch.float32):
-        return Refusal("a bias in {bias} for a result in {out}; needs 16 bits in both", bias=call.bias.dtype, out=out)
+    if by == "row" and call.bias is not None and not _adds(call.bias, out):
+        return Refusal("a bias in {bias}, and scales by row; needs bfloat16", bias=call.bias.dtype)
     if not a.numel() or not b.numel() or a.shape[1] % 16 or b.shape[1] % 16:
         return Refusal("{a} by {b}; needs K and N in multiples of 16, nothing empty", a=[*a.shape], b=[*b.shape])
     if a.storage_offset() % 16 or b.storage_offset() % 16:
         return "operands that start within 16 bytes; needs aligned ones"
     return None
+
+
+def _adds(bias: Tensor, out: torch.dtype) -> bool:
+    """Tell whether the library adds a bias itself: one of the result's type, of 16 bits."""
+    return bias.dtype is out and out.itemsize == 2
 
 
 @cache
