@@ -76,6 +76,19 @@ def test_what_is_gone_is_told_no_more_and_what_no_report_names_is_claimed(tmp_pa
     assert "| moe.grouped_mm | `new:one` | claimed |" in text
 
 
+def test_a_kernel_claims_nothing_on_the_chips_of_another_vendor(tmp_path: Path) -> None:
+    compiled = replace(
+        RUN, level="compiled", chip="", device="cuda", kernels={KERNEL: {"sm90": PASSED, "gfx942": PASSED}}
+    )
+    table(tmp_path, compiled)
+    other = replace(CLAIM, backend="amd", function="new:one", device_types=("cuda",), chips=("gfx90a", "gfx942"))
+    text = document([replace(CLAIM, device_types=("cuda",)), other], findings(tmp_path), tmp_path)
+    assert "| sm90 | gfx942 |" in text
+    assert "| moe.grouped_mm | `new:one` | - | claimed |" in text
+    nowhere = document([replace(other, chips=("gfx90a",))], findings(tmp_path), tmp_path)
+    assert "`new:one` | - |" not in nowhere
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", RUN.dumps()[:-9], RUN.dumps().replace("kpt-report-1", "kpt-report-0")]
 )
