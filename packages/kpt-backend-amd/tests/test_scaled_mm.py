@@ -56,6 +56,10 @@ def test_a_chip_takes_its_own_numbers_and_refuses_others_in_a_sentence(on, chip,
     assert found is None if refused is None else refused in str(found)
 
 
+def test_a_device_of_another_type_has_no_numbers_of_its_own():
+    assert str(scaled_mm.unsupported(call())).endswith("cpu multiplies no 8-bit numbers")
+
+
 @pytest.mark.parametrize(
     ("given", "refused"),
     [

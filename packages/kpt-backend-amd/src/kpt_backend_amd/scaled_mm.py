@@ -68,7 +68,7 @@ def _adds(bias: Tensor, out: torch.dtype) -> bool:
 
 @cache
 def _chip(device: torch.device) -> str:
-    return chip_name(torch.cuda.get_device_properties(device).gcnArchName)
+    return chip_name(torch.cuda.get_device_properties(device).gcnArchName) if device.type == "cuda" else device.type
 
 
 @cache
