@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from simulated_allocator import MIB, SimulatedAllocator, simulate_allocator
 
 from kpt_backend_nvidia import NVIDIAMemoryManager
+from simulated_allocator import MIB, SimulatedAllocator, simulate_allocator
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ import gc
 
 import pytest
 import torch
-from simulated_allocator import MIB
 
 from kpt_backend_nvidia import NVIDIAMemoryManager, OutOfMemoryError
 from kpt_core import InputError, UnknownNameError
+from simulated_allocator import MIB
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from simulated_allocator import MIB
 
 from kpt_backend_nvidia import NVIDIAMemoryManager, OutOfMemoryError
 from kpt_core import InputError
+from simulated_allocator import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from simulated_allocator import MIB
 
 from kpt_core import InputError
 from kpt_optimize.memory import MemoryPool, OutOfMemoryError
+from simulated_allocator import MIB
 
 
 def bytes_of(mebibytes):
