@@ -155,11 +155,10 @@ def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, A
 
 
 def _roofline(found: "Forecast", device: "Target", dtype: str, fp8: bool) -> list[dict[str, Any]]:
-    peaks = device.peaks
-    rate = None if peaks is None or dtype == "float32" else (fp8 and peaks.fp8_tflops) or peaks.bf16_tflops
+    rate = device.tflops("float8_e4m3fn" if fp8 else dtype)
     rows = []
     for step in found.steps:
-        seconds, bound = (None, None) if peaks is None else step.seconds(peaks, rate)
+        seconds, bound = (None, None) if device.peaks is None else step.seconds(device.peaks, rate)
         rows.append(asdict(step) | {"tflops": rate, "seconds": seconds, "bound_by": bound})
     return rows
 
@@ -204,8 +203,10 @@ def _show(document: dict[str, Any]) -> None:
     for row in document["roofline"]:
         time = "unknown" if row["seconds"] is None else f"{row['seconds'] * 1e3:.2f} ms"
         made.add_row(
-            row["name"], f"{row['flops'] / 1e12:.3g}", format_bytes(row["nbytes"]), time, row["bound_by"] or "-"
+            row["name"], f"{row['flops'] / 1e12:,.3f}", format_bytes(row["nbytes"]), time, row["bound_by"] or "-"
         )
     out().print(made)
+    if document["source"] and document["roofline"][0]["tflops"] is None:
+        say(f"No rate of {settings['dtype']} products is listed: times are those of the memory alone.")
     say(f"Rates: {document['source'] or 'none are known of this target'}.")
     say_all("Limits", document["limits"])

@@ -38,6 +38,13 @@ class Target:
     unsupported: str | None
     peaks: Peaks | None
 
+    def tflops(self, dtype: str) -> float | None:
+        """Return the rate of products in a dtype, None if it is not known; 8-bit weights are converted at worst."""
+        if self.peaks is None or dtype == "float32":
+            return None
+        converts = "fp8_" + dtype.removeprefix("float8_") not in self.capabilities
+        return self.peaks.bf16_tflops if converts else self.peaks.fp8_tflops
+
 
 def chips() -> dict[str, AcceleratorBackend]:
     """Return every chip that an installed backend knows, and the backend."""
