@@ -1,5 +1,6 @@
 """The command `kpt plan`: whether a model fits a device that is not here, what runs there, and how fast at best."""
 
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +18,21 @@ if TYPE_CHECKING:
     from kpt_optimize.forecast import Forecast
     from kpt_optimize.targets import Target
 
+DEFAULT_TOKENS = 4096
+#: What memory holds beside weights, and how people call it.
+PARTS = {
+    "kv_cache": "KV cache",
+    "gradients": "gradients",
+    "optimizer_state": "state of AdamW",
+    "activations": "activations",
+}
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 LIMITS = (
     "Memory is that of tensors in a run on fake ones: what the driver, the allocator's rounding and kernels take for "
     "themselves comes on top.",
-    "Times are lower bounds by the data sheet: every weight that is used and the cache are read once, a fair router is "
-    "assumed, activations cost nothing, and nothing is lost to launches and communication.",
+    "Times are lower bounds by the data sheet: the cache and every weight that is used are read once (of experts those "
+    "that a fair router chooses, or all where KPT does not serve them), activations cost nothing, and nothing is lost "
+    "to launches and communication.",
 )
 
 
@@ -49,7 +59,9 @@ def plan(
         one_of("weights", ("fp8",), "fp8: matrices in 8 bits, with scales.", show_default="the config's, or --dtype"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each sequence: the context that is kept.")] = 4096,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each sequence: the context; 4096, or what the model can read.")
+    ] = None,
     train: Annotated[bool, typer.Option("--train", help="Plan a step of training with AdamW.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -62,19 +74,28 @@ def plan(
     from kpt_optimize.forecast import forecast
     from kpt_optimize.targets import target_of
 
+    from .optimize.model import as_sentence
+
     device = target_of(target)
     if room is None:
         room = _memory_of(device)
-    built, name = _on_meta(directory, dtype, tokens)
+    built, name, longest = _on_meta(directory, dtype)
+    if tokens is None:
+        tokens = int(min(DEFAULT_TOKENS, longest))
+    elif tokens > longest:
+        raise CliError(f"--tokens {tokens}: {model} reads at most {longest} tokens at a time; ask for fewer")
     quantised = getattr(built.config, "quantization_config", None) or {}
     fp8 = weights == "fp8" or (weights is None and not train and dict(quantised).get("quant_method") == "fp8")
-    found = forecast(built, batch=batch, tokens=tokens, training=train, fp8=fp8)
+    try:
+        found = forecast(built, batch=batch, tokens=tokens, training=train, fp8=fp8)
+    except Exception as error:  # models raise whatever they like where tensors have no values
+        raise as_sentence(error, f"{model} could not be followed without its weights") from error
     document = {
         "model": type(built).__name__,
         "parameters": found.parameters,
         "target": {"chip": device.chip, "product": device.product, "memory_bytes": room},
         "settings": {"dtype": name, "fp8_weights": fp8, "batch": batch, "tokens": tokens, "training": train},
-        "memory": _parts(found) | {"peak": found.peak},
+        "memory": {name: getattr(found, name) for name in ("weights", *PARTS, "peak")},
         "fits": found.peak <= room,
         "missing_bytes": max(found.peak - room, 0),
         "remedies": found.remedies(room, tokens),
@@ -99,8 +120,8 @@ def _memory_of(device: "Target") -> int:
     raise CliError(f"--target {device.chip}: the memory of no product with it is known; give --memory, as in 24GiB")
 
 
-def _on_meta(directory: ModelDirectory, dtype: str, tokens: int) -> tuple[Any, str]:
-    """Return the model without data, and the name of its dtype."""
+def _on_meta(directory: ModelDirectory, dtype: str) -> tuple[Any, str, float]:
+    """Return the model without data, the name of its dtype, and how many tokens it reads at most."""
     import torch
 
     import kpt_moe.transformers  # noqa: F401  registers its experts
@@ -109,9 +130,7 @@ def _on_meta(directory: ModelDirectory, dtype: str, tokens: int) -> tuple[Any, s
     from .optimize.model import as_sentence, config_and_class
 
     config, cls = config_and_class(directory)
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and tokens > longest:
-        raise CliError(f"--tokens {tokens}: {directory.path} reads at most {longest} tokens at a time; ask for fewer")
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     register_attention()
     kind = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     make = getattr(cls, "_from_config", None) or cls.from_config
@@ -122,12 +141,7 @@ def _on_meta(directory: ModelDirectory, dtype: str, tokens: int) -> tuple[Any, s
         raise as_sentence(error, f"{directory.path} could not be made as {cls.__name__}") from error
     if model.main_input_name != "input_ids" or getattr(config, "is_encoder_decoder", False):
         raise CliError(f"{directory.path} is a {type(model).__name__}; expected a language model that reads token ids")
-    return model.eval(), str(kind).removeprefix("torch.")
-
-
-def _parts(found: "Forecast") -> dict[str, Any]:
-    names = ("kv_cache", "activations", "gradients", "optimizer_state")
-    return {"weights": found.weights} | {name: getattr(found, name) for name in names}
+    return model.eval(), str(kind).removeprefix("torch."), longest
 
 
 def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, Any]]:
@@ -167,19 +181,16 @@ def _show(document: dict[str, Any]) -> None:
     from kpt_optimize.memory import format_bytes
 
     target, settings, memory = document["target"], document["settings"], document["memory"]
-    use = "training" if settings["training"] else "inference"
+    use = "Training" if settings["training"] else "Inference"
     billions = f"{document['parameters'] / 1e9:.2f} billion parameters"
-    heading(f"{document['model']}, {billions}, {use} on {target['chip']} ({target['product']})")
+    heading(f"{document['model']}, {billions}, on {target['chip']} ({target['product']})")
+    say(f"{use} with {settings['batch']} x {settings['tokens']} tokens")
     made = table("memory", "size", right=("size",))
     for dtype, size in memory["weights"].items():
         made.add_row(f"weights and buffers, {dtype}", format_bytes(size))
-    context = f"{settings['batch']} x {settings['tokens']} tokens"
-    for name in ("kv_cache", "activations", "gradients", "optimizer_state"):
+    for name, label in PARTS.items():
         if memory[name]:
-            label = {"kv_cache": "KV cache", "optimizer_state": "state of AdamW"}.get(name, name)
-            made.add_row(
-                f"{label}, {context}" if name in ("kv_cache", "activations") else label, format_bytes(memory[name])
-            )
+            made.add_row(label, format_bytes(memory[name]))
     made.add_row("at most at one time", format_bytes(memory["peak"]))
     out().print(made)
     size = format_bytes(target["memory_bytes"])

@@ -20,7 +20,7 @@ from kpt_core.errors import InputError
 from kpt_core.registry import get_op
 
 from .accelerator import Peaks
-from .memory import estimate, format_bytes, storage_bytes
+from .memory import estimate, format_bytes
 
 #: Name by which transformers knows the attention that leaves no scores in memory.
 ATTENTION = "kpt_forecast"
@@ -138,7 +138,7 @@ class _Run(nn.Module):
         out = self._step(input_ids=ids, use_cache=True, logits_to_keep=1)
         cache = getattr(out, "past_key_values", None)
         states = [vars(layer) for layer in getattr(cache, "layers", ())]
-        self.kv_cache = storage_bytes(leaf for leaf in tree_iter(states) if isinstance(leaf, Tensor))
+        self.kv_cache = sum(leaf.nbytes for leaf in tree_iter(states) if isinstance(leaf, Tensor))
         del states
         out.logits = None
         self._step(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)

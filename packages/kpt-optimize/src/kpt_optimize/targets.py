@@ -42,8 +42,9 @@ class Target:
         """Return the rate of products in a dtype, None if it is not known; 8-bit weights are converted at worst."""
         if self.peaks is None or dtype == "float32":
             return None
-        converts = "fp8_" + dtype.removeprefix("float8_") not in self.capabilities
-        return self.peaks.bf16_tflops if converts else self.peaks.fp8_tflops
+        if dtype.replace("float8", "fp8") in self.capabilities:
+            return self.peaks.fp8_tflops
+        return self.peaks.bf16_tflops
 
 
 def chips() -> dict[str, AcceleratorBackend]:
