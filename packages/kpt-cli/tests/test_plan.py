@@ -22,7 +22,7 @@ QWEN3_30B = {
 
 
 class Acme(AcceleratorBackend):
-    name, device_types, chips = "acme", ("xpu",), ("a1",)
+    name, device_types, chips = "acme", ("xpu",), ("a1", "a2")
     products: ClassVar = {"Acme One": Peaks("a1", 80, 100.0, 1000.0, "a leaflet")}
 
     def why_no_device(self):
@@ -32,7 +32,7 @@ class Acme(AcceleratorBackend):
         return product
 
     def describe(self, properties):
-        return {"capabilities": frozenset(), "unsupported": None, "peaks": self.products[properties]}
+        return {"capabilities": frozenset(), "unsupported": None, "peaks": self.products.get(properties)}
 
 
 @pytest.fixture
@@ -113,6 +113,11 @@ def test_what_does_not_fit_is_told_with_what_would(kpt, plan, mixtral):
     said = kpt("plan", *options, "--memory", "64K").stdout
     assert "It does not fit into 64.00 KiB" in said
     assert "Times are lower bounds" in said
+
+
+def test_the_memory_of_a_chip_without_a_known_product_must_be_given(kpt, plan, mixtral):
+    assert plan(mixtral, "--target", "a2", "--memory", "1GB")["target"]["memory_bytes"] == 10**9
+    assert "give its --memory" in kpt("plan", mixtral, "--target", "a2").stderr
 
 
 def test_a_model_without_experts_calls_no_op_of_kpt(kpt, plan, llama):

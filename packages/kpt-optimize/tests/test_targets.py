@@ -117,6 +117,8 @@ def test_rates_are_those_of_the_dtype_as_far_as_they_are_known():
     rates = [found.tflops(dtype) for dtype in ("bfloat16", "float8_e4m3fn", "float32")]
     assert rates == [100.0, 200.0, None]
     assert target_of("a2").tflops("bfloat16") is None
+    assert (found.memory, target_of("a2").memory) == (80 * 2**30, None)
+    assert target_of("cpu").memory > 2**28
 
 
 def test_a_roofline_is_the_slower_of_arithmetic_and_memory():

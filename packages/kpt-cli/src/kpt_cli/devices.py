@@ -73,8 +73,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
-def ram() -> int:
-    """Return the bytes of this machine's memory."""
+def _ram() -> int:
     import psutil
 
     return int(psutil.virtual_memory().total)
@@ -92,7 +91,7 @@ def _cpu() -> Iterator[Device]:
             if name.startswith("_is_") and name.endswith("_supported") and getattr(torch.cpu, name)():
                 found.add(name.removeprefix("_is_").removesuffix("_supported"))
     features = tuple(sorted(name for name in found if name.startswith(_INSTRUCTION_SETS) and name != "avx"))
-    yield Device(device="cpu", name=cpu_name(), memory_bytes=ram(), features=features)
+    yield Device(device="cpu", name=cpu_name(), memory_bytes=_ram(), features=features)
 
 
 def _of_torch(kind: str) -> Iterator[Device]:
@@ -111,7 +110,7 @@ def _mps() -> Iterator[Device]:
     import torch
 
     if torch.backends.mps.is_available():
-        yield Device(device="mps", name=f"Apple {platform.machine()}", memory_bytes=ram())
+        yield Device(device="mps", name=f"Apple {platform.machine()}", memory_bytes=_ram())
 
 
 def _other_accelerator() -> Iterator[Device]:

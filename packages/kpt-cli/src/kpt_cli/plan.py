@@ -69,7 +69,7 @@ def plan(
 
     Only the config is read: no weights are loaded, nothing is computed, nothing is downloaded.
     """
-    room = _bytes(memory)
+    given = _bytes(memory)
     directory = ModelDirectory(path=model, config=read_config(model, alone=True), weights=(), weight_bytes=0)
     from kpt_optimize.forecast import forecast
     from kpt_optimize.targets import target_of
@@ -77,8 +77,9 @@ def plan(
     from .optimize.model import as_sentence
 
     device = target_of(target)
+    room = given or device.memory
     if room is None:
-        room = _memory_of(device)
+        raise CliError(f"--target {target}: no product with this chip is known; give its --memory, as in 24GiB")
     built, name, longest = _on_meta(directory, dtype)
     if tokens is None:
         tokens = int(min(DEFAULT_TOKENS, longest))
@@ -108,16 +109,6 @@ def plan(
         print_json(document)
     else:
         _show(document)
-
-
-def _memory_of(device: "Target") -> int:
-    if device.peaks is not None:
-        return device.peaks.memory * 1024**3
-    if device.device_type == "cpu":
-        from .devices import ram
-
-        return ram()
-    raise CliError(f"--target {device.chip}: the memory of no product with it is known; give --memory, as in 24GiB")
 
 
 def _on_meta(directory: ModelDirectory, dtype: str) -> tuple[Any, str, float]:

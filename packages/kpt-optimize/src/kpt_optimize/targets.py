@@ -1,5 +1,6 @@
 """Devices that are not here: what their chips can do, and the kernels that would run there."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,13 @@ class Target:
     capabilities: frozenset[Capability]
     unsupported: str | None
     peaks: Peaks | None
+
+    @property
+    def memory(self) -> int | None:
+        """Return the bytes of its memory, None if they are not known."""
+        if self.device_type == CPU:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return None if self.peaks is None else self.peaks.memory * 1024**3
 
     def tflops(self, dtype: str) -> float | None:
         """Return the rate of products in a dtype, None if it is not known; 8-bit weights are converted at worst."""
