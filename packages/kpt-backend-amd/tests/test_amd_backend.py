@@ -268,3 +268,11 @@ def test_the_entry_point_names_it_and_all_that_is_promised_is_there():
     assert kpt_core.backends()["amd"] is BACKEND
     assert [name for name in kpt_backend_amd.__all__ if not hasattr(kpt_backend_amd, name)] == []
     assert Path(kpt_backend_amd.__file__).with_name("py.typed").exists()
+
+
+def test_chips_that_are_not_here_are_described_and_each_has_a_product():
+    assert {peaks.chip for peaks in BACKEND.products.values()} == set(CHIPS)
+    for name, peaks in BACKEND.products.items():
+        told = BACKEND.describe(BACKEND.properties_of(name, peaks.chip))
+        assert (told["chip"], told["unsupported"], told["peaks"]) == (peaks.chip, None, peaks)
+        assert (peaks.fp8_tflops is not None) == (not {"fp8_e4m3fn", "fp8_e4m3fnuz"}.isdisjoint(told["capabilities"]))

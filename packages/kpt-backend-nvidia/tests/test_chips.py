@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from kpt_backend_nvidia import BACKEND
 from kpt_backend_nvidia.chips import (
     CHIPS,
     capabilities_of,
@@ -100,3 +101,11 @@ def test_bandwidth_is_width_times_rate_of_the_memory(name, bandwidth):
     peaks = peaks_of(name)
     assert peaks is not None
     assert peaks.bandwidth == pytest.approx(bandwidth, rel=0.005)
+
+
+def test_chips_that_are_not_here_are_described_and_each_has_a_product():
+    assert {peaks.chip for peaks in BACKEND.products.values()} == set(CHIPS)
+    for name, peaks in BACKEND.products.items():
+        told = BACKEND.describe(BACKEND.properties_of(name, peaks.chip))
+        assert (told["chip"], told["unsupported"], told["peaks"]) == (peaks.chip, None, peaks)
+        assert (peaks.fp8_tflops is not None) == ("fp8_e4m3fn" in told["capabilities"])

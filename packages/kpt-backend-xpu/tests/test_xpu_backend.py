@@ -85,7 +85,7 @@ def test_devices_are_detected_with_their_memory_and_kernels(see):
     info = device_info(2)
     assert (info.name, info.chip, info.generation) == (MAX.name, "pvc", "Xe-HPC")
     assert (info.multiprocessors, info.memory, info.shared_memory_per_block) == (512, 64 * GIB, 128 * 1024)
-    assert (info.live.power, info.peaks, info.supports_fp8) == (300, None, False)
+    assert (info.live.power, info.peaks.bandwidth, info.supports_fp8) == (300, 1638.4, False)
     assert BACKEND.unavailable() is None
     assert BACKEND.capabilities(torch.device("xpu", 1)) == capabilities_of(ARC)
     assert DeviceManager().roomiest() == torch.device("xpu", 2)
@@ -245,3 +245,12 @@ def test_the_entry_point_names_it_and_all_that_is_promised_is_there():
     assert kpt_core.backends()["xpu"] is BACKEND
     assert [name for name in kpt_backend_xpu.__all__ if not hasattr(kpt_backend_xpu, name)] == []
     assert Path(kpt_backend_xpu.__file__).with_name("py.typed").exists()
+
+
+@pytest.mark.parametrize("chip", ["pvc", "bmg_g21", "acm_g10"])
+def test_a_chip_that_is_not_here_is_described_as_if_it_were(chip):
+    product = next(name for name, peaks in BACKEND.products.items() if peaks.chip == chip)
+    told = BACKEND.describe(BACKEND.properties_of(product, chip))
+    assert (told["chip"], told["peaks"]) == (chip, BACKEND.products[product])
+    assert {"xpu", "dpas", "bf16", chip} <= told["capabilities"]
+    assert (told["unsupported"] is None) == (chip in BACKEND.chips)

@@ -21,6 +21,7 @@ COMPLETED = {
     "bisect --use g": {"grouped_mm"},
     "optimize --level ": {"conservative", "balanced", "aggressive"},
     "optimize --objective m": {"memory"},
+    "plan --weights f": {"fp8"},
     "lock --device c": {"cpu", "cuda"},
     "kernels moe.g": {"moe.grouped_mm", "moe.grouped_mm_wgrad"},
     "tune moe.experts moe.t": {"moe.top_k_gating"},

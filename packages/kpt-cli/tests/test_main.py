@@ -22,7 +22,7 @@ def raising(monkeypatch, error):
 def test_help_lists_every_command(kpt):
     result = kpt("--help")
     assert result.exit_code == 0
-    for command in ("doctor", "kernels", "optimize", "bench", "demo"):
+    for command in ("doctor", "kernels", "plan", "optimize", "bench", "demo"):
         assert command in result.stdout
 
 

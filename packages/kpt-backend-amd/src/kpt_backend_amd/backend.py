@@ -1,5 +1,6 @@
 """`AMDBackend`, and the facades over kpt_optimize for its devices: memory manager, optimiser, device manager."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Kernel
@@ -9,7 +10,7 @@ from kpt_optimize.memory import DeviceMemoryManager
 from kpt_optimize.model import ModelOptimizer
 from kpt_triton.moe.table import KERNELS
 
-from .chips import CHIPS, capabilities_of, chip_name, generation, peaks_of, unsupported
+from .chips import CHIPS, PRODUCTS, capabilities_of, chip_name, generation, peaks_of, unsupported
 from .environment import why_no_device, why_unavailable
 
 _HIPBLASLT = Kernel(
@@ -42,6 +43,7 @@ class AMDBackend(AcceleratorBackend):
     name = "amd"
     device_types = ("cuda",)
     chips = CHIPS
+    products = PRODUCTS
     config_class = AMDConfig
 
     def unavailable(self) -> str | None:
@@ -62,6 +64,10 @@ class AMDBackend(AcceleratorBackend):
             "unsupported": unsupported(chip),
             "peaks": peaks_of(properties.name),
         }
+
+    def properties_of(self, product: str, chip: str) -> Any:
+        """Return what `describe` reads of a device that is not here, as torch would tell it."""
+        return SimpleNamespace(name=product, gcnArchName=chip)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""

@@ -29,16 +29,16 @@ _OF_GENERATION: dict[str, frozenset[Capability]] = {
     "RDNA4": frozenset({"wmma", "wave32", "fp8_e4m3fn", "fp8_e5m2"}),
 }
 
-_MI300 = "AMD Instinct MI300X data sheet"
-#: By the name that the driver gives; dense bfloat16 products, without sparsity.
-_PEAKS = {
-    "AMD Instinct MI210": Peaks(bf16_tflops=181, bandwidth=1638.4, source="AMD Instinct MI210 data sheet"),
+#: By the name that the driver gives; dense products, without sparsity.
+PRODUCTS = {
+    "AMD Instinct MI210": Peaks("gfx90a", 64, 181, 1638.4, "AMD Instinct MI210 data sheet"),
     # A device is one of the two dies.
-    "AMD Instinct MI250X": Peaks(bf16_tflops=191.5, bandwidth=1638.4, source="AMD Instinct MI250X data sheet, halved"),
-    "AMD Instinct MI300X": Peaks(bf16_tflops=1307.4, bandwidth=5300, source=_MI300),
-    "AMD Instinct MI325X": Peaks(bf16_tflops=1307.4, bandwidth=6000, source="AMD Instinct MI325X data sheet"),
-    "AMD Instinct MI355X": Peaks(bf16_tflops=2516.6, bandwidth=8000, source="AMD Instinct MI355X data sheet"),
-    "AMD Radeon RX 7900 XTX": Peaks(bf16_tflops=122.8, bandwidth=960, source="AMD Radeon RX 7900 XTX specifications"),
+    "AMD Instinct MI250X": Peaks("gfx90a", 64, 191.5, 1638.4, "AMD Instinct MI250X data sheet, halved"),
+    "AMD Instinct MI300X": Peaks("gfx942", 192, 1307.4, 5300, "AMD Instinct MI300X data sheet", 2614.9),
+    "AMD Instinct MI325X": Peaks("gfx942", 256, 1307.4, 6000, "AMD Instinct MI325X data sheet", 2614.9),
+    "AMD Instinct MI355X": Peaks("gfx950", 288, 2516.6, 8000, "AMD Instinct MI355X data sheet", 5033.2),
+    "AMD Radeon RX 7900 XTX": Peaks("gfx1100", 24, 122.8, 960, "AMD Radeon RX 7900 XTX specifications"),
+    "AMD Radeon RX 9070 XT": Peaks("gfx1201", 16, 195, 640, "AMD Radeon RX 9070 XT specifications", 389),
 }
 
 
@@ -69,4 +69,4 @@ def capabilities_of(chip: str) -> frozenset[Capability]:
 
 def peaks_of(product: str) -> Peaks | None:
     """Return the peaks of a product as the driver names it, for rooflines; None if it is not listed."""
-    return _PEAKS.get(product)
+    return PRODUCTS.get(product)

@@ -1,5 +1,6 @@
 """`NVIDIABackend`, and the facades over kpt_optimize for its devices: memory manager, optimiser, device manager."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Kernel
@@ -9,7 +10,7 @@ from kpt_optimize.memory import DeviceMemoryManager
 from kpt_optimize.model import ModelOptimizer
 from kpt_triton.moe.table import KERNELS
 
-from .chips import CHIPS, capabilities_of, chip_name, generation, peaks_of, unsupported
+from .chips import CHIPS, PRODUCTS, capabilities_of, chip_name, compute_capability, generation, peaks_of, unsupported
 from .environment import why_no_device, why_unavailable
 
 
@@ -31,6 +32,7 @@ class NVIDIABackend(AcceleratorBackend):
     name = "nvidia"
     device_types = ("cuda",)
     chips = CHIPS
+    products = PRODUCTS
     config_class = NVIDIAConfig
 
     def unavailable(self) -> str | None:
@@ -51,6 +53,11 @@ class NVIDIABackend(AcceleratorBackend):
             "unsupported": unsupported(capability),
             "peaks": peaks_of(properties.name),
         }
+
+    def properties_of(self, product: str, chip: str) -> Any:
+        """Return what `describe` reads of a device that is not here, as torch would tell it."""
+        major, minor = compute_capability(chip)
+        return SimpleNamespace(name=product, major=major, minor=minor)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""

@@ -9,7 +9,7 @@ from kpt_optimize.memory import DeviceMemoryManager
 from kpt_optimize.model import ModelOptimizer
 from kpt_triton.moe.table import KERNELS
 
-from .chips import CHIPS, capabilities_of, chip_of, generation, unsupported
+from .chips import CHIPS, PRODUCTS, capabilities_of, chip_of, generation, properties_of, unsupported
 from .environment import why_no_device, why_unavailable
 
 
@@ -31,6 +31,7 @@ class XPUBackend(AcceleratorBackend):
     name = "xpu"
     device_types = ("xpu",)
     chips = CHIPS
+    products = PRODUCTS
     config_class = XPUConfig
 
     def unavailable(self) -> str | None:
@@ -42,15 +43,19 @@ class XPUBackend(AcceleratorBackend):
         return why_no_device()
 
     def describe(self, properties: Any) -> dict[str, Any]:
-        """Return what is known of a device's chip; peaks of products are not listed."""
+        """Return what is known of a device's chip and product."""
         chip = chip_of(properties)
         return {
             "chip": chip,
             "generation": generation(chip),
             "capabilities": capabilities_of(properties),
             "unsupported": unsupported(properties),
-            "peaks": None,
+            "peaks": PRODUCTS.get(properties.name),
         }
+
+    def properties_of(self, product: str, chip: str) -> Any:
+        """Return what `describe` reads of a device that is not here, as torch would tell it."""
+        return properties_of(product, chip)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""

@@ -4,12 +4,14 @@ A device tells most by itself: whether it has matrix units (DPAS, which Intel ca
 loads of two-dimensional blocks. Sources: the oneAPI GPU optimisation guide, and OpenCL's extensions of Intel.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Capability
-from kpt_triton.intel import CHIPS, intel_chip
+from kpt_optimize.accelerator import Peaks
+from kpt_triton.intel import CHIPS, architecture_of, intel_chip
 
-__all__ = ["CHIPS", "capabilities_of", "chip_of", "generation", "unsupported"]
+__all__ = ["CHIPS", "PRODUCTS", "capabilities_of", "chip_of", "generation", "properties_of", "unsupported"]
 
 _GENERATIONS = {
     **dict.fromkeys(("acm_g10", "acm_g11", "acm_g12"), "Xe-HPG"),
@@ -26,6 +28,29 @@ _FACTS = {
     "has_subgroup_matrix_multiply_accumulate": "dpas",
     "has_subgroup_2d_block_io": "block_io",
 }
+
+
+#: What torch tells of every chip of a generation.
+_FACTS_OF = {
+    "Xe-HPC": tuple(_FACTS),
+    "Xe2": tuple(_FACTS),
+    "Xe-HPG": ("has_fp16", "has_bfloat16_conversions", "has_subgroup_matrix_multiply_accumulate"),
+}
+#: By the name that the driver gives; products of the matrix units at the highest clock.
+PRODUCTS = {
+    # A device is one of the two stacks: 64 Xe cores of 4096 operations a cycle, at 1.6 GHz.
+    "Intel(R) Data Center GPU Max 1550": Peaks("pvc", 64, 419, 1638.4, "Intel Data Center GPU Max 1550, halved"),
+    # Half of the 233 TOPS of 8-bit integers.
+    "Intel(R) Arc(TM) B580 Graphics": Peaks("bmg_g21", 12, 116.5, 456, "Intel Arc B580 specifications"),
+    # Half of the 229 TOPS of 8-bit integers.
+    "Intel(R) Arc(TM) A750 Graphics": Peaks("acm_g10", 8, 114.5, 512, "Intel Arc A750 specifications"),
+}
+
+
+def properties_of(product: str, chip: str) -> Any:
+    """Return what torch would tell of a device that is not here, as far as its generation decides it."""
+    facts = dict.fromkeys(_FACTS_OF.get(generation(chip), ()), True)
+    return SimpleNamespace(name=product, architecture=architecture_of(chip), **facts)
 
 
 def chip_of(properties: Any) -> str:

@@ -25,7 +25,7 @@ def op_row(name: str, devices: Sequence[Device]) -> dict[str, Any]:
     """
     from kpt_core.registry import get_op, kernels
 
-    op, levels = get_op(name), _levels()
+    op, known = get_op(name), levels()
     servings = {device.device: [serving(op, device.device, dtype) for dtype in DTYPES] for device in devices}
     rows = [
         {
@@ -34,7 +34,7 @@ def op_row(name: str, devices: Sequence[Device]) -> dict[str, Any]:
             "priority": kernel.priority,
             "requires": sorted(kernel.requires),
             "composed_of": kernel.composed_of,
-            "evidence": levels.get(f"{backend.name}/{name}/{kernel.forward}", {}),
+            "evidence": known.get(f"{backend.name}/{name}/{kernel.forward}", {}),
             "on": {device: _over_dtypes(backend.name, kernel.forward, found) for device, found in servings.items()},
         }
         for backend, kernel in kernels(name)
@@ -46,7 +46,7 @@ def op_row(name: str, devices: Sequence[Device]) -> dict[str, Any]:
         "contract": inspect.getdoc(op.reference) or "",
         "reference": op.defined_in,
         "kernels": rows,
-        "reference_evidence": levels.get(f"reference/{name}/reference", {}),
+        "reference_evidence": known.get(f"reference/{name}/reference", {}),
         "reference_on": {
             device: "accepted" if all(each.reference for each in found) else refused
             for device, found in servings.items()
@@ -56,14 +56,14 @@ def op_row(name: str, devices: Sequence[Device]) -> dict[str, Any]:
 
 
 @cache
-def _levels() -> dict[str, dict[str, str]]:
+def levels() -> dict[str, dict[str, str]]:
     """Read what the reports of runs say of each kernel: kernel -> chip -> level, date and commit."""
     text = resources.files("kpt_cli").joinpath("support.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
     return found
 
 
-def _best(evidence: dict[str, str]) -> str:
+def best(evidence: dict[str, str]) -> str:
     """Return the best level, and on which chips it was reached."""
     for level, place in (("ran", "on"), ("interpreted", "by"), ("compiled", "for"), ("failed", "on")):
         if chips := [chip for chip, words in evidence.items() if words.partition(" ")[0] == level]:
@@ -124,7 +124,7 @@ def _show(row: dict[str, Any], *, contract: bool) -> None:
     made = table("priority", "kernel", "backend", "needs", "evidence", *row["reference_on"], right=("priority",))
     for kernel in row["kernels"]:
         about = (str(kernel["priority"]), kernel["kernel"], kernel["backend"], ", ".join(kernel["requires"]) or "-")
-        made.add_row(*about, _best(kernel["evidence"]), *kernel["on"].values())
-    proof = _best(row["reference_evidence"])
+        made.add_row(*about, best(kernel["evidence"]), *kernel["on"].values())
+    proof = best(row["reference_evidence"])
     made.add_row("last", row["reference"], "reference", "-", proof, *row["reference_on"].values())
     out().print(made)

@@ -5,8 +5,8 @@ import torch
 from faulty_kernels import choose_the_worst, inputs, mixtral, patch_forward
 from torch.nn import functional as F
 
-from kpt_cli.validate.judging import find_routing, say_flips
 from kpt_cli.validate.replaying import record, replay
+from kpt_optimize.judging import find_routing, say_flips
 
 LEFT, RIGHT = 0, 1
 

@@ -19,6 +19,12 @@ def intel_chip(architecture: int) -> str:
     return _NAMES.get((major, minor), f"xe_{major}_{minor}")
 
 
+def architecture_of(chip: str) -> int:
+    """Return the number of a chip that is listed: the reverse of `intel_chip`."""
+    major, minor = next(version for version, name in _NAMES.items() if name == chip)
+    return (major << 22 | minor << 14) << 8
+
+
 def is_intel(chip: str) -> bool:
     """Return whether a chip's name is one of Intel's."""
     return chip in _NAMES.values() or chip.startswith("xe_")

@@ -32,20 +32,13 @@ def quiet_transformers() -> None:
 
 def load_model(directory: ModelDirectory, dtype: str, device: torch.device) -> "PreTrainedModel":
     """Load the model that the config names, in evaluation mode, with weights in a dtype, or `auto` for the config's."""
-    import transformers
-
-    quiet_transformers()
-    config = _load_config(directory)
-    # The class that the config names if transformers has it, else the one for its causal language models.
-    cls: Any = getattr(transformers, directory.architecture or "", None)
-    options: dict[str, Any] = {}
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        cls, options = transformers.AutoModelForCausalLM, {"trust_remote_code": False}
+    config, cls = config_and_class(directory)
+    options: dict[str, Any] = {} if hasattr(cls, "_from_config") else {"trust_remote_code": False}
     options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     try:
         model, info = cls.from_pretrained(directory.path, config=config, dtype=dtype, **options)
     except Exception as error:  # transformers raises whatever its many loaders raise
-        raise _as_sentence(error, f"{directory.path} could not be loaded as {cls.__name__}") from error
+        raise as_sentence(error, f"{directory.path} could not be loaded as {cls.__name__}") from error
     if missing := sorted(map(str, info.get("missing_keys", ()))):
         raise CliError(
             f"the weights in {directory.path} lack {len(missing)} of the model's tensors ({some(missing)}), which "
@@ -57,6 +50,16 @@ def load_model(directory: ModelDirectory, dtype: str, device: torch.device) -> "
             "model, which reads token ids"
         )
     return model.eval().to(device)  # type: ignore[no-any-return]
+
+
+def config_and_class(directory: ModelDirectory) -> "tuple[PreTrainedConfig, Any]":
+    """Return the config, and the class that it names if transformers has it, else that of causal language models."""
+    import transformers
+
+    quiet_transformers()
+    cls: Any = getattr(transformers, directory.architecture or "", None)
+    named = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    return _load_config(directory), cls if named else transformers.AutoModelForCausalLM
 
 
 def _load_config(directory: ModelDirectory) -> "PreTrainedConfig":
@@ -80,10 +83,11 @@ def _load_config(directory: ModelDirectory) -> "PreTrainedConfig":
     try:
         return AutoConfig.from_pretrained(directory.path, **LOCAL)  # type: ignore[no-any-return]
     except Exception as error:
-        raise _as_sentence(error, f"{directory.path / CONFIG} is not a valid {model_type} config") from error
+        raise as_sentence(error, f"{directory.path / CONFIG} is not a valid {model_type} config") from error
 
 
-def _as_sentence(error: Exception, what: str) -> Exception:
+def as_sentence(error: Exception, what: str) -> Exception:
+    """Return what a library raised as an error of one sentence."""
     if not isinstance(error, OSError | ValueError) and sentence(error) is not None:
         return error  # out of memory and the like speak for themselves
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -36,8 +36,18 @@ class ModelDirectory:
 
 def read_model_directory(path: Path) -> ModelDirectory:
     """Check a folder without loading it; `CliError` says what is missing, half-written or refused, and what to do."""
-    _check_folder(path)
-    file = path / CONFIG
+    config = read_config(path)
+    weights = tuple(sorted(_find_weights(path)))
+    size = sum(file.stat().st_size for file in weights)
+    return ModelDirectory(path=path, config=config, weights=weights, weight_bytes=size)
+
+
+def read_config(path: Path, *, alone: bool = False) -> dict[str, Any]:
+    """Return what the config of a folder says; of a file if the config `alone` is wanted."""
+    file = path
+    if not (alone and path.is_file()):
+        _check_folder(path)
+        file = path / CONFIG
     if not file.is_file():
         below = sorted(found.parent for found in path.glob(f"*/{CONFIG}"))
         hint = f"; did you mean {' or '.join(map(str, below[:3]))}?" if below else ""
@@ -49,9 +59,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
         raise CliError(
             f"{file} names no model_type, so the architecture is unknown; take the file of the original model"
         )
-    weights = tuple(sorted(_find_weights(path)))
-    size = sum(file.stat().st_size for file in weights)
-    return ModelDirectory(path=path, config=config, weights=weights, weight_bytes=size)
+    return config
 
 
 def _check_folder(path: Path) -> None:

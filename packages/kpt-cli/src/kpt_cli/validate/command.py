@@ -20,7 +20,8 @@ from .trace import check_trace_file
 if TYPE_CHECKING:
     from torch import nn
 
-    from .judging import Verdict
+    from kpt_optimize.judging import Verdict
+
     from .observing import Tell
     from .replaying import Replay
 

@@ -16,10 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import kpt_core
 from kpt_cli.errors import CliError
 from kpt_moe.rewrites import is_transformers_experts
+from kpt_optimize.judging import Call, differing_rows, find_routing, own_lengths
 
-from .judging import differing_rows, find_routing, own_lengths
 from .models import Arm, users_code
-from .trace import Call
 
 #: Told what goes on, and how much of how much is done; the whole is None where nobody knows.
 Tell = Callable[[int, int | None, str], None]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kpt_cli.devices import present
 from kpt_cli.errors import CliError
+from kpt_optimize.judging import Call, Verdict, find_routing, judge, rounding
 
-from .judging import Verdict, find_routing, judge, rounding
 from .models import ORACLE, Arm
 from .observing import (
     Arguments,
@@ -31,7 +31,7 @@ from .observing import (
     signs,
     widened,
 )
-from .trace import Call, Trace, check_same_model, identity
+from .trace import Trace, check_same_model, identity
 
 FOLDED = 65_536  #: a gradient with more elements is folded to this many sums
 #: As many flips are no finding, each explained by rounding, and twice as many more as the recorder has itself.

@@ -13,28 +13,12 @@ from kpt_cli.optimize.model_directory import check_safetensors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kpt_optimize.judging import Call
+
 FORMAT = 2
 _FORMAT_KEY, _CONTENT_KEY, _DIGEST_KEY = "kpt.trace", "kpt.content", "kpt.content_sha256"
 #: What a configuration says of the place where it was loaded rather than of the numbers.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of one module in a run, and in a trace float64 beside it. Tensors are on the CPU."""
-
-    key: str  # the module's path, with `#2` and so on for further calls of it; of a gradient, what it belongs to
-    type: str  # name of its class, or `gradient`
-    inputs: "tuple[Tensor, ...]" = ()  # the tensors among its arguments, in order
-    outputs: "tuple[Tensor, ...]"  # the tensors that it gave, before any steering
-    kernels: tuple[str, ...] = ()  # what served KPT's ops in it, as `op: kernel`
-    lengths: tuple[int, ...] = ()  # over how many terms its own sums go, see `own_lengths`
-    rounding: float = 0.0  # the relative error that rounding explains at its end in a whole run
-    reference: "tuple[Tensor, ...]" = ()  # what it gave in float64, where everything before it ran in float64 too
-    #: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too
-    alone: "tuple[Tensor, ...]" = ()
-    #: what the code around it hands to it in float64, where all results of modules are the recorder's
-    handed: "tuple[Tensor, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +30,8 @@ class Trace:
     about: dict[str, Any]
     args: tuple[Any, ...]  # positional arguments of the model, tensors and plain values
     kwargs: dict[str, Any]  # keyword arguments
-    layers: tuple[Call, ...]  # calls in the order in which they ended
-    gradients: tuple[Call, ...] = ()  # of the parameters, if they were asked for
+    layers: "tuple[Call, ...]"  # calls in the order in which they ended
+    gradients: "tuple[Call, ...]" = ()  # of the parameters, if they were asked for
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all; `CliError` if an argument is neither a tensor nor a plain value."""
@@ -89,7 +73,9 @@ class Trace:
         return cls(**content | {"args": tuple(content["args"]), "layers": layers, "gradients": gradients})
 
 
-def _call(**entry: Any) -> Call:
+def _call(**entry: Any) -> "Call":
+    from kpt_optimize.judging import Call
+
     entry = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     return Call(**entry)
 
@@ -115,6 +101,8 @@ def tensor_digest(tensor: "Tensor") -> str:
 def _encode(value: Any, table: "dict[str, Tensor]") -> Any:
     """Put tensors into the table, named by their digests: equal ones, as one module gives and the next takes, once."""
     from torch import Tensor
+
+    from kpt_optimize.judging import Call
 
     if isinstance(value, Call | Trace):
         value = {field.name: getattr(value, field.name) for field in fields(value)}

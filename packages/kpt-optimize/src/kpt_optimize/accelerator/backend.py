@@ -1,6 +1,7 @@
 """`AcceleratorBackend`: what the backends of all devices that torch itself drives (cuda, ROCm, xpu) share."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from kpt_core.errors import InputError
 from kpt_optimize.padding import Padding, ShapeAdvice, advise, pad_model
 
 from .config import AppliedSettings, Device, DeviceConfig, apply_settings, device_of_type
-from .devices import DeviceInfo, MemoryStatistics, live_state, memory_statistics
+from .devices import DeviceInfo, MemoryStatistics, Peaks, live_state, memory_statistics
 
 #: What versions of torch call the facts of `DeviceInfo`.
 _PROPERTIES = {
@@ -62,6 +63,8 @@ class AcceleratorBackend(Backend):
     """
 
     config_class: ClassVar[type[DeviceConfig]] = DeviceConfig
+    #: What products can do, by the name that the driver gives; of a chip's the usual one first.
+    products: ClassVar[Mapping[str, Peaks]] = {}
 
     def __init__(self, config: DeviceConfig | None = None) -> None:
         if config is not None and not isinstance(config, self.config_class):
@@ -82,6 +85,10 @@ class AcceleratorBackend(Backend):
 
         These are the fields `chip`, `generation`, `capabilities`, `unsupported` and `peaks` of `DeviceInfo`.
         """
+
+    @abstractmethod
+    def properties_of(self, product: str, chip: str) -> Any:
+        """Return what `describe` reads of a device that is not here, as torch would tell it."""
 
     def unavailable(self) -> str | None:
         """Return None if kernels can run here, else why not and what to do, in a sentence."""

@@ -8,19 +8,25 @@ import torch
 from kpt_core.contract import Capability
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a product can do at most, from its data sheet.
+    """What a product can do at most, from its data sheet; without structured sparsity.
 
     Attributes:
-        bf16_tflops: dense bfloat16 products with float32 accumulation, TFLOP/s, without structured sparsity.
+        chip: for instance `sm90`.
+        memory: nominal, GiB; a driver keeps some of it for itself.
+        bf16_tflops: bfloat16 products with float32 accumulation, TFLOP/s; those of float16 are as fast.
         bandwidth: of the device's memory, GB/s (10**9 bytes).
         source: the document.
+        fp8_tflops: products of 8-bit floating-point numbers, TFLOP/s; None if the chip has none.
     """
 
+    chip: str
+    memory: int
     bf16_tflops: float
     bandwidth: float
     source: str
+    fp8_tflops: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

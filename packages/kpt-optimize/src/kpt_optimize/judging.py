@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .trace import Call
-
 #: A run may err this many times as much as the recorder, on average and at the worst place.
 MEAN_FACTOR, MAX_FACTOR = 1.1, 2.0
 #: The mean absolute error of a rounding, or of a sum of many, in units of the largest that one can be.
@@ -45,6 +43,24 @@ def rounding(lengths: Sequence[int], dtype: torch.dtype) -> float:
     unit = torch.finfo(dtype).eps / 2
     sums = min(unit, torch.finfo(torch.float32).eps / 2)
     return math.sqrt(len(lengths)) * unit + math.sqrt(sum(lengths)) * sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of one module in a run, and in a trace float64 beside it. Tensors are on the CPU."""
+
+    key: str  # the module's path, with `#2` and so on for further calls of it; of a gradient, what it belongs to
+    type: str  # name of its class, or `gradient`
+    inputs: tuple[Tensor, ...] = ()  # the tensors among its arguments, in order
+    outputs: tuple[Tensor, ...]  # the tensors that it gave, before any steering
+    kernels: tuple[str, ...] = ()  # what served KPT's ops in it, as `op: kernel`
+    lengths: tuple[int, ...] = ()  # over how many terms its own sums go, see `own_lengths`
+    rounding: float = 0.0  # the relative error that rounding explains at its end in a whole run
+    reference: tuple[Tensor, ...] = ()  # what it gave in float64, where everything before it ran in float64 too
+    #: what it gives in float64 on the recorder's inputs, its children's results being the recorder's too
+    alone: tuple[Tensor, ...] = ()
+    #: what the code around it hands to it in float64, where all results of modules are the recorder's
+    handed: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

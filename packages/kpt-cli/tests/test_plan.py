@@ -1,0 +1,152 @@
+"""`kpt plan`: devices that are not here, with the figures of closed formulas."""
+
+import json
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kpt_optimize.accelerator import AcceleratorBackend, Peaks
+
+QWEN3_30B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+
+
+class Acme(AcceleratorBackend):
+    name, device_types, chips = "acme", ("xpu",), ("a1", "a2")
+    products: ClassVar = {"Acme One": Peaks("a1", 80, 100.0, 1000.0, "a leaflet")}
+
+    def why_no_device(self):
+        return "none is here"
+
+    def properties_of(self, product, chip):
+        return product
+
+    def describe(self, properties):
+        return {"capabilities": frozenset(), "unsupported": None, "peaks": self.products.get(properties)}
+
+
+@pytest.fixture
+def plan(kpt, monkeypatch):
+    monkeypatch.setattr("kpt_core.registry._added", {"acme": Acme()})
+
+    def run(*arguments):
+        result = kpt("plan", *arguments, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    from transformers import Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("qwen")
+    Qwen3MoeConfig(**QWEN3_30B).save_pretrained(folder)
+    return folder
+
+
+def test_qwen3_30b_has_its_parameters_and_the_cache_of_the_formula(plan, qwen):
+    found = plan(qwen, "--target", "a1", "--dtype", "bfloat16", "--tokens", 4096, "--batch", 2)
+    assert found["parameters"] == pytest.approx(30.5e9, rel=0.002)
+    assert found["memory"]["weights"]["bfloat16"] == 2 * found["parameters"]
+    assert found["memory"]["kv_cache"] == 2 * 48 * 4 * 128 * (2 * 4096) * 2
+    # 3.35 billion parameters work on a token, of which the embedding only looks up; attention comes on top.
+    active = found["parameters"] - 48 * 120 * 3 * 2048 * 768 - 2 * 151936 * 2048
+    attention = 48 * 2 * 4096 * 4096 * 128 * 32 * 2  # half of both products, of two sequences
+    prefill, decode = found["roofline"]
+    assert prefill["flops"] == pytest.approx(2 * active * 8192 + attention, rel=0.002)
+    # Two tokens, each with 8 of 128 experts: some are the same.
+    read = active + 151936 * 2048 + 48 * 128 * 3 * 2048 * 768 * ((1 - (120 / 128) ** 2) - 8 / 128)
+    assert decode["nbytes"] == pytest.approx(2 * read + found["memory"]["kv_cache"], rel=0.002)
+    assert (prefill["bound_by"], decode["bound_by"]) == ("arithmetic", "memory")
+    assert decode["seconds"] == pytest.approx(decode["nbytes"] / 1e12)
+    assert found["fits"]
+    assert [(row["op"], row["calls"]) for row in found["kernels"]] == [("moe.experts", 48)] * 2
+
+
+def test_memory_is_that_of_a_real_model(plan, mixtral):
+    from transformers import AutoModelForCausalLM
+
+    found = plan(mixtral / "config.json", "--target", "a1", "--tokens", 16, "--batch", 3, "--dtype", "float32")
+    model = AutoModelForCausalLM.from_pretrained(mixtral)
+    cache = model(torch.ones(3, 16, dtype=torch.int64), use_cache=True).past_key_values
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert sum(found["memory"]["weights"].values()) == held
+    assert found["memory"]["kv_cache"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert found["roofline"][0]["tflops"] is None
+
+
+def test_training_has_gradients_and_two_moments(plan, mixtral):
+    found = plan(mixtral, "--target", "a1", "--tokens", 16, "--train", "--dtype", "bfloat16")
+    weights = found["memory"]["weights"]["bfloat16"]
+    assert found["memory"]["gradients"] == weights
+    assert found["memory"]["optimizer_state"] == pytest.approx(2 * weights, rel=0.01)
+    assert found["memory"]["activations"] > 0
+    assert found["memory"]["kv_cache"] == 0
+    assert [row["name"] for row in found["roofline"]] == ["training, 1 x 16 tokens"]
+
+
+def test_what_does_not_fit_is_told_with_what_would(kpt, plan, mixtral):
+    options = [mixtral, "--target", "a1", "--dtype", "float32", "--tokens", 64]
+    found = plan(*options, "--memory", "64K")
+    peak = found["memory"]["peak"]
+    assert not found["fits"]
+    assert found["missing_bytes"] == peak - 64 * 1024
+    lean = plan(*options, "--memory", "64K", "--weights", "fp8")["memory"]
+    assert found["remedies"][0].startswith("8-bit weights (--weights fp8)")
+    assert set(lean["weights"]) == {"float8_e4m3fn", "float32"}
+    assert lean["peak"] < peak - 0.5 * found["memory"]["weights"]["float32"]
+    assert found["remedies"][-1].startswith(f"{-(-peak // 65536)} such devices")
+    nearly = plan(*options, "--memory", f"{(peak - found['memory']['kv_cache']) / 1024}K")["remedies"]
+    assert any("a context of about" in remedy for remedy in nearly)
+    said = kpt("plan", *options, "--memory", "64K").stdout
+    assert "It does not fit into 64.00 KiB" in said
+    assert "Times are lower bounds" in said
+
+
+def test_the_memory_of_a_chip_without_a_known_product_must_be_given(kpt, plan, mixtral):
+    assert plan(mixtral, "--target", "a2", "--memory", "1GB")["target"]["memory_bytes"] == 10**9
+    assert "give its --memory" in kpt("plan", mixtral, "--target", "a2").stderr
+
+
+def test_a_model_without_experts_calls_no_op_of_kpt(kpt, plan, llama):
+    assert plan(llama, "--target", "cpu", "--tokens", 8)["kernels"] == []
+    said = kpt("plan", llama, "--target", "cpu", "--tokens", 8).stdout
+    assert "It fits" in said
+    assert "no op of KPT" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "gfx9"], "unknown target 'gfx9': expected cpu, a chip"),
+        (["--target", "cpu", "--memory", "lots"], "--memory 'lots': expected an amount with its unit"),
+        (["--target", "cpu", "--memory", "0GiB"], "--memory '0GiB'"),
+        (["--target", "cpu", "--tokens", "129"], "reads at most 128 tokens at a time"),
+        (["--target", "cpu", "--train", "--weights", "fp8"], "8-bit weights are for inference"),
+        (["--target", "cpu", "--weights", "int8"], "unknown weights 'int8'"),
+    ],
+)
+def test_bad_input_is_one_sentence(kpt, mixtral, arguments, said):
+    result = kpt("plan", mixtral, *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("kpt: error: ")
+    assert said in result.stderr
+
+
+def test_what_is_no_model_is_refused(kpt, tmp_path):
+    assert "does not exist" in kpt("plan", tmp_path / "nix", "--target", "cpu").stderr
+    assert "has no config.json" in kpt("plan", tmp_path, "--target", "cpu").stderr
+    (tmp_path / "some.json").write_text("[]")
+    assert "expected a JSON object" in kpt("plan", tmp_path / "some.json", "--target", "cpu").stderr

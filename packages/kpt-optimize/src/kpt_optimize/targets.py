@@ -1,0 +1,152 @@
+"""Devices that are not here: what their chips can do, and the kernels that would run there."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kpt_core import registry
+from kpt_core.contract import TORCH, Backend, Call, Capability, Kernel, Op
+from kpt_core.dispatch.candidates import candidate_of
+from kpt_core.errors import InputError
+from kpt_core.selection import Refused
+
+from .accelerator import AcceleratorBackend, Peaks
+
+#: The processor of this machine, which needs no name.
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A device to plan for.
+
+    Attributes:
+        chip: for instance `gfx942`.
+        product: a usual one with this chip, by the name that the driver gives; the chip where none is listed.
+        device_type: torch's.
+        backend: whose kernels run there; None where no vendor's is installed.
+        unsupported: why KPT's kernels don't run on it, None if they do.
+        peaks: of the product; None if they are not known.
+    """
+
+    chip: str
+    product: str
+    device_type: str
+    backend: Backend | None
+    capabilities: frozenset[Capability]
+    unsupported: str | None
+    peaks: Peaks | None
+
+    @property
+    def memory(self) -> int | None:
+        """Return the bytes of its memory, None if they are not known."""
+        if self.device_type == CPU:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return None if self.peaks is None else self.peaks.memory * 1024**3
+
+    def tflops(self, dtype: str) -> float | None:
+        """Return the rate of products in a dtype, None if it is not known; 8-bit weights are converted at worst."""
+        if self.peaks is None or dtype == "float32":
+            return None
+        if dtype.replace("float8", "fp8") in self.capabilities:
+            return self.peaks.fp8_tflops
+        return self.peaks.bf16_tflops
+
+
+def chips() -> dict[str, AcceleratorBackend]:
+    """Return every chip that an installed backend knows, and the backend."""
+    found: dict[str, AcceleratorBackend] = {}
+    for backend in registry.backends().values():
+        if isinstance(backend, AcceleratorBackend):
+            found |= dict.fromkeys((*backend.chips, *(each.chip for each in backend.products.values())), backend)
+    return found
+
+
+def target_of(name: str) -> Target:
+    """Return the device of a chip's name, or of words of a product's, as in `gfx942`, `MI300X` or `arc b580`.
+
+    Raises:
+        InputError: no installed backend knows it.
+    """
+    if name.lower() == CPU:
+        return _this_processor()
+    known = chips()
+    words = name.lower().split()
+    products = {
+        product: backend
+        for backend in dict.fromkeys(known.values())
+        for product, peaks in backend.products.items()
+        if peaks.chip == name.lower() or (words and all(word in product.lower() for word in words))
+    }
+    if products:
+        product, backend = next(iter(products.items()))
+        chip = backend.products[product].chip
+    elif name.lower() in known:
+        product = chip = name.lower()
+        backend = known[chip]
+    else:
+        raise InputError(
+            f"unknown target {name!r}: expected {CPU}, a chip ({', '.join(known) or 'no backend lists any'}) or a "
+            "product, as in MI300X; a vendor's come with its package: pip install kpt-backend-nvidia, -amd or -xpu"
+        )
+    told = backend.describe(backend.properties_of(product, chip))
+    facts = {each: told[each] for each in ("capabilities", "unsupported", "peaks")}
+    return Target(chip=chip, product=product, device_type=backend.device_types[0], backend=backend, **facts)
+
+
+def _this_processor() -> Target:
+    device = torch.device(CPU)
+    backend = registry.backends().get(CPU)
+    unsupported = None if backend is None else backend.unavailable()
+    capabilities = frozenset() if backend is None or unsupported else backend.capabilities(device)
+    return Target(
+        chip=CPU,
+        product="this machine's processor",
+        device_type=CPU,
+        backend=backend,
+        capabilities=capabilities,
+        unsupported=unsupported,
+        peaks=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What would serve a call on a target: backend and kernel, None for the reference; and the refusals before it."""
+
+    backend: str
+    kernel: Kernel | None
+    refusals: tuple[Refused, ...]
+
+
+def served(op: Op[..., Any], call: Call, target: Target, fp8: bool = False) -> Served:
+    """Choose as dispatch does, without the device: by capabilities, dtype and the kernel's own refusals.
+
+    Args:
+        op: the op.
+        call: of it, on `meta`.
+        target: the device.
+        fp8: its weights are of 8 bits, which GPUs must be able to convert; a CPU's kernels do so themselves.
+    """
+    converting = frozenset({"fp8_e4m3fn"} if fp8 and target.device_type != CPU else ())
+    refusals: list[Refused] = []
+    more: frozenset[Capability]
+    dtype = str(getattr(call, next(iter(op.kinds))).dtype).removeprefix("torch.")
+    for backend, kernel in registry.kernels(op.name):
+        if backend.name == TORCH:
+            reason, capabilities, more = None, backend.capabilities(torch.device(target.device_type)), frozenset()
+        elif target.backend is not None and backend.name == target.backend.name:
+            reason, capabilities, more = target.unsupported, target.capabilities, converting
+        else:
+            continue
+        if reason is None and (missing := sorted((kernel.requires | more) - capabilities)):
+            reason = f"needs {', '.join(missing)}, which {target.chip} lacks"
+        if reason is None and kernel.dtypes is not None and dtype not in kernel.dtypes:
+            reason = f"dtype {dtype}; needs {' or '.join(sorted(kernel.dtypes))}"
+        refusal = reason or candidate_of(op, backend.name, kernel).refusal(call)
+        if refusal is None:
+            return Served(backend.name, kernel, tuple(refusals))
+        refusals.append(Refused(backend.name, kernel.forward, refusal, of_call=reason is None))
+    return Served("reference", None, tuple(refusals))
