@@ -133,7 +133,7 @@ def explain_failure(op: Op[..., Any], call: Call, error: Exception) -> None:
 
 
 #: What tensors mostly are.
-PLAIN = frozenset({Tensor, Parameter})
+PLAIN = (Tensor, Parameter)
 
 
 def dispatch_traced(op: Op[..., Any], arguments: tuple[Any, ...]) -> Any:
