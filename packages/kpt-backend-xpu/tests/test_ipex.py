@@ -73,6 +73,19 @@ def test_experts_are_the_references_and_each_takes_its_own_rows(installed, dtype
     assert sum(rows for rows, _ in ASKED) == int(((index >= 0) & (index < 4)).sum())
 
 
+def test_it_runs_where_it_is_asked_for_by_name_alone(installed):
+    with kpt_core.record() as selections:
+        experts(**_arguments())
+    assert selections[0].backend != "ipex"
+    with kpt_core.use("torch"):
+        experts(**_arguments())
+    with kpt_core.use("kpt_backend_xpu.ipex:experts", op="moe.experts"):
+        experts(**_arguments())
+    (refused,) = (each for each in selections[0].refusals if each.backend == "ipex")
+    assert "runs where it is asked for" in str(refused.reason)
+    assert ASKED
+
+
 def test_without_tokens_ipex_is_not_asked(installed):
     with kpt_core.use("ipex"):
         assert experts(**_arguments(tokens=0)).shape == (0, 12)

@@ -1,7 +1,7 @@
 """Intel's extension for PyTorch (IPEX) as a backend of its own, `ipex`: a kernel for tensors in host memory.
 
-It is an optional extra, found by its metadata and imported by the first call that it serves: importing it replaces
-torch's autocast for CPUs.
+It is an optional extra, found by its metadata and imported by the first call that asks for it by name: importing it
+replaces torch's autocast for CPUs, and no size was found where it is faster than KPT's kernels in plain PyTorch.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import Backend, Call, Capability, Kernel
+from kpt_core.dispatch.settings import effective
 
 from .environment import IPEX, IPEX_ARCHIVED, version
 
@@ -41,7 +42,7 @@ class IPEXBackend(Backend):
         return frozenset({"AVX2": {"avx2"}, "AVX512": {"avx2", "avx512"}}.get(found, ()))
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """Return the kernel, also where it can't run. It stands behind those of kpt-backend-cpu, which are faster."""
+        """Return the kernel, also where it can't run."""
         return (
             Kernel(
                 "moe.experts",
@@ -49,7 +50,7 @@ class IPEXBackend(Backend):
                 unsupported=f"{__name__}:unsupported",
                 requires={"avx2"},
                 dtypes={"float32", "bfloat16"},
-                priority=5,
+                priority=5,  # behind those of kpt-backend-cpu
                 deterministic=True,
             ),
         )
@@ -59,7 +60,9 @@ BACKEND = IPEXBackend()
 
 
 def unsupported(call: Call) -> str | None:
-    """Return what of a call of `moe.experts` IPEX does not compute, as a sentence, or None."""
+    """Return why a call of `moe.experts` is not for IPEX, as a sentence, or None."""
+    if effective().choice("moe.experts")[1] is None:
+        return "IPEX is not faster than plain PyTorch here, and runs where it is asked for: use('ipex'), KPT_USE=ipex"
     asked = [f"{name}={getattr(call, name)!r}" for name, plain in _PLAIN.items() if getattr(call, name) != plain]
     if call.activation != "swiglu" or asked:
         return f"IPEX computes plain swiglu alone; got {', '.join([call.activation, *asked])}"
