@@ -26,6 +26,7 @@ nox.options.stop_on_first_error = False
 PINS = "constraints/cpu.txt"
 FLOORS = "constraints/lowest.txt"
 COMPILERS = "constraints/aot.txt"
+IPEX = "constraints/ipex.txt"
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
@@ -354,6 +355,16 @@ def xpu(session: nox.Session) -> None:
         run(session, "python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, pinned)
     rows(session, asked, "pvc", triton=folder)
     examples(session, asked)
+
+
+@nox.session(default=False)
+def ipex(session: nox.Session) -> None:
+    """Hold IPEX's kernel to the whole suite, beside torch 2.8. Not in CI: that torch brings 3 GB of CUDA libraries."""
+    asked = Asked(session)
+    wanted = (*requirements("kpt-backend-xpu", "kpt-conformance"), "torch", "intel_extension_for_pytorch")
+    session.install("-c", IPEX, "--build-constraint", PINS, *wanted, "pytest-xdist")
+    report = f"--kpt-report={asked.report.absolute() / 'ipex.json'}"
+    session.run("pytest", "--kpt-backend=ipex", "-q", *SIDE_BY_SIDE, report, *asked.rest, env=ONE_THREAD)
 
 
 def on_gpu(session: nox.Session, asked: Asked) -> None:

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 
 #: Backends that may be installed beside the package under test, whose kernels would outrank those of the tests.
-_BACKENDS = {"cpu", "nvidia", "amd", "tpu", "xpu"}
+_BACKENDS = {"cpu", "nvidia", "amd", "tpu", "xpu", "ipex"}
 
 
 def _without_backends(group: str) -> list[EntryPoint]:

@@ -44,6 +44,14 @@ def test_healthy_machine(kpt):
     assert servings(found, "moe.top_k_gating")["float32"]["runs"] == ["reference"]
 
 
+def test_what_has_reached_its_end_is_named(kpt, monkeypatch):
+    assert not any("archived" in advice for advice in document(kpt)["advice"])
+    versions = {"intel-extension-for-pytorch": "2.8.0"}
+    monkeypatch.setattr("kpt_cli.doctor.installed_version", versions.get)
+    (advice,) = (advice for advice in document(kpt)["advice"] if "archived" in advice)
+    assert advice.startswith("intel-extension-for-pytorch 2.8.0 is archived upstream since March 2026")
+
+
 def test_text_ends_with_the_verdict(kpt, backend):
     result = kpt("doctor")
     assert result.exit_code == 0

@@ -14,6 +14,9 @@ from .chips import unsupported
 _INSTALL_TORCH = "install the torch for it: https://pytorch.org/get-started/locally"
 #: Where the kernel driver's devices are; a process that computes must be able to read and write one.
 _DRIVERS = Path("/dev/dri")
+#: Intel's extension for PyTorch, and what became of it.
+IPEX = "intel_extension_for_pytorch"
+IPEX_ARCHIVED = "it is archived upstream since March 2026 and gets no security fixes"
 _HIDING = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")
 
 
@@ -50,16 +53,13 @@ def environment() -> Environment:
     for index, properties in enumerate(seen):
         if reason is None and (why := unsupported(properties)) is not None:
             problems.append(f"xpu:{index} ({properties.name}): {why}")
-    ipex = _version("intel_extension_for_pytorch")
+    ipex = version(IPEX)
     if ipex is not None:
-        advice.append(
-            f"intel_extension_for_pytorch {ipex} is archived upstream since March 2026 and gets no security fixes; KPT "
-            "needs torch's own xpu devices alone"
-        )
+        advice.append(f"{IPEX} {ipex} is installed; {IPEX_ARCHIVED}, and KPT needs torch's own xpu devices alone")
     return Environment(
         torch=str(torch.__version__),
         driver=seen[0].driver_version if seen else None,
-        triton=_version("pytorch-triton-xpu") or _version("triton-xpu") or _version("triton"),
+        triton=version("pytorch-triton-xpu") or version("triton-xpu") or version("triton"),
         ipex=ipex,
         devices=tuple(properties.name for properties in seen),
         visible_devices={name: os.environ[name] for name in _HIDING if name in os.environ},
@@ -118,7 +118,8 @@ def _why_no_triton() -> str | None:
     return "the triton that is installed has no part for Intel GPUs; take the one that torch for them brings"
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """Return what version of a distribution is installed, None if none is; nothing is imported."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

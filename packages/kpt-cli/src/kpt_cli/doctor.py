@@ -30,6 +30,11 @@ THIRD_PARTIES = (
     *("transformers", "safetensors", "triton", "jax", "torch-xla", "torchax", "intel-extension-for-pytorch"),
     "flash-attn",
 )
+#: Of those, what is no longer maintained, and what that means.
+END_OF_LIFE = {
+    "intel-extension-for-pytorch": "is archived upstream since March 2026 and gets no security fixes; torch's own xpu "
+    "devices have replaced it"
+}
 
 
 def doctor(
@@ -97,6 +102,8 @@ def examine() -> Document:
         wrong = faults + [str(problem) for problem in problems()]  # last: looking at kernels may find more
     wrong += [text for backend in backends for text in backend["broken"]]
     wrong += [text for op in ops for found in op["servings"] for text in found["broken"]]
+    third_parties = {name: installed_version(name) for name in THIRD_PARTIES}
+    ended = [f"{name} {third_parties[name]} {why}" for name, why in END_OF_LIFE.items() if third_parties[name]]
     return {
         "versions": {
             "kpt-cli": installed_version("kpt-cli"),
@@ -109,13 +116,13 @@ def examine() -> Document:
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "packages": [package._asdict() for package in packages()],
-        "third_parties": {name: installed_version(name) for name in THIRD_PARTIES},
+        "third_parties": third_parties,
         "environment": variables,
         "devices": [device.as_dict() for device in there.devices],
         "backends": backends,
         "ops": ops,
         "problems": list(dict.fromkeys(wrong)),
-        "advice": [*_slips(variables), *_advice(there, ops)],
+        "advice": [*_slips(variables), *_advice(there, ops), *ended],
         "notes": list(there.notes),
         "ok": not wrong,
     }

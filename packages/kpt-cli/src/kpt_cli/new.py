@@ -16,7 +16,7 @@ from .output_file import check_folder, staged
 from .plugins import installed_version
 
 #: Of KPT itself: what is no kernel, and the backends of its own repository.
-RESERVED = ("reference", "torch", "cpu", "nvidia", "amd", "tpu", "xpu")
+RESERVED = ("reference", "torch", "cpu", "nvidia", "amd", "tpu", "xpu", "ipex")
 
 app = typer.Typer(help="Write the beginning of a repository that plugs into KPT.", **GROUP)
 

@@ -39,6 +39,8 @@ _CPU = torch.device("cpu")
 #: DLPack's numbers of the CPU and of a device type that the standard doesn't know, torch's `PrivateUse1`.
 _DLPACK_CPU, _DLPACK_EXTENSION = 1, 12
 _AS_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+#: None before torch 2.9, where kernels are tried all the same: only references and layers are put on this device.
+_ACCELERATOR: Any = getattr(torch._C, "_acc", None)
 
 
 def enable() -> torch.device:
@@ -60,6 +62,8 @@ def _register() -> None:
             f"the fake device cannot be made: torch has room for one out-of-tree device type, and this process has "
             f"{taken!r}; use a process of its own"
         )
+    if _ACCELERATOR is None:
+        raise RuntimeError(f"the fake device cannot be made: it needs torch 2.9, and this is {torch.__version__}")
     # Here, since the module is not part of torch's public interface: importing this file must work without it.
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -79,7 +83,7 @@ def _register() -> None:
     _let_synchronize_return()
 
 
-class _DeviceGuard(torch._C._acc.DeviceGuard):
+class _DeviceGuard(_ACCELERATOR.DeviceGuard if _ACCELERATOR else object):  # type: ignore[misc]
     """How torch switches devices: not at all, there is one type of them."""
 
     def type_(self) -> Any:

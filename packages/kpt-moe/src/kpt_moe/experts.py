@@ -19,7 +19,9 @@ from .scaled_grouped_mm import require_frozen, scaled_grouped_mm
 
 def check_experts(call: Call) -> None:
     """Raise unless the arguments of `moe.experts` fit each other."""
-    x, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases = call[:7]
+    # By name: Dynamo of torch 2.8 can't take a part of a record.
+    x, top_k_index, top_k_weights = call.x, call.top_k_index, call.top_k_weights
+    gate_up_proj, down_proj, biases = call.gate_up_proj, call.down_proj, (call.gate_up_proj_bias, call.down_proj_bias)
     gated, transposed = call.activation in GATED, call.transposed
     if not gated or call.interleaved or call.alpha != 1.0 or call.beta != 0.0 or call.limit is not None:
         activation_of(call)  # raises

@@ -132,8 +132,8 @@ def explain_failure(op: Op[..., Any], call: Call, error: Exception) -> None:
             raise InputError(f"{op.name}: {name} is {what}; kernels take strided tensors: pass {instead}") from error
 
 
-#: What tensors mostly are.
-PLAIN = frozenset({Tensor, Parameter})
+#: What tensors mostly are. Dynamo of torch 2.8 can't look into a frozenset; that of 2.13 loses guards by a tuple.
+PLAIN = (Tensor, Parameter) if torch.__version__ < "2.9" else frozenset({Tensor, Parameter})
 
 
 def dispatch_traced(op: Op[..., Any], arguments: tuple[Any, ...]) -> Any:

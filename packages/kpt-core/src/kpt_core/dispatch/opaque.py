@@ -96,8 +96,9 @@ def call_opaque(op: Op[..., Any], call: Call) -> Any:
                 if (value := getattr(call, changed)) is not None:
                     value.copy_(new)
     else:
-        results = as_tuple(getattr(torch.ops.kpt, name).default(*call[:-2], ",".join(needs)))
-    own = tuple([result for result, _ in zip(results, op.result_names, strict=False)])
+        given = [getattr(call, parameter) for parameter in op.parameters]  # by name: see `check_experts` of kpt-moe
+        results = as_tuple(getattr(torch.ops.kpt, name).default(*given, ",".join(needs)))
+    own = tuple(results[: len(op.result_names)])
     for place, asked_by in op.optional_results.items():
         if not getattr(call, asked_by):
             own = (*own[:place], None, *own[place + 1 :])
