@@ -428,7 +428,7 @@ def wheels(session: nox.Session) -> None:
         # Nothing else is here yet, so an environment for each build would only take time.
         session.run("python", "-m", "build", "--no-isolation", "--outdir", DIST, f"packages/{package}")
     # Wheels are named by path, so that no sibling can come from an index. First what must suffice by itself.
-    for package in ("kpt-core", "kpt-moe", "kpt-fp8"):
+    for package in ("kpt-core", "kpt-moe", "kpt-fp8", "kpt-attention"):
         (built,) = map(str, DIST.glob(f"{package.replace('-', '_')}-*.whl"))
         session.install("-c", PINS, built)
         session.run("python", "tools/check_alone.py", package)

@@ -66,7 +66,19 @@ def run_fp8() -> None:
     assert x.grad.eq(448).all(), f"expected a gradient of 448, got {x.grad}"
 
 
-RUNS = {"kpt-core": run_core, "kpt-fp8": run_fp8, "kpt-moe": run_moe}
+def run_attention() -> None:
+    """Attend under a mask, forward and backward."""
+    from kpt_attention import attention, causal, document
+
+    q, k, v = torch.randn(3, 1, 2, 12, 16).unbind()
+    q.requires_grad_()
+    out = attention(q, k, v, causal() & document(cu_seqlens=torch.tensor([0, 5, 12])))
+    out.sum().backward()
+    assert torch.allclose(out[:, :, 5], v[:, :, 5]), "the first token of a document sees more than itself"
+    assert q.grad is not None, "q has no gradient"
+
+
+RUNS = {"kpt-core": run_core, "kpt-fp8": run_fp8, "kpt-moe": run_moe, "kpt-attention": run_attention}
 
 
 def main(distribution: str) -> int:

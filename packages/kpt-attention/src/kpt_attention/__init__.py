@@ -1,0 +1,46 @@
+"""Attention under any mask: the mask is a value that composes, and the backward exists on every device."""
+
+from .functional import attention
+from .masks import (
+    Mask,
+    block_sparse,
+    causal,
+    dense_mask,
+    dilated,
+    document,
+    everything,
+    global_tokens,
+    natten,
+    padding,
+    predicate,
+    prefix_lm,
+    sliding_window,
+    tree,
+    window,
+)
+from .merge import merge
+from .plan import Plan, live_blocks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Mask",
+    "Plan",
+    "attention",
+    "block_sparse",
+    "causal",
+    "dense_mask",
+    "dilated",
+    "document",
+    "everything",
+    "global_tokens",
+    "live_blocks",
+    "merge",
+    "natten",
+    "padding",
+    "predicate",
+    "prefix_lm",
+    "sliding_window",
+    "tree",
+    "window",
+]

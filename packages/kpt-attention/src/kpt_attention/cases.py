@@ -1,0 +1,278 @@
+"""What the ops of this package are tried on, for the entry-point group `kpt.cases`."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+
+from .masks import (
+    Mask,
+    causal,
+    dense_mask,
+    document,
+    everything,
+    global_tokens,
+    padding,
+    predicate,
+    prefix_lm,
+    sliding_window,
+)
+from .plan import allowed_keys
+
+#: Masks that are tried, by what they lower to: nothing, causality, one interval, several, blocks; alike for all
+#: sequences and heads or not; with rows that see nothing or without.
+MASKS = ("none", "causal", "window", "documents", "padding", "two intervals", "blocks", "blocks by head", "nothing")
+
+
+def _mask(generator: torch.Generator, kind: str, batch: int, heads: int, queries: int, keys: int) -> Mask:
+    if kind == "documents":
+        ids = (torch.rand(batch, keys, generator=generator) < 3 / (keys + 1)).long().cumsum(1)
+        return (causal() & document(ids)) if queries <= keys else prefix_lm(torch.arange(batch) * 3 + 1)
+    if kind == "padding":  # on the left, so that the first rows of causal attention see nothing
+        least = torch.randint(0, keys // 2 + 1, (batch,), generator=generator)
+        return causal() & padding(torch.arange(keys) >= least[:, None])
+    if kind == "blocks":
+        return sliding_window(70) & predicate(lambda b, h, q, k: (q * 7 + k * k) % 5 < 3)
+    if kind == "blocks by head":
+        return dense_mask(torch.rand(batch, heads, queries, keys, generator=generator) < 0.4)
+    masks: dict[str, Callable[[], Mask]] = {
+        "none": everything,
+        "causal": causal,
+        "window": lambda: sliding_window(19),
+        "two intervals": lambda: sliding_window(7) | global_tokens(2),
+        "nothing": lambda: ~everything(),
+    }
+    return masks[kind]()
+
+
+def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def _build(
+    generator: torch.Generator,
+    batch: int = 2,
+    kv_heads: int = 2,
+    groups: int = 1,
+    queries: int = 24,
+    keys: int = 24,
+    head_dim: int = 8,
+    value_dim: int = 8,
+    mask: str = "none",
+    added: str | None = None,
+    sinks: bool = False,
+    return_lse: bool = True,
+    place: str = "end",
+    **settings: Any,
+) -> Arguments:
+    heads = kv_heads * groups
+    q = _normal(generator, batch, heads, queries, head_dim)
+    k = _normal(generator, batch, kv_heads, keys, head_dim)
+    v = _normal(generator, batch, kv_heads, keys, value_dim)
+    position = keys - queries if place == "end" else 0
+    plan = _mask(generator, mask, batch, heads, queries, keys).plan(
+        queries,
+        keys,
+        batch=batch,
+        heads=heads,
+        offset=position if mask != "documents" or queries > keys else keys - queries,
+    )
+    given = {name: value for name, value in plan.arguments().items() if value is not None}
+    modifiers: dict[str, Tensor] = {}
+    if added == "bias":
+        modifiers["bias"] = _normal(generator, batch, heads, queries, keys)
+    elif added == "one bias":
+        modifiers["bias"] = _normal(generator, 1, heads, 1, keys)
+    elif added == "alibi":
+        modifiers["alibi_slopes"] = torch.rand(heads, generator=generator, dtype=torch.float64) / 4
+    elif added == "relative":
+        modifiers["relative_bias"] = _normal(generator, heads, 11)
+    if sinks:
+        modifiers["sinks"] = _normal(generator, heads)
+    return {"q": q, "k": k, "v": v, **given, **modifiers, "return_lse": return_lse, **settings}
+
+
+def _unseen(arguments: Arguments) -> Mapping[str, Tensor]:
+    """Mark what has no influence: the keys and values that no query of any head of theirs may see."""
+    q, k = arguments["q"], arguments["k"]
+    from .dense import dense  # its module names this one's op
+
+    call = dense.bind(**arguments)
+    allowed = allowed_keys(call, range(q.shape[2]), range(k.shape[2]), q.device)
+    if allowed is None:
+        return {}
+    by_head = allowed.expand(q.shape[0], q.shape[1], *allowed.shape[2:]).any(-2)
+    hidden = ~by_head.unflatten(1, (k.shape[1], -1)).any(2)
+    return dict.fromkeys(("k", "v"), hidden.unsqueeze(-1))
+
+
+def _case(name: str, *, model: bool = False, large: bool = False, **sizes: Any) -> Case:
+    return Case(name=name, sizes=sizes, model=model, large=large)
+
+
+def _wrong(op: str, name: str, message: str, **changes: Callable[[Any], Any]) -> WrongInput:
+    def change(arguments: Arguments) -> Arguments:
+        return {**arguments, **{name: changed(arguments.get(name)) for name, changed in changes.items()}}
+
+    return WrongInput(name=name, change=change, message=f"{re.escape(op)}: {message}")
+
+
+_LLAMA: dict[str, Any] = {
+    "kv_heads": 8,
+    "groups": 4,
+    "head_dim": 64,
+    "value_dim": 64,
+    "mask": "causal",
+    "return_lse": False,
+}
+
+_dense, _merge = (partial(_wrong, f"attention.{name}") for name in ("dense", "merge"))
+
+# fmt: off
+DENSE = CaseTable(
+    op="attention.dense",
+    build=_build,
+    cases=(
+        _case("small"),
+        _case("causal", mask="causal"),
+        _case("full, output alone", return_lse=False),
+        _case("causal, output alone", mask="causal", return_lse=False),
+        _case("no tokens", queries=0, keys=0, mask="causal"),
+        _case("no keys", keys=0),
+        _case("no queries", queries=0),
+        _case("one token", queries=1, keys=1, mask="causal"),
+        _case("63 tokens, odd sizes", queries=63, keys=63, head_dim=5, value_dim=7, batch=1, mask="causal"),
+        _case("decode", queries=1, keys=131, groups=4, mask="causal"),
+        _case("past a block", queries=129, keys=257, batch=1, kv_heads=1, mask="causal"),
+        _case("causal from the start", queries=40, keys=70, mask="causal", place="start", return_lse=False),
+        _case("more queries than keys", queries=40, keys=24, mask="causal"),
+        _case("window", queries=150, keys=150, batch=1, mask="window"),
+        _case("documents", queries=50, keys=50, mask="documents"),
+        _case("left padding", queries=40, keys=40, mask="padding"),
+        _case("two intervals", queries=140, keys=140, batch=1, kv_heads=1, mask="two intervals"),
+        _case("blocks", queries=140, keys=270, batch=1, mask="blocks"),
+        _case("blocks by head", queries=30, keys=140, groups=2, mask="blocks by head"),
+        _case("nothing seen", mask="nothing"),
+        _case("nothing seen but the sink", mask="nothing", sinks=True),
+        _case("softcap", softcap=1.5, mask="causal"),
+        _case("softcap and a bias", softcap=1.5, mask="causal", added="bias", groups=2),
+        _case("bias of keys", added="one bias", groups=2),
+        _case("alibi", added="alibi", mask="causal", queries=17, keys=30),
+        _case("relative bias", added="relative", groups=2),
+        _case("sinks", sinks=True, mask="window", groups=2),
+        _case("scaled", scale=0.7),
+        _case("dropout", dropout=0.3, seed=5, offset=3, groups=2, mask="causal"),
+        _case("llama-3.2-1b, 512 tokens", queries=512, keys=512, batch=1, **_LLAMA, model=True),
+        _case("llama-3.2-1b, decode", queries=1, keys=1024, batch=1, **_LLAMA, model=True),
+        _case("llama-3.2-1b, 8192 tokens", queries=8192, keys=8192, batch=1, **_LLAMA, model=True, large=True),
+    ),
+    wrong=(
+        _dense("one dimension too many",
+            r"q, k and v must be \[batch, heads, tokens, head_dim\]; got q \[1, 2, 2, 24, 8\]", q=lambda t: t[None]),
+        _dense("two dtypes", r"q, k and v must have one dtype .*; got torch\.float64, ", q=Tensor.double),
+        _dense("integers", r"q, k and v must have one dtype .*; got torch\.int32",
+            q=Tensor.int, k=Tensor.int, v=Tensor.int),
+        _dense("heads that do not divide", r"heads of k and v \(2\) must divide those of q \(3\)",
+            q=lambda t: t[:, :1].repeat(1, 3, 1, 1)),
+        _dense("another head_dim", r"q and k must have one head_dim", q=lambda t: t[..., 1:]),
+        _dense("fewer values than keys",
+            r"q, k and v must have one batch size, k and v as many heads and tokens; got .* v \[2, 2, 23, 8\]",
+            v=lambda t: t[:, :, 1:]),
+        _dense("intervals of another length",
+            r"intervals must be int32 \[2 or 1, 2 or 1, 24, n, 2\]; "
+            r"got torch\.int32 \[1, 1, 23, 1, 2\]",
+            intervals=lambda _: torch.zeros((1, 1, 23, 1, 2), dtype=torch.int32)),
+        _dense("blocks without bits", r"blocks and block_bits belong together",
+            blocks=lambda _: torch.zeros((1, 1, 1, 1), dtype=torch.int32)),
+        _dense("a bias of another length",
+            r"bias must be floating and broadcast to \[2, 2, 24, 24\]; got torch\.float32 \[1, 1, 24, 23\]",
+            bias=lambda _: torch.zeros(1, 1, 24, 23)),
+        _dense("a bool bias", r"bias must be floating .*a bool mask is kpt_attention\.dense_mask",
+            bias=lambda _: torch.ones(1, 1, 24, 24, dtype=torch.bool)),
+        _dense("slopes of other heads", r"alibi_slopes must be floating \[2\]; got torch\.float32 \[3\]",
+            alibi_slopes=lambda _: torch.zeros(3)),
+        _dense("an even table", r"relative_bias must be floating \[2, 2 R \+ 1\]",
+            relative_bias=lambda _: torch.zeros(2, 4)),
+        _dense("dropout of everything", r"dropout must be in \[0, 1\); got 1\.0", dropout=lambda _: 1.0),
+        _dense("a negative softcap", r"softcap must be positive, or 0 for none; got -1\.0",
+            softcap=lambda _: -1.0),
+        _dense("two devices", r"all tensors must be on one device; got .*sinks on meta",
+            sinks=lambda _: torch.zeros(2, device="meta")),
+    ),
+    gradients=("q", "k", "v", "bias", "alibi_slopes", "relative_bias", "sinks"),
+    padding=_unseen,
+    reduction=lambda arguments: max(
+        *arguments["q"].shape[2:], *arguments["k"].shape[2:],
+        arguments["q"].shape[1] // arguments["k"].shape[1] * arguments["q"].shape[2],
+    ),
+    rare=(torch.float64,),
+    domain=Domain(
+        sizes={
+            "batch": Sizes(), "kv_heads": Sizes(1), "groups": Sizes(1), "queries": Sizes(), "keys": Sizes(),
+            "head_dim": Sizes(1), "value_dim": Sizes(1),
+        },
+        options={
+            "mask": MASKS,
+            "added": (None, "bias", "one bias", "alibi", "relative"),
+            "sinks": (False, True),
+            "return_lse": (True, False),
+            "place": ("end", "start"),
+            "softcap": (0.0, 2.0),
+            "scale": (None, 0.2),
+            "dropout": (0.0, 0.25),
+            "seed": (0, 7),
+            "offset": (0, 3),
+        },
+    ),
+)
+
+
+def _build_merge(
+    generator: torch.Generator, rows: int = 12, heads: int = 3, value_dim: int = 8, dead: str = "none"
+) -> Arguments:
+    lse, other = (_normal(generator, rows, heads, scale=3).float() for _ in range(2))
+    some = torch.rand(rows, heads, generator=generator) < 0.4
+    if dead in ("one", "both"):
+        lse = lse.masked_fill(some, -torch.inf)
+    if dead == "both":
+        other = other.masked_fill(some, -torch.inf)
+    out, other_out = (_normal(generator, rows, heads, value_dim) for _ in range(2))
+    return {"out": out, "lse": lse, "other_out": other_out, "other_lse": other}
+
+
+# fmt: off
+MERGE = CaseTable(
+    op="attention.merge",
+    build=_build_merge,
+    cases=(
+        _case("small"),
+        _case("no rows", rows=0),
+        _case("one row", rows=1, heads=1),
+        _case("63 rows", rows=63, value_dim=5),
+        _case("rows that one part does not see", dead="one"),
+        _case("rows that nobody sees", dead="both"),
+        _case("llama-3.2-1b, a step of decoding", rows=1, heads=32, value_dim=64, model=True),
+    ),
+    wrong=(
+        _merge("two shapes", r"both outputs must have one shape.*got other_out \[11, 3, 8\]",
+            other_out=lambda t: t[1:]),
+        _merge("a log-sum-exp of half", r"log-sum-exps float32 or float64; got out .* lse torch\.float16",
+            lse=Tensor.half),
+        _merge("two devices", r"all tensors must be on one device; got out on cpu and other_out on meta",
+            other_out=lambda t: t.to("meta")),
+    ),
+    gradients=("out", "lse", "other_out", "other_lse"),
+    rare=(torch.float64,),
+    domain=Domain(
+        sizes={"rows": Sizes(), "heads": Sizes(1), "value_dim": Sizes(1)},
+        options={"dead": ("none", "one", "both")},
+    ),
+)
+# fmt: on
+
+TABLES = (DENSE, MERGE)

@@ -1,0 +1,63 @@
+"""Sets of keys as sorted intervals, one row of them for each query: `[..., n, 2]` int64 begins and ends, exact.
+
+An interval without keys is `(0, 0)` and stands at the end of its row.
+"""
+
+import torch
+from torch import Tensor
+
+
+def tidy(begins: Tensor, ends: Tensor) -> Tensor:
+    """Return intervals `[..., m]` in any order as sorted ones that neither meet nor touch, `[..., n, 2]`."""
+    empty = begins >= ends
+    far = torch.iinfo(begins.dtype).max
+    begins, order = begins.masked_fill(empty, far).sort(-1)
+    ends = ends.masked_fill(empty, far).gather(-1, order)
+    reach = ends.cummax(-1).values
+    opens = torch.ones_like(begins, dtype=torch.bool)
+    opens[..., 1:] = begins[..., 1:] > reach[..., :-1]
+    # Each interval that opens a new one gives its begin; the end is how far those reach that it absorbs.
+    place = opens.cumsum(-1) - 1
+    count = int((place + 1).masked_fill(begins == far, 0).max()) if begins.numel() else 0
+    merged = torch.full((*begins.shape, 2), far, dtype=begins.dtype, device=begins.device)
+    merged[..., 0].scatter_reduce_(-1, place, begins, "amin")
+    merged[..., 1].fill_(0).scatter_reduce_(-1, place, ends, "amax")
+    merged = merged[..., : max(count, 1), :]
+    return merged.masked_fill((merged[..., :1] == far) | (merged[..., 1:] == far), 0)
+
+
+def intersect(one: Tensor, other: Tensor) -> Tensor:
+    """Return the keys of both."""
+    begins = torch.maximum(one[..., :, None, 0], other[..., None, :, 0])
+    ends = torch.minimum(one[..., :, None, 1], other[..., None, :, 1])
+    return tidy(begins.flatten(-2), ends.flatten(-2))
+
+
+def unite(one: Tensor, other: Tensor) -> Tensor:
+    """Return the keys of either."""
+    shape = torch.broadcast_shapes(one.shape[:-2], other.shape[:-2])
+    both = torch.cat([each.expand(*shape, *each.shape[-2:]) for each in (one, other)], -2)
+    return tidy(both[..., 0], both[..., 1])
+
+
+def complement(rows: Tensor, keys: int) -> Tensor:
+    """Return the other keys of `keys` in all; the rows must be tidy."""
+    rows = rows.masked_fill((rows[..., :1] >= rows[..., 1:]), keys)
+    edge = rows.new_zeros(()).expand(*rows.shape[:-2], 1)
+    return tidy(torch.cat((edge, rows[..., 1]), -1), torch.cat((rows[..., 0], edge + keys), -1))
+
+
+def runs(allowed: Tensor) -> Tensor:
+    """Return the runs of True in `[..., keys]` bool as intervals `[..., n, 2]`."""
+    padded = torch.nn.functional.pad(allowed.to(torch.int8), (1, 1))
+    steps = padded.diff(dim=-1)
+    places = torch.arange(steps.shape[-1], device=steps.device)
+    count = int((steps == 1).sum(-1).max()) if steps.numel() else 0
+    far = steps.shape[-1]
+    both = [places.expand(steps.shape).masked_fill(steps != sign, far).sort(-1).values[..., :count] for sign in (1, -1)]
+    return tidy(both[0], both[1]) if count else rows_of(allowed[..., 0:0].new_zeros((*allowed.shape[:-1], 1)))
+
+
+def rows_of(nothing: Tensor) -> Tensor:
+    """Return intervals without keys in the shape of `nothing`, `[..., 1]`."""
+    return torch.zeros((*nothing.shape, 2), dtype=torch.int64, device=nothing.device)

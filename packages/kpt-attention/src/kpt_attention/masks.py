@@ -1,0 +1,672 @@
+"""Masks as values: which keys a query may see. They compose by `&`, `|` and `~`, and lower to a `Plan`.
+
+A query's *position* is its place among the keys. With as many queries as keys it is its index; where a cache holds
+earlier keys, the first query stands at `offset`, which is the number of keys minus that of queries unless given.
+"""
+
+# Methods of masks do what `Mask` says.
+# ruff: noqa: D102
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_core import InputError
+
+from .intervals import complement, intersect, rows_of, runs, tidy, unite
+from .plan import BLOCK, Plan
+
+#: More intervals for a query than so many, and the mask is kept as bits of blocks.
+MOST_INTERVALS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Sizes that a mask is lowered for.
+
+    Attributes:
+        batch: sequences.
+        heads: of the queries.
+        queries: of each sequence.
+        keys: likewise.
+        offset: position of the first query.
+        device: where the plan is made.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    offset: int
+    device: torch.device
+
+    def positions(self) -> Tensor:
+        """Return the positions of the queries, `[1, 1, Q]` int64."""
+        first = torch.arange(self.queries, device=self.device) + self.offset
+        return first[None, None]
+
+
+class Mask(ABC):
+    """Say which keys a query may see. Its values compose: `causal() & document(ids) | global_tokens(4)`."""
+
+    @abstractmethod
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return whether queries may see keys, in the shape that the arguments broadcast to.
+
+        Args:
+            extent: the sizes.
+            b: sequences, int64 as all of these.
+            h: heads.
+            q: positions of queries.
+            k: keys.
+        """
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        """Return the keys of each query as tidy intervals `[B or 1, H or 1, Q, n, 2]`; None where there are no such."""
+        return None
+
+    def spread(self) -> tuple[bool, bool]:
+        """Return whether sequences, and whether heads, differ."""
+        return False, False
+
+    def check(self, extent: Extent) -> None:  # noqa: B027  most fit any
+        """Raise `InputError` unless the mask fits the sizes."""
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return _Both((*_parts(self, _Both), *_parts(_mask(other), _Both)))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return _Either((*_parts(self, _Either), *_parts(_mask(other), _Either)))
+
+    def __invert__(self) -> "Mask":
+        return self.mask if isinstance(self, _Not) else _Not(self)
+
+    def plan(
+        self,
+        queries: int,
+        keys: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        offset: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Plan:
+        """Lower the mask: to causality alone, to intervals of keys, or to the bits of blocks that are partly live.
+
+        Args:
+            queries: of each sequence.
+            keys: likewise; as many as queries if None.
+            batch: sequences.
+            heads: of the queries.
+            offset: position of the first query; `keys - queries` if None.
+            device: where the plan is made.
+
+        Raises:
+            InputError: the mask is for other sizes.
+        """
+        keys = queries if keys is None else keys
+        offset = keys - queries if offset is None else offset
+        extent = Extent(batch, heads, queries, keys, offset, torch.device(device))
+        self.check(extent)
+        if isinstance(self, Causal):
+            return Plan(causal=True, position=offset)
+        if isinstance(self, Everything):
+            return Plan(position=offset)
+        rows = self.intervals(extent)
+        if rows is not None and rows.shape[-2] <= MOST_INTERVALS:
+            return Plan(position=offset, intervals=rows.int())
+        return Plan(position=offset, **_blocks(self, extent))
+
+    def dense(self, queries: int, keys: int | None = None, **sizes: Any) -> Tensor:
+        """Return the mask as `[B or 1, H or 1, Q, K]` bool, True where a query may see a key, for tests and pictures.
+
+        Takes what `plan` takes.
+        """
+        keys = queries if keys is None else keys
+        offset = sizes.get("offset")
+        extent = Extent(
+            sizes.get("batch", 1),
+            sizes.get("heads", 1),
+            queries,
+            keys,
+            keys - queries if offset is None else offset,
+            torch.device(sizes.get("device", "cpu")),
+        )
+        self.check(extent)
+        return _evaluate(self, extent, range(queries), range(keys))
+
+    def picture(self, queries: int, keys: int | None = None, *, offset: int | None = None, width: int = 64) -> str:
+        """Return the mask of the first sequence and head as text: a filled cell where some query of it sees a key."""
+        keys = queries if keys is None else keys
+        seen = self.dense(queries, keys, offset=offset)[0, 0]
+        step = max(1, -(-max(queries, keys) // width))
+        lines = []
+        for row in seen.split(step):
+            cells = [part.float().mean().item() for part in row.split(step, dim=1)]
+            lines.append("".join("█" if cell == 1 else "▒" if cell else "·" for cell in cells))
+        return "\n".join(lines)
+
+    def plot(self, queries: int, keys: int | None = None, *, offset: int | None = None) -> Any:
+        """Draw the mask of the first sequence and head; return matplotlib's axes (needs `matplotlib`)."""
+        from matplotlib import pyplot
+
+        _, axes = pyplot.subplots()
+        axes.imshow(
+            self.dense(queries, keys, offset=offset)[0, 0], cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
+        )
+        axes.set(xlabel="key", ylabel="query")
+        return axes
+
+
+def _mask(other: object) -> Mask:
+    if not isinstance(other, Mask):
+        raise InputError(
+            f"a mask composes with a mask; got {type(other).__name__}: predicate(f) or dense_mask(t) makes one"
+        )
+    return other
+
+
+def _parts(mask: Mask, kind: "type[_Both] | type[_Either]") -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, kind) else (mask,)
+
+
+def _evaluate(mask: Mask, extent: Extent, queries: range, keys: range) -> Tensor:
+    """Return a part of the mask, `[B or 1, H or 1, queries, keys]` bool."""
+    by_batch, by_head = mask.spread()
+    device = extent.device
+    b = torch.arange(extent.batch if by_batch else 1, device=device)[:, None, None, None]
+    h = torch.arange(extent.heads if by_head else 1, device=device)[:, None, None]
+    q = torch.arange(queries.start, queries.stop, device=device)[:, None] + extent.offset
+    k = torch.arange(keys.start, keys.stop, device=device)
+    shape = (len(b), len(h), len(q), len(k))
+    found = mask.allows(extent, b, h, q, k)
+    told = getattr(found, "dtype", type(found).__name__)
+    if told is not torch.bool:
+        raise InputError(f"a predicate must give a bool tensor; got {told}")
+    return found.expand(shape)
+
+
+def _blocks(mask: Mask, extent: Extent) -> dict[str, Any]:
+    """Evaluate a mask a row of blocks at a time, where the part that has intervals leaves something."""
+    tables, kept, count = [], [], 0
+    known = [part.intervals(extent) for part in _parts(mask, _Both)]
+    hull = reduce(
+        intersect,
+        [each for each in known if each is not None],
+        torch.tensor([[[[[0, extent.keys]]]]]).to(extent.device),
+    )
+    columns = -(-extent.keys // BLOCK)
+    for start in range(0, extent.queries, BLOCK):
+        rows = range(start, min(start + BLOCK, extent.queries))
+        part = hull[:, :, start : rows.stop] if hull.shape[2] > 1 else hull
+        filled = part[..., 1] > part[..., 0]
+        if not filled.any():
+            tables.append(torch.zeros((1, 1, columns), dtype=torch.int64, device=extent.device))
+            continue
+        first = int(part[..., 0][filled].min()) // BLOCK
+        last = -(-int(part[..., 1][filled].max()) // BLOCK)
+        cells = _evaluate(mask, extent, rows, range(first * BLOCK, min(last * BLOCK, extent.keys)))
+        high, wide = BLOCK - cells.shape[2], (last - first) * BLOCK - cells.shape[3]
+        pad = torch.nn.functional.pad
+        bits = pad(cells, (0, wide, 0, high)).unflatten(3, (last - first, BLOCK)).transpose(2, 3)
+        live = bits.flatten(3).any(-1)
+        full = pad(cells, (0, wide, 0, high), value=True).unflatten(3, (last - first, BLOCK)).transpose(2, 3)
+        whole = full.flatten(3).all(-1) & live
+        table = torch.zeros((*cells.shape[:2], columns), dtype=torch.int64, device=extent.device)
+        partial = live & ~whole
+        values = whole.long()
+        number = int(partial.sum())
+        values[partial] = torch.arange(2 + count, 2 + count + number, device=extent.device)
+        count += number
+        table[..., first:last] = values
+        tables.append(table)
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=extent.device)
+        kept.append((bits[partial].unflatten(-1, (BLOCK // 8, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8))
+    shape = (extent.batch if mask.spread()[0] else 1, extent.heads if mask.spread()[1] else 1)
+    blocks = torch.zeros((*shape, len(tables), columns), dtype=torch.int64, device=extent.device)
+    for row, table in enumerate(tables):
+        blocks[:, :, row] = table
+    block_bits = (
+        torch.cat(kept) if kept else torch.zeros((0, BLOCK, BLOCK // 8), dtype=torch.uint8, device=extent.device)
+    )
+    if len(block_bits):  # patterns repeat: blocks that are alike share their bits
+        block_bits, which = block_bits.flatten(1).unique(dim=0, return_inverse=True)
+        block_bits = block_bits.unflatten(1, (BLOCK, BLOCK // 8))
+        blocks = torch.where(blocks >= 2, which[(blocks - 2).clamp(min=0)] + 2, blocks)
+    return {"blocks": blocks.int(), "block_bits": block_bits}
+
+
+@dataclass(frozen=True, slots=True)
+class _Both(Mask):
+    masks: tuple[Mask, ...]
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return reduce(torch.logical_and, [mask.allows(extent, b, h, q, k) for mask in self.masks])
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        return _combined(self.masks, extent, intersect)
+
+    def spread(self) -> tuple[bool, bool]:
+        return _any_spread(self.masks)
+
+    def check(self, extent: Extent) -> None:
+        for mask in self.masks:
+            mask.check(extent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Either(Mask):
+    masks: tuple[Mask, ...]
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return reduce(torch.logical_or, [mask.allows(extent, b, h, q, k) for mask in self.masks])
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        return _combined(self.masks, extent, unite)
+
+    def spread(self) -> tuple[bool, bool]:
+        return _any_spread(self.masks)
+
+    def check(self, extent: Extent) -> None:
+        for mask in self.masks:
+            mask.check(extent)
+
+
+def _any_spread(masks: tuple[Mask, ...]) -> tuple[bool, bool]:
+    each = [mask.spread() for mask in masks]
+    return any(batch for batch, _ in each), any(head for _, head in each)
+
+
+def _combined(masks: tuple[Mask, ...], extent: Extent, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    found: Tensor | None = None
+    for mask in masks:
+        rows = mask.intervals(extent)
+        if rows is None:
+            return None
+        found = rows if found is None else how(found, rows)
+        if found.shape[-2] > 4 * MOST_INTERVALS:
+            return None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Not(Mask):
+    mask: Mask
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ~self.mask.allows(extent, b, h, q, k)
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        rows = self.mask.intervals(extent)
+        return None if rows is None else complement(rows, extent.keys)
+
+    def spread(self) -> tuple[bool, bool]:
+        return self.mask.spread()
+
+    def check(self, extent: Extent) -> None:
+        self.mask.check(extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Everything(Mask):
+    """Let every query see every key."""
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q == q) & (k == k)
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        rows = rows_of(extent.positions()[..., None])
+        rows[..., 1] = extent.keys
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Mask):
+    """Let a query see the keys from `left` before its position to `right` after it; None for no limit."""
+
+    left: int | None
+    right: int | None
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        found = (q == q) & (k == k)
+        if self.left is not None:
+            found = found & (k >= q - self.left)
+        return found if self.right is None else found & (k <= q + self.right)
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        at = extent.positions()
+        begins = torch.zeros_like(at) if self.left is None else at - self.left
+        ends = torch.full_like(at, extent.keys) if self.right is None else at + self.right + 1
+        return tidy(begins.clamp(0, extent.keys)[..., None], ends.clamp(0, extent.keys)[..., None])
+
+
+@dataclass(frozen=True, slots=True)
+class Causal(Window):
+    """Let a query see the keys up to its own position."""
+
+    left: int | None = None
+    right: int | None = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document(Mask):
+    """Let a query see the keys of its own document: those of the same id at its position."""
+
+    ids: Tensor
+
+    def _ids(self, extent: Extent) -> Tensor:
+        return self.ids.to(extent.device)
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        ids = self._ids(extent)
+        b = b if len(ids) > 1 else torch.zeros_like(b)
+        return ids[b, q] == ids[b, k]
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        ids = self._ids(extent)
+        if not ids.shape[1]:
+            return rows_of(extent.positions()[..., None])
+        new = torch.ones_like(ids, dtype=torch.bool)
+        new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        firsts = ids.masked_fill(~new, torch.iinfo(ids.dtype).max).sort(-1).values
+        # An id that comes back later has more than one run.
+        if bool(((firsts[:, 1:] == firsts[:, :-1]) & (firsts[:, 1:] != torch.iinfo(ids.dtype).max)).any()):
+            return None
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        begins = places.masked_fill(~new, 0).cummax(-1).values
+        last = torch.ones_like(new)
+        last[:, :-1] = new[:, 1:]
+        ends = places.masked_fill(~last, ids.shape[1]).flip(-1).cummin(-1).values.flip(-1) + 1
+        rows = torch.stack((begins, ends), -1)[:, None, :, None]
+        return rows[:, :, extent.offset : extent.offset + extent.queries]
+
+    def spread(self) -> tuple[bool, bool]:
+        return len(self.ids) > 1, False
+
+    def check(self, extent: Extent) -> None:
+        if self.ids.shape[1] != extent.keys or len(self.ids) not in (1, extent.batch):
+            raise InputError(
+                f"document: ids are [{self.ids.shape[0]}, {self.ids.shape[1]}]; expected one for each of {extent.keys} "
+                f"keys, of 1 or {extent.batch} sequences"
+            )
+        if not 0 <= extent.offset <= extent.keys - extent.queries:
+            raise InputError(
+                f"document: {extent.queries} queries from position {extent.offset} on are not among {extent.keys} keys"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixLM(Mask):
+    """Let every query see the first keys, and those up to its own position."""
+
+    length: Tensor
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        length = self.length.to(extent.device)
+        return (k <= q) | (k < (length[b] if len(length) > 1 else length))
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        ends = torch.maximum(extent.positions() + 1, self.length.to(extent.device)[:, None, None])
+        ends = ends.clamp(0, extent.keys)[..., None]
+        return tidy(torch.zeros_like(ends), ends)
+
+    def spread(self) -> tuple[bool, bool]:
+        return len(self.length) > 1, False
+
+    def check(self, extent: Extent) -> None:
+        if len(self.length) not in (1, extent.batch):
+            raise InputError(
+                f"prefix_lm: {len(self.length)} lengths; expected 1 or one for each of {extent.batch} sequences"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTokens(Mask):
+    """Let every query see the first keys, and the first queries see every key."""
+
+    count: int
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k < self.count) | (q < self.count)
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        at = extent.positions()[..., None]
+        ends = torch.where(at < self.count, extent.keys, min(self.count, extent.keys))
+        return tidy(torch.zeros_like(at), ends)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense(Mask):
+    """Let a query see the keys that a tensor says; `[B or 1, H or 1, Q or 1, K]` bool."""
+
+    mask: Tensor
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        mask = self.mask.to(extent.device)
+        sizes = mask.shape
+        b, h = (each if size > 1 else torch.zeros_like(each) for each, size in zip((b, h), sizes[:2], strict=True))
+        return mask[b, h, q - extent.offset if sizes[2] > 1 else torch.zeros_like(q), k]
+
+    def intervals(self, extent: Extent) -> Tensor | None:
+        mask = self.mask.to(extent.device)
+        # More runs than may be kept as intervals are counted first, so that no long list of them is made.
+        starts = (mask[..., 1:] & ~mask[..., :-1]).sum(-1)
+        if mask.numel() and starts.numel() and int(starts.max()) + 1 > MOST_INTERVALS:
+            return None
+        found = runs(mask)
+        return found.expand(*found.shape[:2], extent.queries, *found.shape[3:]) if mask.shape[2] == 1 else found
+
+    def spread(self) -> tuple[bool, bool]:
+        return self.mask.shape[0] > 1, self.mask.shape[1] > 1
+
+    def check(self, extent: Extent) -> None:
+        wanted = (extent.batch, extent.heads, extent.queries)
+        fits = all(have in (1, want) for have, want in zip(self.mask.shape[:3], wanted, strict=True))
+        if not fits or self.mask.shape[3] != extent.keys:
+            raise InputError(
+                f"a mask of shape {list(self.mask.shape)} does not fit; expected [{extent.batch} or 1, "
+                f"{extent.heads} or 1, {extent.queries} or 1, {extent.keys}]"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predicate(Mask):
+    """Let a query see the keys for which a function says so."""
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    per_batch: bool = False
+    per_head: bool = False
+
+    def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.function(b, h, q, k)
+
+    def spread(self) -> tuple[bool, bool]:
+        return self.per_batch, self.per_head
+
+
+def _count(owner: str, name: str, value: int, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise InputError(f"{owner}: {name} must be an integer of at least {least}; got {value!r}")
+
+
+def everything() -> Mask:
+    """Return the mask that hides nothing."""
+    return Everything()
+
+
+def causal() -> Mask:
+    """Return the mask under which a query sees the keys up to its own position, itself included."""
+    return Causal()
+
+
+def window(left: int | None = None, right: int | None = None) -> Mask:
+    """Return the mask of keys from `left` before a query's position to `right` after it; None is without limit."""
+    for name, value in (("left", left), ("right", right)):
+        if value is not None:
+            _count("window", name, value, 0)
+    return Window(left, right)
+
+
+def sliding_window(size: int) -> Mask:
+    """Return the mask of the last `size` keys up to a query's own position, itself included: causal.
+
+    transformers' `sliding_window` counts in the same way; flash-attention's `window_size` is `(size - 1, 0)`.
+    """
+    _count("sliding_window", "size", size, 1)
+    return Window(size - 1, 0)
+
+
+def prefix_lm(length: int | Tensor) -> Mask:
+    """Return the mask under which everybody sees the first `length` keys, and the rest is causal.
+
+    Args:
+        length: one for all sequences, or `[B]` integers.
+    """
+    if isinstance(length, int):
+        _count("prefix_lm", "length", length, 0)
+    lengths = torch.as_tensor(length).reshape(-1)
+    if lengths.is_floating_point() or (lengths.numel() and int(lengths.min()) < 0):
+        raise InputError(f"prefix_lm: length must hold integers of at least 0; got {length}")
+    return PrefixLM(lengths.long())
+
+
+def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Mask:
+    """Return the mask under which a query sees its own document alone: packed sequences don't see one another.
+
+    Args:
+        ids: `[keys]` or `[B, keys]` integers: of each position's document.
+        cu_seqlens: in place of them, `[documents + 1]` ends of documents, from 0 to the number of keys.
+
+    Raises:
+        InputError: not exactly one of them is given, or it is not of that form.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise InputError("document: give ids or cu_seqlens, one of them")
+    if cu_seqlens is not None:
+        ends = cu_seqlens.flatten().long()
+        if cu_seqlens.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
+            raise InputError(f"document: cu_seqlens must rise from 0; got {cu_seqlens.tolist()}")
+        places = torch.arange(int(ends[-1]), device=ends.device)
+        ids = torch.searchsorted(ends[1:], places, right=True)
+    assert ids is not None
+    if ids.dim() not in (1, 2) or ids.is_floating_point():
+        raise InputError(f"document: ids must be [keys] or [batch, keys] integers; got {ids.dtype} {list(ids.shape)}")
+    return Document((ids if ids.dim() == 2 else ids[None]).long())
+
+
+def global_tokens(count: int) -> Mask:
+    """Return the mask under which everybody sees the first keys, and the first queries see everything."""
+    _count("global_tokens", "count", count, 0)
+    return GlobalTokens(count)
+
+
+def padding(attention_mask: Tensor) -> Mask:
+    """Return the mask that hides keys of padding: `[B, keys]` bool or integers, 0 for padding."""
+    if attention_mask.dim() != 2 or attention_mask.is_floating_point():
+        raise InputError(
+            f"padding: attention_mask must be [batch, keys] bool or integers; got {attention_mask.dtype} "
+            f"{list(attention_mask.shape)}"
+        )
+    return Dense(attention_mask.bool()[:, None, None])
+
+
+def dense_mask(mask: Tensor) -> Mask:
+    """Return the mask that a tensor `[B or 1, H or 1, Q, K]` (or `[Q, K]`) bool says, True where a key is seen."""
+    if mask.dtype is not torch.bool or mask.dim() not in (2, 4):
+        raise InputError(
+            f"dense_mask: mask must be bool of shape [Q, K] or [B or 1, H or 1, Q, K]; got {mask.dtype} "
+            f"{list(mask.shape)}: an additive mask of floats is the argument bias"
+        )
+    return Dense(mask if mask.dim() == 4 else mask[None, None])
+
+
+def predicate(
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], *, per_batch: bool = False, per_head: bool = False
+) -> Mask:
+    """Return the mask that a function says, which is evaluated a row of blocks at a time.
+
+    Args:
+        function: takes sequences, heads, positions of queries, and keys, int64 tensors that broadcast; gives bool. As
+            the `mask_mod` of torch's FlexAttention.
+        per_batch: whether it looks at the sequence.
+        per_head: whether it looks at the head.
+    """
+    if not callable(function):
+        raise InputError(f"predicate: expected a function of (b, h, q, k); got {function!r}")
+    return Predicate(function, per_batch, per_head)
+
+
+def dilated(size: int, step: int) -> Mask:
+    """Return the mask of each `step`-th of the last `size * step` keys, from a query's own position backwards."""
+    _count("dilated", "size", size, 1)
+    _count("dilated", "step", step, 1)
+
+    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k) % step == 0
+
+    return predicate(allows) & Window((size - 1) * step, 0)
+
+
+def block_sparse(layout: Tensor, block: int) -> Mask:
+    """Return the mask of blocks: `[Q blocks, K blocks]` (or with heads before) bool, blocks of `block` by `block`."""
+    _count("block_sparse", "block", block, 1)
+    if layout.dtype is not torch.bool or layout.dim() not in (2, 3):
+        raise InputError(
+            f"block_sparse: layout must be [Q blocks, K blocks] or [heads, Q blocks, K blocks] bool; got "
+            f"{layout.dtype} {list(layout.shape)}"
+        )
+    table = layout if layout.dim() == 3 else layout[None]
+
+    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        here = table.to(q.device)
+        rows, columns = q // block, k // block
+        inside = (rows < here.shape[1]) & (columns < here.shape[2])
+        rows, columns = rows.clamp(max=here.shape[1] - 1), columns.clamp(max=here.shape[2] - 1)
+        return here[h if len(here) > 1 else torch.zeros_like(h), rows, columns] & inside
+
+    return predicate(allows, per_head=len(table) > 1)
+
+
+def natten(height: int, width: int, kernel: int) -> Mask:
+    """Return the mask of a picture's neighbourhoods (NATTEN, arXiv:2204.07143): `kernel` by `kernel` pixels each.
+
+    At an edge the neighbourhood is shifted inwards, so that it has as many pixels everywhere.
+    """
+    for name, value in (("height", height), ("width", width), ("kernel", kernel)):
+        _count("natten", name, value, 1)
+    if kernel > min(height, width):
+        raise InputError(f"natten: kernel ({kernel}) must not exceed height ({height}) and width ({width})")
+
+    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        found = (q >= 0) & (k >= 0)
+        for of_q, of_k, size in ((q // width, k // width, height), (q % width, k % width, width)):
+            first = (of_q - kernel // 2).clamp(0, size - kernel)
+            found = found & (of_k >= first) & (of_k < first + kernel)
+        return found
+
+    return predicate(allows)
+
+
+def tree(parents: Tensor) -> Mask:
+    """Return the mask of a tree of tokens, as speculative decoding has: each sees its ancestors and itself.
+
+    Args:
+        parents: `[tokens]` integers: the place of each token's parent, which comes before it; -1 for a root.
+    """
+    places = parents.tolist()
+    seen = torch.eye(len(places), dtype=torch.bool)
+    for token, parent in enumerate(places):
+        if not -1 <= parent < token:
+            raise InputError(f"tree: the parent of token {token} is {parent}; expected -1 or a token before it")
+        if parent >= 0:
+            seen[token] |= seen[parent]
+
+    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return seen.to(q.device)[q, k]
+
+    return predicate(allows)

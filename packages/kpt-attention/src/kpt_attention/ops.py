@@ -1,0 +1,26 @@
+"""The ops of this package and their kernels in plain PyTorch, for the entry-point group `kpt.ops`."""
+
+from kpt_core import Kernel
+
+from .dense import dense
+from .merge import merge
+
+_HERE = f"{__package__}.torch_kernels"
+
+OPS = (
+    dense,
+    merge,
+    Kernel(
+        "attention.dense",
+        forward=f"{_HERE}.sdpa:forward",
+        unsupported=f"{_HERE}.sdpa:unsupported",
+        requires={"host_memory"},
+        priority=10,
+    ),
+    Kernel(
+        "attention.dense",
+        forward=f"{_HERE}.tiles:forward",
+        backward=f"{_HERE}.tiles:backward",
+        deterministic=True,
+    ),
+)

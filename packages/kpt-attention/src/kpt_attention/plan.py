@@ -1,0 +1,154 @@
+"""A mask as tensors and numbers, which every kernel takes: nothing, causality, intervals of keys, or live blocks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_core import Call
+
+#: Rows and columns of a block whose bits are kept.
+BLOCK = 128
+#: What is known of a block.
+DEAD, PARTIAL, FULL = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Arguments of `attention.dense` that say which keys a query may see; all that are given must allow a key.
+
+    Attributes:
+        causal: query `i` sees the keys up to `i + position`.
+        position: place of the first query among the keys.
+        intervals: `[B or 1, H or 1, Q, n, 2]` int32: sorted begins and ends of the keys that each query sees.
+        blocks: `[B or 1, H or 1, Q blocks, K blocks]` int32: 0 for a block of 128 by 128 that is dead, 1 for one that
+            is full, else 2 more than its place in `block_bits`.
+        block_bits: `[n, 128, 16]` uint8: the bits of blocks that are partly live, the lowest first.
+    """
+
+    causal: bool = False
+    position: int = 0
+    intervals: Tensor | None = None
+    blocks: Tensor | None = None
+    block_bits: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return them by the names of the op's parameters."""
+        return {
+            "intervals": self.intervals,
+            "blocks": self.blocks,
+            "block_bits": self.block_bits,
+            "causal": self.causal,
+            "position": self.position,
+        }
+
+    def to(self, device: torch.device | str) -> "Plan":
+        """Return the plan on a device."""
+        moved: dict[str, Any] = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in
+                 self.arguments().items()}  # fmt: skip
+        return Plan(**moved)
+
+
+def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK, block_k: int = BLOCK) -> Tensor:
+    """Return what is known of each block of queries by keys: `[B or 1, H or 1, Q blocks, K blocks]` int8.
+
+    Args:
+        plan: the plan, or a call of the op.
+        queries: of each sequence.
+        keys: likewise.
+        block_q: rows of a block; 128 where the plan has blocks.
+        block_k: columns of a block; likewise.
+
+    Returns:
+        0 for dead blocks, 1 for partly live ones, 2 for full ones. It is exact: no live block is called dead, no dead
+        one live, where the plan has one of causality, intervals and blocks.
+    """
+    rows, columns = -(-queries // block_q), -(-keys // block_k)
+    given = [each for each in (plan.intervals, plan.blocks) if each is not None]
+    device = given[0].device if given else getattr(getattr(plan, "q", None), "device", torch.device("cpu"))
+    state = torch.full((1, 1, rows, columns), FULL, dtype=torch.int8, device=device)
+    if plan.causal:
+        first = torch.arange(rows, device=device)[:, None] * block_q + plan.position
+        last = torch.clamp(first + block_q, max=queries + plan.position) - 1
+        begin = torch.arange(columns, device=device) * block_k
+        end = torch.clamp(begin + block_k, max=keys) - 1
+        state = torch.minimum(state, (begin <= last).to(torch.int8) + (end <= first).to(torch.int8))
+    if plan.intervals is not None:
+        state = torch.minimum(state, _of_intervals(plan.intervals, keys, block_q, block_k))
+    if plan.blocks is not None:
+        assert (block_q, block_k) == (BLOCK, BLOCK)
+        state = torch.minimum(state, (plan.blocks > 0).to(torch.int8) + (plan.blocks == 1).to(torch.int8))
+    return state
+
+
+def _of_intervals(intervals: Tensor, keys: int, block_q: int, block_k: int) -> Tensor:
+    batch, heads, queries, _, _ = intervals.shape
+    rows, columns = -(-queries // block_q), -(-keys // block_k)
+    begins, ends = intervals.long().unbind(-1)
+    tile = torch.arange(queries, device=intervals.device).div(block_q, rounding_mode="floor")
+    tile = tile[:, None].expand_as(begins)
+
+    def covered(first: Tensor, past: Tensor) -> Tensor:
+        """Return for each block how many intervals cover it, from the first block to the one before `past`."""
+        some = (past > first).to(torch.int32)
+        steps = torch.zeros((batch, heads, rows * (columns + 1)), dtype=torch.int32, device=intervals.device)
+        for place, sign in ((first, 1), (past, -1)):
+            where = (tile * (columns + 1) + place.clamp(0, columns)).flatten(2)
+            steps.scatter_add_(2, where, (some * sign).flatten(2))
+        found: Tensor = steps.unflatten(2, (rows, columns + 1)).cumsum(-1)[..., :-1]
+        return found
+
+    empty = begins >= ends
+    live = covered((begins // block_k).masked_fill(empty, 0), ((ends - 1) // block_k + 1).masked_fill(empty, 0)) > 0
+    whole = torch.where(ends == keys, columns, ends // block_k)
+    each = covered((-(-begins // block_k)).masked_fill(empty, 0), whole.masked_fill(empty, 0))
+    height = torch.full((rows,), block_q, device=intervals.device)
+    if rows:
+        height[-1] = queries - (rows - 1) * block_q
+    full = each == height[:, None]
+    return live.to(torch.int8) + full.to(torch.int8)
+
+
+def allowed_keys(plan: Plan | Call, queries: range, keys: range, device: torch.device) -> Tensor | None:
+    """Return which keys of a part queries of a part may see, `[B or 1, H or 1, queries, keys]` bool; None for all.
+
+    With blocks, both ranges must begin where a block does.
+    """
+    found: Tensor | None = None
+    columns = torch.arange(keys.start, keys.stop, device=device)
+    if plan.causal:
+        rows = torch.arange(queries.start, queries.stop, device=device) + plan.position
+        found = (columns <= rows[:, None])[None, None]
+    if plan.intervals is not None:
+        begins, ends = plan.intervals[:, :, queries.start : queries.stop].unbind(-1)
+        inside = _inside(begins, ends, columns)
+        found = inside if found is None else found & inside
+    if plan.blocks is not None:
+        assert plan.block_bits is not None
+        inside = _bits_of(plan.blocks, plan.block_bits, queries, keys)
+        found = inside if found is None else found & inside
+    return found
+
+
+def _inside(begins: Tensor, ends: Tensor, columns: Tensor) -> Tensor:
+    found = torch.zeros((*begins.shape[:-1], len(columns)), dtype=torch.bool, device=columns.device)
+    for place in range(begins.shape[-1]):  # few, and no tensor of all of them at once
+        begin, end = begins[..., place, None], ends[..., place, None]
+        found = found | ((columns >= begin) & (columns < end))
+    return found
+
+
+def _bits_of(blocks: Tensor, block_bits: Tensor, queries: range, keys: range) -> Tensor:
+    table = blocks[
+        :, :, queries.start // BLOCK : -(-queries.stop // BLOCK), keys.start // BLOCK : -(-keys.stop // BLOCK)
+    ]
+    places = torch.arange(8, device=block_bits.device, dtype=torch.uint8)
+    partial = table >= 2
+    which = table.clamp(min=2).long() - 2
+    if len(block_bits) == 0:
+        bits = torch.zeros((*table.shape, BLOCK, BLOCK), dtype=torch.bool, device=table.device)
+    else:
+        bits = ((block_bits[which].unsqueeze(-1) >> places) & 1).bool().flatten(-2)
+    whole = torch.where(partial[..., None, None], bits, (table == 1)[..., None, None])
+    return whole.transpose(3, 4).flatten(4, 5).flatten(2, 3)[..., : len(queries), : len(keys)]

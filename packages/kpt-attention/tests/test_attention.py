@@ -1,0 +1,163 @@
+"""Attention under masks: against dense masked softmax in float64, and what public reports say others got wrong."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kpt_core
+from kpt_attention import attention, causal, dense_mask, merge, padding, sliding_window
+from kpt_core import InputError
+from test_masks import expression
+
+TILES = "kpt_attention.torch_kernels.tiles:forward"
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).mT / math.sqrt(q.shape[3])
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)
+    return weights @ v.repeat_interleave(groups, 1)
+
+
+def draw(
+    queries: int, keys: int, batch: int = 2, heads: int = 4, kv_heads: int = 2, dim: int = 8, **kind: Any
+) -> list[Tensor]:
+    shapes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
+    kind = {"dtype": torch.float64, "requires_grad": True, **kind}
+    return [torch.randn(batch, number, size, 8, **kind) for number, size in shapes]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_mask_is_dense_masked_softmax(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    queries = random.choice([1, 5, 130, 257])
+    keys = queries + random.choice([0, 3, 130])
+    mask = expression(random.randint(0, 3), queries, keys, 2)
+    q, k, v = draw(queries, keys)
+    seen = mask.dense(queries, keys, batch=2, heads=4)
+    with kpt_core.use(TILES):
+        out = attention(q, k, v, mask)
+    want = softmax_attention(q, k, v, seen)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    pull = torch.randn_like(want)
+    for got, expected in zip(
+        torch.autograd.grad(out, (q, k, v), pull), torch.autograd.grad(want, (q, k, v), pull), strict=True
+    ):
+        torch.testing.assert_close(got, expected.nan_to_num(), rtol=0, atol=1e-11)
+
+
+def test_left_padding_with_nan_reaches_nothing() -> None:
+    q, k, v = draw(130, 130, batch=1)
+    hidden = torch.arange(130) < 7
+    with torch.no_grad():
+        for each in (q, k, v):
+            each[:, :, hidden] = math.nan
+    with kpt_core.use(TILES):
+        out = attention(q, k, v, causal() & padding(~hidden[None]))
+    pull = torch.randn_like(out).masked_fill(hidden[:, None], math.nan)
+    grads = torch.autograd.grad(out, (q, k, v), pull)
+    assert not out[:, :, hidden].any()
+    assert out.isfinite().all()
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert not grad[:, :, hidden].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_repeats_its_bits(dtype: torch.dtype) -> None:
+    q, k, v = draw(300, 300, dtype=dtype)
+    table = torch.randn(4, 9, requires_grad=True)
+
+    def grads() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, sliding_window(40), relative_bias=table, dropout=0.2, seed=3)
+        return torch.autograd.grad(out.float().square().sum(), (q, k, v, table))
+
+    assert all(torch.equal(one, other) for one, other in zip(grads(), grads(), strict=True))
+
+
+def test_indices_past_32768() -> None:  # xformers#719
+    q = torch.zeros(1, 1, 33728, 8)
+    assert not attention(q, q, q, sliding_window(5)).any()
+
+
+def test_dead_tiles_of_an_additive_mask() -> None:  # pytorch#127055
+    q, k, v = draw(640, 640, batch=1, dtype=torch.float32)
+    bias = torch.full((1, 1, 640, 640), -math.inf).masked_fill(sliding_window(10).dense(640), 0.0)
+    out = attention(q, k, v, bias=bias)
+    torch.testing.assert_close(out, attention(q, k, v, sliding_window(10)))
+    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
+
+
+def test_sinks_take_weight_and_have_no_value() -> None:  # transformers#41026
+    q, k, v = draw(4, 4, batch=1, heads=3, kv_heads=3)
+    sinks = torch.tensor([-5.0, 0.0, 20.0], dtype=torch.float64, requires_grad=True)
+    seen = sliding_window(2).dense(4).clone()
+    seen[..., 2, :] = False
+    out, lse = attention(q, k, v, dense_mask(seen), sinks=sinks, return_lse=True)
+    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~seen, -math.inf)
+    every = torch.cat((scores, sinks.view(1, 3, 1, 1).expand(1, 3, 4, 1)), -1)
+    torch.testing.assert_close(out, every.softmax(-1)[..., :-1] @ v)
+    torch.testing.assert_close(lse, every.logsumexp(-1))
+    assert not out[:, :, 2].any()
+    torch.autograd.gradcheck(lambda s: attention(q, k, v, dense_mask(seen), sinks=s), (sinks,))
+
+
+def test_parts_merge_into_the_whole() -> None:
+    q, k, v = draw(50, 300)
+    whole, lse = attention(q, k, v, causal(), return_lse=True)
+    parts = [
+        attention(q, k[:, :, some], v[:, :, some], dense_mask(causal().dense(50, 300)[..., some]), return_lse=True)
+        for some in (slice(0, 270), slice(270, 300))
+    ]
+    out, merged = merge(*parts[0], *parts[1])
+    torch.testing.assert_close((out, merged), (whole, lse))
+    pull = torch.randn_like(whole), torch.randn_like(lse)
+    for got, expected in zip(
+        torch.autograd.grad((out, merged), (q, k, v), pull),
+        torch.autograd.grad((whole, lse), (q, k, v), pull),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+def test_extra_memory_is_linear() -> None:
+    q, k, v = (torch.randn(1, 1, 4096, 16) for _ in range(3))
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    from kpt_attention.dense import dense
+    from kpt_attention.torch_kernels import tiles
+
+    plan = (causal() & padding(torch.ones(1, 4096).bool())).plan(4096)
+    call = dense.bind(q, k, v, **plan.arguments())._replace(needs=("q", "k", "v"))
+    with Watch():
+        _, saved = tiles.forward(call)
+        tiles.backward(call, saved, torch.ones_like(q), None)
+    assert largest <= 128 * 1024  # a tile's scores; all of them are 16.8 million
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": torch.ones(4, 4).bool()}, r"mask must be a Mask or a Plan; got Tensor: kpt_attention.dense_mask"),
+        ({"mask": causal().plan(4), "position": 2}, r"position=2, but the plan was made for 0"),
+        ({"mask": sliding_window(2).plan(5)}, r"intervals must be int32 .*; got torch.int32 \[1, 1, 5, 1, 2\]"),
+        ({"bias": torch.ones(1, 1, 4, 4).bool()}, r"bias must be floating"),
+    ],
+)
+def test_bad_input_is_a_sentence(change: dict[str, Any], message: str) -> None:
+    q, k, v = draw(4, 4)
+    with pytest.raises(InputError, match=message):
+        attention(q, k, v, **change)
