@@ -1,0 +1,166 @@
+"""Serve the attention of Hugging Face models: importing this module registers the attention implementation `"kpt"`.
+
+import kpt_attention.transformers
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kpt")
+
+The attention function and the mask function are registered under one name: transformers gives no mask, and says
+nothing, where the second one is missing. A model's mask is a bool tensor, as for `"sdpa"`, since models change it in
+many ways; it is lowered once for all layers that share it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kpt_core import InputError
+
+from .dense import dense
+from .masks import dense_mask, document
+from .plan import BLOCK, Plan
+
+__all__ = ["NAME", "kpt_attention_forward", "kpt_attention_mask"]
+
+NAME = "kpt"
+
+#: What models pass along that says nothing of the scores, or that the mask has already.
+_KNOWN = frozenset({
+    "cache_position", "deterministic", "labels", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
+})  # fmt: skip
+
+
+def kpt_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the mask of a model as bool `[B, 1, Q, K]`, or None where causality or nothing is all there is."""
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def kpt_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    output_attentions: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend, as transformers' attention functions do.
+
+    Args:
+        module: whose attention it is; its `is_causal` counts where no mask and no `is_causal` is given.
+        query: `[B, Hq, Q, D]`.
+        key: `[B, Hkv, K, D]`, not repeated.
+        value: `[B, Hkv, K, Dv]`.
+        attention_mask: bool (True is seen) or additive, broadcasts to `[B, Hq, Q, K]`; None for causality, if it is
+            asked for and there is more than one query, or else for nothing. Causality is then of the first keys.
+        scaling: of the scores.
+        dropout: rate; drawn by torch's global generator.
+        is_causal: see above.
+        softcap: cap of the scores.
+        s_aux: `[Hq]` sinks.
+        position_bias: added to the scores.
+        cache: of continuous batching, which is refused.
+        cu_seq_lens_q: where packed sequences end, of which none sees another.
+        cu_seq_lens_k: likewise, of keys; as those of queries.
+        output_attentions: refused where it is true.
+        **kwargs: what models pass along. One that is not known is an error: it might say which keys count.
+
+    Returns:
+        The output `[B, Q, Hq, Dv]`, and None.
+
+    Raises:
+        InputError: an argument is unknown, or asks for what is not there.
+    """
+    unknown = sorted(name for name, given in kwargs.items() if name not in _KNOWN and given is not None)
+    if unknown:
+        raise InputError(
+            f"{NAME}: {type(module).__name__} passes {unknown[0]!r}, which this attention does not know and must not "
+            "ignore: load the model with attn_implementation='eager' or 'sdpa'"
+        )
+    if output_attentions:
+        raise InputError(f"{NAME}: no attention weights are computed: load with attn_implementation='eager' for them")
+    if cache is not None:
+        raise InputError(f"{NAME}: continuous batching is not served yet: load with attn_implementation='sdpa' for it")
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        key, value = key.to(query.dtype), value.to(query.dtype)
+    if query.shape[0] != key.shape[0]:
+        query, key, value = (each.expand(max(len(query), len(key)), -1, -1, -1) for each in (query, key, value))
+    bias = position_bias
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        additive = attention_mask[..., : key.shape[2]]
+        bias, attention_mask = additive if bias is None else bias + additive, None
+        plan = Plan()
+    elif attention_mask is not None:
+        plan = _lowered(attention_mask, query, key)
+    else:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        plan = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key, bool(causal))
+    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
+    out, _ = dense(
+        query, key, value, **plan.arguments(), bias=bias, sinks=s_aux, return_lse=False, scale=scaling,
+        softcap=softcap or 0.0, dropout=dropout, seed=seed,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(ends: Tensor | None, key_ends: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Plan:
+    """Return the plan where there is no mask: causality, within packed sequences if their ends are given."""
+    queries, keys = query.shape[2], key.shape[2]
+    causal = causal and queries > 1
+    if ends is None or queries != keys:
+        return Plan(causal=causal)
+    if key_ends is not None and not torch.equal(ends, key_ends):
+        raise InputError(f"{NAME}: packed sequences of other ends of keys ({key_ends.tolist()}) than of queries")
+    plan = document(cu_seqlens=ends).plan(queries, device=query.device)
+    return Plan(causal=causal, intervals=plan.intervals)
+
+
+def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:
+    """Return the plan of a bool mask, which is made once for the layers that share the tensor."""
+    sizes = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    if mask.dim() != 4 or mask.shape[2] not in (1, sizes[2]):
+        raise InputError(f"{NAME}: a bool mask of {list(mask.shape)}; expected [B or 1, H or 1, {sizes[2]} or 1, keys]")
+    if torch.compiler.is_compiling():
+        return _all_blocks(mask[..., : sizes[3]].expand(-1, -1, sizes[2], -1))
+    known = getattr(mask, "_kpt_plan", None)
+    if known is not None and known[0] == (mask._version, sizes, query.device):
+        return known[1]  # type: ignore[no-any-return]
+    shown = mask[..., : sizes[3]]
+    plan = dense_mask(shown).plan(sizes[2], sizes[3], batch=sizes[0], heads=sizes[1], device=query.device, offset=0)
+    mask._kpt_plan = (mask._version, sizes, query.device), plan  # type: ignore[attr-defined]
+    return plan
+
+
+def _all_blocks(mask: Tensor) -> Plan:
+    """Return the plan of a mask without looking at its values, as compilers want it: with the bits of every block."""
+    rows, columns = (-(-size // BLOCK) for size in mask.shape[2:])
+    pads = (0, columns * BLOCK - mask.shape[3], 0, rows * BLOCK - mask.shape[2])
+
+    def blocked(value: bool) -> Tensor:
+        padded = nn.functional.pad(mask, pads, value=value)
+        found: Tensor = padded.unflatten(3, (columns, BLOCK)).unflatten(2, (rows, BLOCK)).transpose(3, 4)
+        return found
+
+    bits = blocked(False)
+    live, full = bits.flatten(4).any(-1), blocked(True).flatten(4).all(-1)
+    places = torch.arange(live.numel(), device=mask.device).view(live.shape) + 2
+    blocks = torch.where(full & live, 1, torch.where(live, places, 0)).int()
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    packed = (bits.unflatten(-1, (BLOCK // 8, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+    return Plan(blocks=blocks, block_bits=packed.flatten(0, 3))
+
+
+AttentionInterface.register(NAME, kpt_attention_forward)
+AttentionMaskInterface.register(NAME, kpt_attention_mask)

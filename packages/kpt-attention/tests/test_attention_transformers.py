@@ -1,0 +1,184 @@
+"""Models of transformers with `attn_implementation="kpt"` beside eager ones: logits, gradients, padding, generation."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import kpt_attention.transformers  # noqa: F401  registers "kpt"
+from kpt_core import InputError, record
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+#: Decoders, and what of their configuration matters here.
+DECODERS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "Gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0},
+    "Gemma3Text": {"sliding_window": 5},
+    "GptOss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mistral": {"sliding_window": 5},
+    "Phi3": {"sliding_window": 5},
+    "Cohere2": {"sliding_window": 5},
+    "Olmo2": {},
+    "Exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "SmolLM3": {},
+    "Granite": {},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    },
+    "Llama4Text": {
+        "num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 6, "moe_layers": [],
+    },
+}  # fmt: skip
+
+
+def decoder(family: str, implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **DECODERS[family]})
+    if family == "Gemma3Text":
+        model = transformers.Gemma3ForCausalLM
+    else:
+        model = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    made = model._from_config(config, attn_implementation=implementation)
+    assert made.config._attn_implementation == implementation
+    return made.eval()
+
+
+def compare(one: Any, other: Any, **inputs: Any) -> None:
+    """Hold outputs and all gradients of two models to one another, where the inputs are no padding."""
+    keep = inputs.get("attention_mask")
+    found = []
+    for model in (one, other):
+        model.zero_grad()
+        out = model(**inputs)
+        out = getattr(out, "logits", None) if getattr(out, "logits", None) is not None else out.last_hidden_state
+        out = out if keep is None or keep.dim() != 2 or out.shape[1] != keep.shape[1] else out[keep.bool()]
+        generator = torch.Generator().manual_seed(3)
+        (out * torch.randn(out.shape, generator=generator)).sum().backward()
+        found.append((out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=2e-5)
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, grad in found[0][1].items():
+        scale = grad.abs().max().item() + 1
+        torch.testing.assert_close(
+            grad, found[1][1][name], rtol=1e-3, atol=3e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def tokens(batch: int = 2, length: int = 13) -> Tensor:
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoders_equal_eager(family: str) -> None:
+    ours, eager = decoder(family, "kpt"), decoder(family, "eager")
+    ids = tokens()
+    with record() as calls:
+        compare(ours, eager, input_ids=ids)
+    assert sum(call.op == "attention.dense" for call in calls) >= 2
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    compare(ours, eager, input_ids=ids, attention_mask=mask)
+    positions = torch.cat((torch.arange(5), torch.arange(8)))[None]  # two packed sequences
+    if family != "Llama4Text":
+        compare(ours, eager, input_ids=ids[:1], position_ids=positions)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_equals_eager(family: str, cache: str) -> None:
+    ids = tokens(length=9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    told = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "cache_implementation": cache,
+            "disable_compile": True}  # fmt: skip
+    ours, eager = (decoder(family, each).generate(ids, **told) for each in ("kpt", "eager"))
+    assert torch.equal(ours, eager)
+
+
+def test_beams_and_an_assistant_equal_eager() -> None:
+    ids = tokens(1, 7)
+    ours, eager = decoder("Llama", "kpt"), decoder("Llama", "eager")
+    for told in ({"num_beams": 3}, {"assistant_model": "itself"}):
+        both = [
+            model.generate(
+                ids,
+                max_new_tokens=6,
+                do_sample=False,
+                **({"assistant_model": model} if "assistant_model" in told else told),
+            )
+            for model in (ours, eager)
+        ]
+        assert torch.equal(*both)
+
+
+ENCODERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Bert": ("BertModel", {}, {}),
+    "ModernBert": ("ModernBertModel", {"local_attention": 6}, {}),
+    "ViT": ("ViTModel", {"image_size": 8, "patch_size": 4}, {"pixel_values": (2, 3, 8, 8)}),
+    "SiglipVision": ("SiglipVisionModel", {"image_size": 8, "patch_size": 4}, {"pixel_values": (2, 3, 8, 8)}),
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_equal_eager(family: str) -> None:
+    model, settings, shapes = ENCODERS[family]
+    both = []
+    for implementation in ("kpt", "eager"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
+        both.append(getattr(transformers, model)._from_config(config, attn_implementation=implementation).eval())
+    inputs: dict[str, Tensor] = {name: torch.randn(shape) for name, shape in shapes.items()} or {"input_ids": tokens()}
+    compare(*both, **inputs)
+    if "input_ids" in inputs:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[1, 9:] = 0
+        compare(*both, **inputs, attention_mask=mask)
+
+
+def test_encoder_decoders_equal_eager() -> None:
+    for family, settings in (
+        ("Whisper", {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+                     "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
+                     "max_source_positions": 16, "decoder_start_token_id": 1}),
+        ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+    ):  # fmt: skip
+        both = []
+        for implementation in ("kpt", "eager"):
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
+            made = getattr(transformers, f"{family}ForConditionalGeneration")
+            both.append(made._from_config(config, attn_implementation=implementation).eval())
+        source = {"input_features": torch.randn(2, 8, 32)} if family == "Whisper" else {"input_ids": tokens()}
+        compare(*both, **source, decoder_input_ids=tokens(2, 6))
+
+
+def test_what_is_not_known_is_an_error() -> None:
+    model = decoder("Llama", "kpt")
+    for given, message in (
+        ({"output_attentions": True}, "no attention weights are computed|eager"),
+        ({"indices": torch.zeros(1)}, "passes 'indices', which this attention does not know"),
+    ):
+        with pytest.raises((InputError, ValueError), match=message):
+            model(tokens(), **given)
+
+
+def test_one_graph_serves_all_lengths() -> None:
+    model = decoder("Llama", "kpt")
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=False):
+        for length in (7, 12, 140):
+            mask = torch.ones(2, length, dtype=torch.long)
+            mask[0, :3] = 0
+            got, want = (each(tokens(2, length) % 60, attention_mask=mask).logits for each in (compiled, model))
+            torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
