@@ -22,7 +22,7 @@ from .masks import (
     prefix_lm,
     sliding_window,
 )
-from .plan import allowed_keys
+from .plan import BLOCK, allowed_keys
 
 #: Masks that are tried, by what they lower to: nothing, causality, one interval, several, blocks; alike for all
 #: sequences and heads or not; with rows that see nothing or without.
@@ -37,7 +37,8 @@ def _mask(generator: torch.Generator, kind: str, batch: int, heads: int, queries
         least = torch.randint(0, keys // 2 + 1, (batch,), generator=generator)
         return causal() & padding(torch.arange(keys) >= least[:, None])
     if kind == "blocks":
-        return sliding_window(70) & predicate(lambda b, h, q, k: (q * 7 + k * k) % 5 < 3)
+        whole = predicate(lambda b, h, q, k: (k < BLOCK) & (q >= BLOCK))  # blocks that are full, in long sequences
+        return sliding_window(70) & predicate(lambda b, h, q, k: (q * 7 + k * k) % 5 < 3) | whole
     if kind == "blocks by head":
         return dense_mask(torch.rand(batch, heads, queries, keys, generator=generator) < 0.4)
     masks: dict[str, Callable[[], Mask]] = {

@@ -3,6 +3,7 @@
 from kpt_conformance.interpreter import interpreting
 
 from . import (
+    attention,
     coming_ops,
     experts,
     fp8,
@@ -29,6 +30,7 @@ MODULES = (
     state,
     coming_ops,
     fp8,
+    attention,
 )
 MUTANTS: list[Mutant] = [mutant for module in MODULES for mutant in module.MUTANTS]
 if interpreting():
