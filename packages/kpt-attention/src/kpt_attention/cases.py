@@ -236,7 +236,7 @@ DENSE = CaseTable(
 def _build_merge(
     generator: torch.Generator, rows: int = 12, heads: int = 3, value_dim: int = 8, dead: str = "none"
 ) -> Arguments:
-    lse, other = (_normal(generator, rows, heads, scale=3).float() for _ in range(2))
+    lse, other = (_normal(generator, rows, heads, scale=3) for _ in range(2))
     some = torch.rand(rows, heads, generator=generator) < 0.4
     if dead in ("one", "both"):
         lse = lse.masked_fill(some, -torch.inf)
@@ -262,8 +262,9 @@ MERGE = CaseTable(
     wrong=(
         _merge("two shapes", r"both outputs must have one shape.*got other_out \[11, 3, 8\]",
             other_out=lambda t: t[1:]),
-        _merge("a log-sum-exp of half", r"log-sum-exps float32 or float64; got out .* lse torch\.float16",
-            lse=Tensor.half),
+        _merge("integers",
+            r"outputs must have one floating dtype, and log-sum-exps a floating one; got out .* lse torch\.int32",
+            lse=Tensor.int),
         _merge("two devices", r"all tensors must be on one device; got out on cpu and other_out on meta",
             other_out=lambda t: t.to("meta")),
     ),

@@ -17,9 +17,9 @@ def _check(call: Call) -> None:
                 f"{_NAME}: both outputs must have one shape, and a log-sum-exp each of their rows; got {name}out "
                 f"{list(out.shape)} and {name}lse {list(lse.shape)} beside out {list(call.out.shape)}"
             )
-        if out.dtype not in DTYPES or out.dtype != call.out.dtype or lse.dtype not in (torch.float32, torch.float64):
+        if out.dtype not in DTYPES or out.dtype != call.out.dtype or lse.dtype not in DTYPES:
             raise InputError(
-                f"{_NAME}: outputs must have one floating dtype, and log-sum-exps float32 or float64; got {name}out "
+                f"{_NAME}: outputs must have one floating dtype, and log-sum-exps a floating one; got {name}out "
                 f"{out.dtype} and {name}lse {lse.dtype} beside out {call.out.dtype}"
             )
     for name in ("lse", "other_out", "other_lse"):
@@ -47,7 +47,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
 
     Args:
         out: `[..., Dv]` float32, bfloat16, float16 or float64: output over some keys.
-        lse: `[...]` float32 or float64: its log-sum-exp, as `attention.dense` gives it.
+        lse: `[...]` floating, float32 as a rule: its log-sum-exp, as `attention.dense` gives it.
         other_out: over other keys.
         other_lse: likewise.
 

@@ -208,9 +208,9 @@ def vmapped(trial: Trial) -> None:
 
     pair = torch.stack((tensors[name], tensors_of(second)[name]))
     with torch.no_grad(), trial.subject.chosen():
-        got = torch.func.vmap(lambda value: trial.subject.call(sample(value)), randomness="same")(pair)
+        got = torch.func.vmap(lambda value: outputs_of(trial.subject.call(sample(value))), randomness="same")(pair)
     for index, value in enumerate(pair):
-        outputs = {key: out[index] for key, out in outputs_of(got).items()}
+        outputs = {key: out[index] for key, out in got.items()}
         assert_right(trial.outcome(outputs, {}), *trial.forward_truth(sample(value)), f"sample {index}")
 
 
