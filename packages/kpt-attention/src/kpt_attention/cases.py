@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
+from .dense import dense
 from .masks import (
     Mask,
     causal,
@@ -98,18 +99,29 @@ def _build(
     return {"q": q, "k": k, "v": v, **given, **modifiers, "return_lse": return_lse, **settings}
 
 
+def _allowed(arguments: Arguments) -> Tensor | None:
+    """Return which keys the queries that read a head of keys may see, `[B, Hkv, groups, Q, K]`; None for all."""
+    q, k = arguments["q"], arguments["k"]
+    allowed = allowed_keys(dense.bind(**arguments), range(q.shape[2]), range(k.shape[2]), q.device)
+    if allowed is None:
+        return None
+    every: Tensor = allowed.expand(*q.shape[:2], *allowed.shape[2:]).unflatten(1, (k.shape[1], -1))
+    return every
+
+
 def _unseen(arguments: Arguments) -> Mapping[str, Tensor]:
     """Mark what has no influence: the keys and values that no query of any head of theirs may see."""
-    q, k = arguments["q"], arguments["k"]
-    from .dense import dense  # its module names this one's op
+    allowed = _allowed(arguments)
+    return {} if allowed is None else dict.fromkeys(("k", "v"), ~allowed.any((2, 3)).unsqueeze(-1))
 
-    call = dense.bind(**arguments)
-    allowed = allowed_keys(call, range(q.shape[2]), range(k.shape[2]), q.device)
+
+def _specified(arguments: Arguments) -> bool:
+    """Return False where a key with NaN or inf is seen by some queries alone: tiles may spread it to the others."""
+    allowed = _allowed(arguments)
     if allowed is None:
-        return {}
-    by_head = allowed.expand(q.shape[0], q.shape[1], *allowed.shape[2:]).any(-2)
-    hidden = ~by_head.unflatten(1, (k.shape[1], -1)).any(2)
-    return dict.fromkeys(("k", "v"), hidden.unsqueeze(-1))
+        return True
+    wild = ~(arguments["k"].isfinite().all(-1) & arguments["v"].isfinite().all(-1))
+    return not bool((wild & allowed.any((2, 3)) & ~allowed.all((2, 3))).any())
 
 
 def _case(name: str, *, model: bool = False, large: bool = False, **sizes: Any) -> Case:
@@ -139,10 +151,10 @@ DENSE = CaseTable(
     op="attention.dense",
     build=_build,
     cases=(
-        _case("small"),
+        _case("small", return_lse=False),
+        _case("full", return_lse=True),
         _case("causal", mask="causal"),
-        _case("full, output alone", return_lse=False),
-        _case("causal, output alone", mask="causal", return_lse=False),
+        _case("causal, output alone", mask="causal", return_lse=False, batch=5),
         _case("no tokens", queries=0, keys=0, mask="causal"),
         _case("no keys", keys=0),
         _case("no queries", queries=0),
@@ -207,6 +219,7 @@ DENSE = CaseTable(
     ),
     gradients=("q", "k", "v", "bias", "alibi_slopes", "relative_bias", "sinks"),
     padding=_unseen,
+    specified=_specified,
     reduction=lambda arguments: max(
         *arguments["q"].shape[2:], *arguments["k"].shape[2:],
         arguments["q"].shape[1] // arguments["k"].shape[1] * arguments["q"].shape[2],

@@ -193,7 +193,7 @@ def dense(
 
     A score is `scale * q @ k`, capped, with biases added. Softmax is computed in float32 at least. A query that may see
     no key gets zeros, a log-sum-exp of -inf (of its sink, where there is one) and zero gradients. A key that no query
-    may see has no influence, NaN and inf in it neither.
+    may see has no influence, NaN and inf in it neither; those in a key that some queries see may reach the others.
 
     Args:
         q: `[B, Hq, Q, D]` float32, bfloat16, float16 or float64.

@@ -147,8 +147,8 @@ class CaseTable:
         exact: what must equal the reference in the same dtype bit for bit, as a quantiser's codes: everything, or what
             the suite's messages call `result`, `result 1`, `gradient of x`, `cache afterwards`.
         tolerances: of what is not held to the usual bounds, by the same names.
-        specified: whether the op says what arguments give, where the suite changes their magnitudes; of scores that tie
-            for instance it may not. None: it always does.
+        specified: whether the op says what arguments give, where the suite changes their magnitudes or plants NaN; of
+            scores that tie for instance it may not. None: it always does.
         estimated: whether, for given arguments, the gradient is an estimate by convention, as where a number that is
             rounded to 8 bits counts as if it were not (straight-through, arXiv:1308.3432): finite differences of a
             staircase are no measure then. None: it never is.

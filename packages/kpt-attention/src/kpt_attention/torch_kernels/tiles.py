@@ -209,23 +209,27 @@ def forward(call: Call) -> Any:
             else:
                 sinks = call.sinks.to(wide)[tile.heads].view(1, -1, tile.groups, 1)
                 largest = sinks.expand(-1, -1, -1, len(rows)).flatten(2).unsqueeze(-1).expand(shape)
-                total = torch.ones(shape, dtype=wide, device=q.device)
-            # A sink of -inf is none.
-            total = total.masked_fill(largest == -math.inf, 0)
+                total = (largest - largest.clamp(min=least)).exp()  # one; of a sink of -inf, which is none, zero
             mean = q.new_zeros((*tile.q.shape[:3], v.shape[3]), dtype=wide)
             for keys, masked in runs:
                 allowed = tile.allowed(keys) if masked else None
                 scores, _ = tile.scores(tile.of_keys(k, keys), keys, allowed)
-                higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
+                here = scores.amax(-1, keepdim=True)
+                # One pass of softmax costs less than taking off, exponentials and their sum, which it tells, too.
+                weights = scores.softmax(-1)
+                if (none := here == -math.inf).any():
+                    weights.masked_fill_(none, 0)
+                part_of = 1 / weights.amax(-1, keepdim=True)
+                higher = torch.maximum(largest, here)
                 base = higher.clamp(min=least)
-                weights = scores.sub_(base).exp_()
-                fading = (largest - base).exp()
-                total = total * fading + weights.sum(-1, keepdim=True)
+                fading, gain = (largest - base).exp(), (here - base).exp()
+                gain = gain * part_of.masked_fill_(gain == 0, 0)
+                total = total * fading + gain
                 if (drop := tile.kept(keys)) is not None:
                     weights = weights * drop
                 values, seen = tile.of_keys(v, keys), tile.seen(allowed)
                 values = values if seen is None else values.masked_fill(~seen, 0)
-                mean = mean * fading + weights @ values
+                mean = mean * fading + (weights @ values) * gain
                 largest = higher
             dead = total == 0
             total = total.masked_fill(dead, 1)

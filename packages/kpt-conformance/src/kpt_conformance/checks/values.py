@@ -271,6 +271,8 @@ def nans(trial: Trial) -> None:
             flat = tensor.flatten().clone()
             flat[place] = float("nan")
             changed = with_one(arguments, name, flat.view(tensor.shape))
+            if trial.table.specified is not None and not trial.table.specified(changed):
+                continue
             got, (baseline, oracle) = trial.run(changed), trial.truth(changed)
             for key, want in oracle.outputs.items():
                 lost = (baseline.outputs[key].isnan() & want.isnan() & ~got.outputs[key].isnan()).sum().item()
