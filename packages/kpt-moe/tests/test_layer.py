@@ -222,7 +222,9 @@ def test_choices_reach_every_router_that_has_them(router):
         assert make(router=router, score="sigmoid").router.score_function == "sigmoid"
 
 
-@pytest.mark.parametrize(("router", "choice"), [("gshard", {"score": "sigmoid"}), ("sinkhorn", {"renormalize": False})])
+@pytest.mark.parametrize(
+    ("router", "choice"), [("gshard", {"score": "sigmoid"}), ("expert_choice", {"renormalize": False})]
+)
 def test_choices_that_a_router_does_not_have_are_refused(router, choice):
     with pytest.raises(InputError, match=f"does not take these router_options.*{next(iter(choice))}"):
         make(router=router, **choice)

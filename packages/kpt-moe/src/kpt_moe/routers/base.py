@@ -73,9 +73,6 @@ class Router(nn.Module, ABC):
     #: Whether `choose` may give ids of `num_experts`, for no choice.
     partial: ClassVar[bool] = False
 
-    #: Whether what `choose` gives a token depends on other tokens.
-    mixes: ClassVar[bool] = False
-
     #: The score of no choice: it adds nothing to the sum by which weights are normalised.
     score_of_none: float = 0.0
 
@@ -127,7 +124,7 @@ class Router(nn.Module, ABC):
     def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The experts that are chosen, from logits and scores without gradients.
 
-        Where tokens compete (a capacity, or `mixes`), the mask also leaves out those that hold NaN or infinity.
+        Where tokens compete for a capacity, the mask also leaves out those that hold NaN or infinity.
         """
 
     def weigh(self, scores: Tensor, index: Tensor) -> Tensor:
@@ -184,7 +181,7 @@ class Router(nn.Module, ABC):
                 logits = logits.masked_fill(closed, lowest)
             scores = elementwise(self.score, logits)
             rivals, limited = mask, self.limited
-            if replay is None and (limited or self.mixes):
+            if replay is None and limited:
                 finite = logits.detach().amax(-1).isfinite()
                 rivals = finite if mask is None else finite & mask
             if replay is not None:
