@@ -306,8 +306,8 @@ def test_wrong_arguments_are_named():
     model = Model(scores=("softmax", "sigmoid"))
     with pytest.raises(InputError, match=r"Linear has no module that is a kpt_moe.routers.Router"):
         RouterLosses(nn.Linear(2, 2), z=1)
-    for weights in ({}, {"z": float("nan")}, {"z": 0.0}):
-        with pytest.raises(InputError, match="weights must be finite, and one of them other than zero"):
+    for weights in ({}, {"z": 0.0}):
+        with pytest.raises(InputError, match="one of the weights must be other than zero"):
             RouterLosses(model, **weights)
     with pytest.raises(UnknownNameError, match="unknown reduction 'means': did you mean 'mean'"):
         RouterLosses(model, z=1, reduction="means")

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import Call, InputError, UnknownNameError
+from kpt_core import Call, InputError
+
+from ._checks import require_known
 
 _aten = torch.ops.aten
 
@@ -84,8 +86,7 @@ class Activation:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in GATED and self.name not in PLAIN:
-            raise UnknownNameError("activation", self.name, GATED | PLAIN)
+        require_known("activation", self.name, GATED | PLAIN)
         if self.name != "swiglu" and not self._standard:
             raise InputError(
                 f"activation {self.name!r} takes no alpha, beta or limit (swiglu alone does): leave them at 1.0, 0.0 "

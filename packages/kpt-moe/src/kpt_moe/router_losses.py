@@ -1,6 +1,5 @@
 """The losses of all routers of a model, collected while it runs."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from torch import distributed as dist
 
 from kpt_core import InputError, KptWarning
 
-from ._checks import require_known
+from ._checks import require_known, require_number
 from ._counting import Hooked, in_recomputation
 from .losses import GlobalLoad, Score, entropy_loss, global_batch_loss, gshard_loss, sequence_loss, switch_loss, z_loss
 from .routers import Router
@@ -96,8 +95,9 @@ class RouterLosses(Hooked):
     ) -> None:
         for name in weights:
             require_known("loss", name, LOSSES)
-        if not all(math.isfinite(weight) for weight in weights.values()) or not any(weights.values()):
-            raise InputError(f"RouterLosses: weights must be finite, and one of them other than zero; got {weights}")
+            require_number("RouterLosses", name, weights[name])
+        if not any(weights.values()):
+            raise InputError(f"RouterLosses: one of the weights must be other than zero; got {weights}")
         require_known("reduction", reduction, get_args(Reduction))
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.score = score
