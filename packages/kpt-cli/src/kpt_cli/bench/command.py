@@ -94,6 +94,7 @@ def _measure(
     from rich.live import Live
 
     from kpt_core.files import write_whole
+    from kpt_optimize import Load
 
     from . import moe as of
     from .machine import machine
@@ -105,6 +106,7 @@ def _measure(
     seconds = min(seconds, 1.0) if quick else seconds
     running = of.run(shapes[training], dtypes_named(dtypes or DTYPES[:2]), seconds, seed, training=training)
     lines: list[Line | Refused] = []
+    load = Load()
     if as_json:
         lines += running
     else:
@@ -117,7 +119,9 @@ def _measure(
     for line in refused:
         complain("error", line.reason)
     dicts = [line.as_dict() if isinstance(line, of.Line) else asdict(line) for line in lines]
-    report = {"benchmark": name, "machine": machine(), "lines": dicts}
+    if busy := load.note():
+        complain("warning", busy)
+    report = {"benchmark": name, "machine": machine() | {"others": load.others()}, "lines": dicts}
     if as_json:
         print_json(report)
     if output is not None:
