@@ -72,8 +72,7 @@ def moe_training(
 ) -> None:
     """A training step of experts: KPT beside transformers' eager and grouped_mm, with peak memory and routing's share.
 
-    No figures where an output or a gradient of KPT is less accurate than eager's against float64: that line is marked,
-    exit code 1.
+    No figures where an output or gradient is less accurate than eager's against float64: marked, exit code 1.
     """
     _measure("moe-training", quick, dtype, threads, seconds, seed, output, as_json)
 
