@@ -9,6 +9,7 @@ import torch
 
 from kpt_core import InputError, KptError
 from kpt_moe import BiasBalancer, FeedForwardExpert, MoEConfig, MoELayer, RouterLosses, TopKRouter, create_moe_layer
+from kpt_moe.activations import Activation
 from kpt_moe.capacity import expert_capacity
 from kpt_moe.conversion import upcycle
 from kpt_moe.expert_networks import AttentionExpert, ConvolutionalExpert, ParameterEfficientExpert
@@ -63,6 +64,9 @@ SETTINGS: list[tuple[Callable[..., object], str, tuple[object, ...]]] = [
     (lambda **o: MoEConfig(**SIZES, num_shared_experts=1, **o), "shared_gate", NO_BOOLS),
     (lambda **o: MoEConfig(**SIZES, **o), "num_shared_experts", (-1, 1.0, "x", None, True)),
     (lambda **o: MoEConfig(**SIZES, **o), "activation", (None, 1, [])),
+    (lambda **o: Activation("swiglu", **o), "alpha", NO_NUMBERS),
+    (lambda **o: Activation("swiglu", **o), "beta", NO_NUMBERS),
+    (lambda **o: Activation("swiglu", **o), "limit", NO_FACTORS),
     (lambda **o: FeedForwardExpert(**SIZES, **o), "bias", NO_BOOLS),
     (lambda **o: AttentionExpert(**SIZES, **o), "bias", NO_BOOLS),
     (lambda **o: AttentionExpert(**SIZES, **o), "causal", NO_BOOLS),

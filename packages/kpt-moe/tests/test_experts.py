@@ -272,5 +272,3 @@ def test_the_layout_is_the_declared_one_where_shapes_fit_both(transposed):
     other = Inputs(*inputs.args[:3], inputs.up.mT, inputs.down.mT, *inputs.args[5:])
     want = naive_experts(inputs, transposed=transposed)
     torch.testing.assert_close(experts(*other.args, transposed=not transposed), want)
-        experts(*other.args, transposed=not transposed), naive_experts(inputs, transposed=transposed)
-    )
