@@ -135,6 +135,31 @@ def tests(session: nox.Session) -> None:
 
 
 @in_workspace
+def transformers(session: nox.Session) -> None:
+    """Run the tests that use transformers with another version of it: `nox -s transformers -- 5.24.0`.
+
+    That version lies before the workspace's on the path, whose other packages serve it. Options of pytest may follow.
+    """
+    version, *options = session.posargs or session.error("give a version: nox -s transformers -- 5.24.0")
+    folder = Path(f".nox/transformers-{version}").absolute()
+    if not folder.exists():
+        wanted = ("--quiet", "--no-deps", "--target", folder, f"transformers=={version}")
+        run(session, "python", "-m", "pip", "install", *wanted)
+    session.env["PYTHONPATH"] = str(folder)
+    failed = []
+    for package in ("kpt-moe", "kpt-fp8", "kpt-attention"):
+        tests = sorted(Path(f"packages/{package}/tests").rglob("test_*.py"))
+        using = [str(path) for path in tests if "transformers" in path.read_text(encoding="utf-8")]
+        try:
+            if using:
+                test(session, package, *using, "--each-value", "-m", "not slow", *options)
+        except CommandFailed:
+            failed.append(package)
+    if failed:
+        session.error(f"with transformers {version}, tests failed in {', '.join(failed)}")
+
+
+@in_workspace
 def lint(session: nox.Session) -> None:
     """Check style and format with ruff; `nox -s lint -- --fix` mends what ruff can mend."""
     fix = "--fix" in session.posargs

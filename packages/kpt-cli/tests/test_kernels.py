@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -116,3 +118,11 @@ def test_malformed_variable_is_named(kpt, monkeypatch, variable):
     result = kpt("kernels")
     assert result.exit_code == 2
     assert name in result.stderr
+
+
+def test_an_unknown_op_is_refused_before_torch_is_imported():
+    code = "import sys; from kpt_cli.main import app\ntry: app(['kernels', 'moe.expert'])\n"
+    code += "finally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert "unknown op 'moe.expert': did you mean moe.experts" in done.stderr

@@ -16,7 +16,7 @@ def path(tmp_path):
 
 
 def test_what_is_locked_is_what_runs(kpt, path):
-    result = kpt("lock", "--out", path, "--dtype", "float32")
+    result = kpt("lock", "--output", path, "--dtype", "float32")
     assert result.exit_code == 0, result.output
     for said in ("moe.experts", "moe.grouped_mm", "reference", "torch", "kpt-moe", f"Wrote {path}"):
         assert said in " ".join(result.stdout.split())
@@ -43,7 +43,7 @@ def test_what_is_locked_is_what_runs(kpt, path):
 def test_ops_without_cases_are_named(kpt, path):
     add_backend(Backend())
     try:
-        result = kpt("lock", "--out", path, "--dtype", "float32")
+        result = kpt("lock", "--output", path, "--dtype", "float32")
     finally:
         remove_backend("clitest")
     assert "Not locked, for want of cases: clitest.double" in " ".join(result.stdout.split())
@@ -90,7 +90,7 @@ def test_a_file_that_can_not_be_used_ends_as_a_sentence(kpt, path, content, said
 
 def test_wrong_arguments_of_lock(kpt, tmp_path):
     for arguments, said in (
-        (["--out", tmp_path / "none" / "kpt.lock"], "does not exist; make it first"),
+        (["--output", tmp_path / "none" / "kpt.lock"], "does not exist; make it first"),
         (["--dtype", "float33"], "unknown dtype 'float33'"),
         (["--device", "quantum"], "unknown device 'quantum'"),
     ):
@@ -100,6 +100,6 @@ def test_wrong_arguments_of_lock(kpt, tmp_path):
 
 
 def test_a_disk_that_refuses_is_told(kpt, tmp_path):
-    result = kpt("lock", "--out", tmp_path, "--dtype", "float32")
+    result = kpt("lock", "--output", tmp_path, "--dtype", "float32")
     assert result.exit_code == 2
     assert str(tmp_path) in " ".join(result.stderr.split())

@@ -123,16 +123,6 @@ def test_summary(kpt, mixtral, monkeypatch, kept):
         assert "None of 1 rewrites was kept" in result.stdout
 
 
-def test_slower_whole_is_said(kpt, mixtral, optimized, monkeypatch):
-    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
-    kept = replace(plan.entries[0], kept=True)
-    plan = replace(plan, entries=(kept,), seconds_before=1.0, seconds_after=1.5)
-    monkeypatch.setattr(kpt_optimize, "optimize", lambda model, **options: Optimized(model, plan))
-    said = kpt("optimize", mixtral).stdout
-    assert "the whole model was not in this measurement" in said
-    assert max(map(len, said.splitlines())) <= 110
-
-
 def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimized, monkeypatch):
     plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
 

@@ -71,7 +71,7 @@ def test_json_is_the_whole_document(kpt_plugged, plugins, tables):
 
 
 def test_without_kernels_nothing_is_tuned_and_nothing_written(kpt, tables, monkeypatch, tmp_path):
-    for arguments in ((), ("--out", tmp_path / "table.json")):
+    for arguments in ((), ("--output", tmp_path / "table.json")):
         result = kpt("tune", "moe.top_k_gating", *arguments)
         assert result.exit_code == 0, result.output
         assert "moe.top_k_gating, float32, bfloat16, float16: only the reference takes" in result.stdout
@@ -98,7 +98,7 @@ def test_what_is_not_even_tried_is_said_to_be_so(kpt_plugged, plugins, tables):
         (["--dtype", "bflot16"], "unknown dtype 'bflot16': did you mean bfloat16"),
         (["--device", "quantum"], "unknown device 'quantum'"),
         (["--seconds", "0"], "--seconds 0: expected more than 0"),
-        (["--out", "no/such/folder/table.json"], "no/such/folder does not exist; make it first"),
+        (["--output", "no/such/folder/table.json"], "no/such/folder does not exist; make it first"),
     ],
 )
 def test_wrong_arguments_end_as_a_sentence(kpt, arguments, said):

@@ -167,7 +167,7 @@ def test_a_kernel_that_is_not_the_op_s_raises() -> None:
         ("nera", "did you mean 'near'"),
         ("loopback:secnd", "did you mean 'loopback:second'"),
         ("refrence", "did you mean 'reference'"),
-        ("zzz", "known: far, far/sample.scale/loopback:third, .*, near, .*, reference, torch, "),
+        ("zzz", "known: far, near, reference, torch, .* and [0-9]+ more"),
     ],
 )
 def test_unknown_names_offer_the_nearest(wrong: str, offer: str) -> None:

@@ -112,5 +112,5 @@ def test_the_least_factor_still_gives_a_place():
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
 def test_factor_must_be_a_positive_number(factor):
-    with pytest.raises(InputError, match="the factor must be a positive number; got"):
+    with pytest.raises(InputError, match="factor must be a positive number; got"):
         expert_capacity(8, top_k=1, num_experts=4, factor=factor)

@@ -92,5 +92,7 @@ def test_partly_frozen_shared_experts_are_refused():
 def test_a_changed_layer_does_not_go_back():
     converted = to_kpt_layers(build("mixtral"))
     blocks_of(converted)[1].router.top_k = 2
-    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp was changed since .*MixtralSparseMoeBlock"):
+    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp was changed since .*MixtralSparseMoeBlock") as refused:
         to_transformers(converted)
+    changed = [line[:2] for line in str(refused.value).splitlines()[1:]]
+    assert changed == ["- ", "+ "]  # not the whole block twice

@@ -261,3 +261,14 @@ def test_record_tells_what_ran(path):
     children = ["moe.grouped_mm"] * 2 if path == "grouped" else []
     assert [(s.op, [child.op for child in s.children]) for s in log] == [("moe.experts", children)]
     assert path in log[0].kernel
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_layout_is_the_declared_one_where_shapes_fit_both(transposed):
+    # 2 * 16 = 32: gate_up_proj is square, so nothing but the flag tells what its rows are.
+    inputs = make_inputs(hidden=32, inner=16, transposed=transposed)
+    assert inputs.up.shape[1:] == (32, 32)
+    check(inputs, transposed=transposed)
+    other = Inputs(*inputs.args[:3], inputs.up.mT, inputs.down.mT, *inputs.args[5:])
+    want = naive_experts(inputs, transposed=transposed)
+    torch.testing.assert_close(experts(*other.args, transposed=not transposed), want)

@@ -8,6 +8,7 @@ import kpt_core
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import MoEConfig, MoELayer, Routing
 from kpt_moe.batch_invariant import batch_invariant
+from kpt_moe.losses import switch_loss
 from kpt_moe.routers import SCORES
 from oracle import ACTIVATIONS, GATED, Inputs, naive_experts
 
@@ -222,7 +223,9 @@ def test_choices_reach_every_router_that_has_them(router):
         assert make(router=router, score="sigmoid").router.score_function == "sigmoid"
 
 
-@pytest.mark.parametrize(("router", "choice"), [("gshard", {"score": "sigmoid"}), ("sinkhorn", {"renormalize": False})])
+@pytest.mark.parametrize(
+    ("router", "choice"), [("gshard", {"score": "sigmoid"}), ("expert_choice", {"renormalize": False})]
+)
 def test_choices_that_a_router_does_not_have_are_refused(router, choice):
     with pytest.raises(InputError, match=f"does not take these router_options.*{next(iter(choice))}"):
         make(router=router, **choice)
@@ -252,3 +255,18 @@ def test_shared_experts_that_an_adapter_wraps_have_no_blocks():
         layer.shared_experts.down_proj = Adapted(12, 16)
         with pytest.raises(InputError, match="Adapted has no batch-invariant form: merge its adapters"):
             layer(x)
+
+
+@pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 2, 6), (2, 2, 3, 2)], ids=str)
+def test_padding_gives_one_loss_whatever_the_dimensions_of_its_mask(shape):
+    layer, x, mask = make(), torch.randn(24, 16), torch.arange(24) % 6 < 4
+    routing = layer.route(x.view(*shape, 16), mask=mask.view(shape))
+    torch.testing.assert_close(switch_loss(routing), switch_loss(layer.route(x[mask])))
+    (grad,) = torch.autograd.grad(switch_loss(routing), layer.router.weight)
+    torch.testing.assert_close(grad, torch.autograd.grad(switch_loss(layer.route(x[mask])), layer.router.weight)[0])
+
+
+def test_an_attention_mask_of_pairs_is_refused():
+    pairs = torch.ones(2, 1, 5, 5, dtype=torch.bool)  # as attention takes it: it does not say which tokens are padding
+    with pytest.raises(InputError, match=r"mask must be bool \[2, 5\]; got torch.bool \[2, 1, 5, 5\]"):
+        make()(torch.randn(2, 5, 16), mask=pairs)

@@ -147,7 +147,8 @@ def test_without_tokens_that_count_loss_and_gradient_are_zero(name, case):
         logits, mask = torch.randn(TOKENS, EXPERTS, requires_grad=True), torch.zeros(TOKENS, dtype=torch.bool)
     else:
         logits, mask = torch.randn(0, EXPERTS, requires_grad=True), None
-    loss = LOSSES[name](routing_from_logits(logits, top_k=TOP_K, mask=mask))
+    options = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if (name, case) == ("sequence", "no tokens") else {}
+    loss = LOSSES[name](routing_from_logits(logits, top_k=TOP_K, mask=mask), **options)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss == 0
     assert torch.equal(gradient, torch.zeros_like(logits))
@@ -311,9 +312,8 @@ def test_wrong_sequences_are_named():
     for options in ({}, {"cu_seqlens": CU_SEQLENS, "batch_size": 2}):
         with pytest.raises(InputError, match="give either cu_seqlens or batch_size"):
             sequence_loss(make(), **options)
-    for size in (0, 5):
-        with pytest.raises(InputError, match=f"12 tokens are not {size} sequences of one length"):
-            sequence_loss(make(), batch_size=size)
+    with pytest.raises(InputError, match="12 tokens are not 5 sequences of one length"):
+        sequence_loss(make(), batch_size=5)
 
 
 def test_global_load_names_misuse():

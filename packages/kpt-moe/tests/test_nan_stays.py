@@ -35,8 +35,6 @@ ROUTERS = {
     "dynamic": ("dynamic_capacity", {"min_capacity_factor": 0.4, "max_capacity_factor": 1.5}),
     "dynamic adaptive": ("dynamic_capacity", {"adaptive_top_k": True}),
     "expert_choice": ("expert_choice", {"top_k": 2}),
-    "sinkhorn 1": ("sinkhorn", {"top_k": 1}),
-    "sinkhorn 2": ("sinkhorn", {"top_k": 2, **TIGHT}),
 }
 POISON = [float("nan"), float("inf"), float("-inf")]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kpt_core import InputError, UnknownNameError
+from kpt_core import InputError, KptWarning, UnknownNameError
 from kpt_moe import MoEConfig, MoELayer, TopKRouter
 from kpt_moe._counting import in_recomputation
 from kpt_moe.losses import entropy_loss, gshard_loss, sequence_loss, switch_loss, z_loss
@@ -151,9 +151,9 @@ def test_recomputation_adds_nothing(recompute):
 
 def test_what_compiled_code_repeats_in_backward_adds_nothing():
     model, x = Model(1), torch.randn(6, HIDDEN, requires_grad=True)
+    want = switch_loss(model.routings(x)[0])
     losses = RouterLosses(model, switch=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    want = switch_loss(model.routings(x)[0])
     for _ in range(2):
         out = checkpoint(lambda x: compiled(x).sin().exp(), x, use_reentrant=False)
         total = losses.total()
@@ -192,20 +192,46 @@ def test_accumulated_gradients_are_those_of_the_mean():
     torch.testing.assert_close(have, gradients(model))
 
 
-def test_several_forwards_before_one_total_are_averaged():
-    model, parts = Model(1), torch.randn(2, 6, HIDDEN)
-    want = torch.stack([switch_loss(model.layers[0].route(part)) for part in parts]).mean()
+@pytest.mark.parametrize("reduction", ["mean", "sum", "pooled"])
+def test_of_several_forwards_before_one_total_the_newest_counts(reduction):
+    model, parts = Model(1), torch.randn(3, 6, HIDDEN)
+    losses = RouterLosses(model, switch=1, reduction=reduction)
+    model(parts[0])
+    old = weakref.ref(losses._calls[1][1].logits)
+    for part in parts[1:]:
+        with pytest.warns(KptWarning, match=r"ran again before total\(\)"):
+            model(part)
+    assert len(losses._calls) == 2  # that it began, and what was decided
+    gc.collect()
+    assert old() is None
+    torch.testing.assert_close(losses.total(), switch_loss(model.layers[0].route(parts[-1])))
+
+
+@pytest.mark.parametrize("looks", ["before", "after"])
+def test_a_forward_without_gradients_is_no_part_of_the_loss(looks):
+    model, x, other = Model(1), torch.randn(6, HIDDEN), torch.randn(6, HIDDEN)
     losses = RouterLosses(model, switch=1)
-    for part in parts:
-        model(part)
-    torch.testing.assert_close(losses.total(), want)
+    for batch in (other, other, x) if looks == "before" else (x, other, other):
+        with torch.set_grad_enabled(batch is x):
+            model(batch)
+    total = losses.total()
+    torch.testing.assert_close(total, switch_loss(model.layers[0].route(x)))
+    assert total.requires_grad
+
+
+def test_a_look_without_gradients_has_a_total_of_its_own():
+    model, x = Model(1), torch.randn(6, HIDDEN)
+    losses = RouterLosses(model, switch=1)
+    with torch.no_grad():
+        model(x)
+        torch.testing.assert_close(losses.total(), switch_loss(model.layers[0].route(x)))
 
 
 def test_keeps_no_graph():
     model = Model()
     losses = RouterLosses(model, switch=1, z=1)
     model(torch.randn(6, HIDDEN))
-    logits = weakref.ref(losses._calls[0][1].logits)
+    logits = weakref.ref(losses._calls[1][1].logits)
     total = losses.total()
     total.backward()
     del total
@@ -280,8 +306,8 @@ def test_wrong_arguments_are_named():
     model = Model(scores=("softmax", "sigmoid"))
     with pytest.raises(InputError, match=r"Linear has no module that is a kpt_moe.routers.Router"):
         RouterLosses(nn.Linear(2, 2), z=1)
-    for weights in ({}, {"z": float("nan")}, {"z": 0.0}):
-        with pytest.raises(InputError, match="weights must be finite, and one of them other than zero"):
+    for weights in ({}, {"z": 0.0}):
+        with pytest.raises(InputError, match="one of the weights must be other than zero"):
             RouterLosses(model, **weights)
     with pytest.raises(UnknownNameError, match="unknown reduction 'means': did you mean 'mean'"):
         RouterLosses(model, z=1, reduction="means")

@@ -157,7 +157,7 @@ def test_wrong_arguments_of_schedules_are_named():
     with pytest.raises(InputError, match="no router of the model has a capacity"):
         CapacitySchedule(layer, 2, 1, 4)
     for factors in ((0, 1), (1, math.inf)):
-        with pytest.raises(InputError, match="a factor must be a positive number"):
+        with pytest.raises(InputError, match=r"(start|end) must be a positive number"):
             CapacitySchedule(limited, *factors, 4)
     with pytest.raises(InputError, match="steps must be a positive integer; got 0"):
         CapacitySchedule(limited, 2, 1, 0)

@@ -19,9 +19,11 @@ from kpt_moe.activations import Activation
 from kpt_moe.transformers import NAME, known_activation
 
 #: Classes whose gating or norm is their own; everything else must be one of our activations.
-COMPOSED = {"BeamExperts", "Inkling2Experts", "MuseSparkExperts"}
+COMPOSED = {"BeamExperts", "Inkling2Experts", "Inkling2LoopExperts", "MuseSparkExperts"}
+#: Classes of transformers 5.24.
+NEW = {"Inkling2LoopExperts"}
 #: Classes that convert to float32 inside, whatever the dtype of the model.
-IN_FLOAT32 = {"BeamExperts", "Inkling2Experts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts"}
+IN_FLOAT32 = COMPOSED | {"OpenAIPrivacyFilterExperts"}
 
 EXPERTS, HIDDEN, INNER = 4, 8, 6
 
@@ -92,7 +94,7 @@ def run(module: Any, implementation: str, args: tuple[Tensor, Tensor, Tensor]) -
 
 def test_the_sources_were_found():
     assert len(DECORATED) >= 60
-    assert set(DECORATED) >= {"MixtralExperts", "GptOssExperts", "NemotronHExperts", "AriaExperts", *COMPOSED}
+    assert set(DECORATED) >= {"MixtralExperts", "GptOssExperts", "NemotronHExperts", "AriaExperts", *COMPOSED - NEW}
 
 
 @pytest.mark.parametrize("name", DECORATED)
@@ -203,6 +205,21 @@ class TestChanges:
         assert ops == {"moe.grouped_mm"}
         module.config._experts_implementation = "batched_mm"
         torch.testing.assert_close(have[0], module(*args))
+
+
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "Inkling2Experts"])
+def test_ids_of_other_ranks_contribute_nothing(name):
+    """Under expert parallelism transformers gives experts of other ranks the id `num_experts`."""
+    module, (x, index, weights) = build(name), routed()
+    away = torch.rand(index.shape) < 0.4
+    index = index.masked_fill(away, EXPERTS)
+    module._is_expert_parallel = True
+    have, _ = run(module, NAME, (x, index, weights.masked_fill(away, float("nan"))))
+    want, _ = run(module, "eager", (x, index.masked_fill(away, 0), weights.masked_fill(away, 0.0)))
+    assert away.all(1).any()
+    assert (have[2][away] == 0).all()
+    for a, b in zip((have[0], have[1], *have[3:]), (want[0], want[1], *want[3:]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "Inkling2Experts"])

@@ -134,7 +134,7 @@ def test_what_can_not_be_revived_is_named():
     dead = summary((0, 9, 1, 7, 1, 8), (0,))
     with pytest.raises(InputError, match=r"no layer with a router at 'other\.router'"):
         revive_dead_experts(layer, {"other.router": dead})
-    with pytest.raises(InputError, match="noise must be a number of at least 0; got -1"):
+    with pytest.raises(InputError, match="noise must be at least 0; got -1"):
         revive_dead_experts(layer, {"router": dead}, noise=-1)
     fewer = summary((0, 9), (0,))
     with pytest.raises(InputError, match="sharded, or not of 2 experts"):

@@ -196,12 +196,17 @@ def test_configuration_survives_pickling():
             "TopKRouter does not take these router_options.*jiter",
         ),
         ("standard", {"shared_gate": True}, InputError, "num_shared_experts is 0"),
-        ("standard", {"num_shared_experts": -1}, InputError, "num_shared_experts must be a positive integer; got -1"),
+        (
+            "standard",
+            {"num_shared_experts": -1},
+            InputError,
+            "must be an integer of at least 0; got -1",
+        ),
         (
             "sparse",
             {"capacity_factor": -1.0},
             InputError,
-            "capacity_factor must be a positive number or None; got -1.0",
+            "capacity_factor must be a positive number; got -1.0",
         ),
     ],
 )

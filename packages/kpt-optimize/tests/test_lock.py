@@ -257,7 +257,7 @@ def test_a_file_that_is_no_lock_file(path: Path, content: object, said: str) -> 
 
 
 def test_a_file_that_is_missing(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no lock file at .*kpt\.lock: `kpt lock --out .*kpt\.lock` writes one"):
+    with pytest.raises(InputError, match=r"no lock file at .*kpt\.lock: `kpt lock --output .*kpt\.lock` writes one"):
         read_lock(path)
     with pytest.raises(InputError, match="can't be read"):
         read_lock(tmp_path)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kpt_optimize import gain_of, interleaved_times, measure
+from kpt_optimize import Load, gain_of, interleaved_times, measure
 from kpt_optimize.measure import settled_times
 
 
@@ -51,3 +51,33 @@ def test_timing_goes_on_until_the_ratio_is_known(monkeypatch, ratios, batches):
     times = settled_times((lambda: None, lambda: None), torch.device("cpu"), seconds=0.1)
     assert asked == [0.1] * batches
     assert [len(each) for each in times] == [len(ratios) * 5 * batches] * 2
+
+
+@pytest.mark.parametrize(
+    ("wall", "everyone", "own", "share"),
+    [
+        (4.0, 4.0, 4.0, 0.0),  # all of it is ours
+        (4.0, 6.0, 4.0, 0.25),  # on two processors
+        (4.0, 8.0, 1.0, 0.875),
+        (4.0, 3.9, 4.0, 0.0),  # the system counts in ticks
+        (4.0, 0.0, 4.0, None),  # it does not tell
+        (0.01, 0.02, 0.0, None),  # too short to tell
+    ],
+)
+def test_a_busy_machine_is_told_by_what_others_take(monkeypatch, wall, everyone, own, share):
+    readings = iter([(0.0, 0.0, 0.0), (wall, everyone, own), (wall, everyone, own)])
+    monkeypatch.setattr(measure, "_processor_seconds", lambda: next(readings))
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 2)
+    load = Load()
+    assert load.others() == share
+    took = f"(other programs took {share or 0:.0%} of its processors)"
+    assert load.note() == (f"{measure.AGAIN} {took}" if share else "")
+
+
+def test_the_system_tells_what_all_programs_took():
+    before = measure._processor_seconds()
+    sum(range(3_000_000))
+    wall, everyone, own = (new - old for new, old in zip(measure._processor_seconds(), before, strict=True))
+    assert wall > 0
+    assert own > 0
+    assert everyone == 0 or everyone > own / 2

@@ -13,6 +13,7 @@ from kpt_optimize import (
     Verdict,
     attempt,
     budget_of,
+    measure,
     repeatable,
     setback,
 )
@@ -41,6 +42,14 @@ class Names:
 
     def bytes(self, candidate: str) -> int:
         return 100 if candidate == "old" else self.size
+
+
+def test_what_is_kept_on_a_busy_machine_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(measure.Load, "others", lambda load: 0.5)
+    again = "; the machine is busy: measure again when it does nothing else (other programs took 50% of its processors)"
+    assert tried(Names()).reason == f"4.00x faster{again}"
+    assert tried(Names(seconds=(5.0,))).reason.endswith(again)
+    assert tried(Names(), "memory").reason == "2.00x smaller"  # whatever the load
 
 
 def tried(trial: Names, objective: str = "latency", *, lossless: bool = True) -> Verdict:

@@ -2,10 +2,12 @@
 
 import inspect
 import json
+import sys
 import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +16,8 @@ from rich.padding import Padding
 from .console import complain, heading, out, print_json, say, table
 from .devices import Device
 from .offers import DTYPES, Serving, serving, summary
-from .options import Json, op_names
+from .options import Json, op_names, require_name
+from .plugins import OPS
 
 
 def op_row(name: str, devices: Sequence[Device]) -> dict[str, Any]:
@@ -88,6 +91,9 @@ def kernels(
     as_json: Json = False,
 ) -> None:
     """List the ops, their kernels, what is proven of each, and what becomes of it on this machine's devices."""
+    ours = all(each.module.startswith("kpt_") for each in entry_points(group=OPS))  # others may make up names
+    if op is not None and ours and "kpt_core" not in sys.modules:
+        require_name("op", op, op_names())
     import kpt_core
     from kpt_cli.devices import present
     from kpt_core.registry import problems

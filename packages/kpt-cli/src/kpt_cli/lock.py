@@ -13,7 +13,7 @@ from .output_file import check_output_file
 
 
 def lock(
-    output: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("kpt.lock"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("kpt.lock"),
     device: Device = None,
     dtype: Dtypes = None,
     as_json: Json = False,
@@ -23,7 +23,7 @@ def lock(
     `kpt doctor --lock FILE` compares. Nothing is computed. To lock a run of yours instead, record it:
     `with kpt_core.record() as log: ...` and `kpt_optimize.lock.write_lock("kpt.lock", log)`.
     """
-    check_output_file(output, "--out")
+    check_output_file(output, "--output")
     from kpt_core.registry import ops
     from kpt_optimize.cases import case_tables
     from kpt_optimize.lock import write_lock

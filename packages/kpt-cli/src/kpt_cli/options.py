@@ -46,15 +46,20 @@ def op_names() -> list[str]:
     return sorted(found)
 
 
+def require_name(kind: str, name: str, names: Sequence[str]) -> None:
+    """Raise `CliError`, which offers the nearest, unless a name is one of these."""
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+        offer = f"did you mean {' or '.join(near)}? (" if near else "("
+        raise CliError(f"unknown {kind} {name!r}: {offer}known: {', '.join(names)})")
+
+
 def one_of(kind: str, names: Sequence[str], text: str, **options: Any) -> Any:
     """Return an option that takes one of these names, or several of them where it is a list."""
 
     def check(given: Any) -> Any:
         for name in given if isinstance(given, list | tuple) else () if given is None else (given,):
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-                offer = f"did you mean {' or '.join(near)}? (" if near else "("
-                raise CliError(f"unknown {kind} {name!r}: {offer}known: {', '.join(names)})")
+            require_name(kind, name, names)
         return given
 
     return typer.Option(help=text, autocompletion=lambda: names, callback=check, **options)

@@ -31,7 +31,8 @@ def tune(
     seconds: Annotated[float, typer.Option(help="About how long to measure each case.")] = 1.0,
     training: Annotated[bool, typer.Option("--training", help="Time forward and backward.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Table to write.", show_default="the user's table of the device")
+        Path | None,
+        typer.Option("--output", "-o", help="Table to write.", show_default="the user's table of the device"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
     as_json: Json = False,
@@ -43,7 +44,7 @@ def tune(
     """
     if not seconds > 0:
         raise CliError(f"--seconds {seconds:g}: expected more than 0")
-    check_output_file(output, "--out")
+    check_output_file(output, "--output")
     from kpt_optimize.tuning.run import tune as measure
 
     with progress() as tell:

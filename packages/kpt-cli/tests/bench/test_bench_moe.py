@@ -91,7 +91,7 @@ def test_command_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(moe, "QUICK_SHAPES", (TINY,))
     result = CliRunner().invoke(app, ["bench", "moe", "--quick", "--json", "--output", str(tmp_path / "figures.json")])
     assert result.exit_code == 0, result.output
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     assert report == json.loads((tmp_path / "figures.json").read_text())
     assert [line["dtype"] for line in report["lines"]] == ["float32", "bfloat16"]
     assert report["machine"]["torch"] == torch.__version__

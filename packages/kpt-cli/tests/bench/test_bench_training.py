@@ -86,5 +86,5 @@ def test_command_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "grouped_mm peak" in shown.output
     result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0, result.output
-    (line,) = json.loads(result.output)["lines"]
+    (line,) = json.loads(result.stdout)["lines"]
     assert line["best_peer"] in ("eager", "grouped_mm")

@@ -2,8 +2,10 @@ import errno
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections import namedtuple
+from contextlib import suppress
 
 import pytest
 
@@ -114,3 +116,20 @@ def test_an_interruption_leaves_nothing_behind(kpt, tmp_path, monkeypatch):
 def test_wrong_options_are_refused(kpt, tmp_path, arguments, sentence):
     assert sentence in refused(kpt, "-o", tmp_path / "out", *arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_that_a_stage_swallows_ends_the_demo_after_it():
+    screen, then = run.Screen(), signal.getsignal(signal.SIGINT)
+    done = []
+
+    def stages():
+        with screen.phase("tokenizer", "Training a tokenizer"):
+            with suppress(KeyboardInterrupt):  # as the tokenizers library does
+                signal.raise_signal(signal.SIGINT)
+            done.append("tokenizer")
+        done.append("training")
+
+    with pytest.raises(KeyboardInterrupt):
+        stages()
+    assert done == ["tokenizer"]
+    assert signal.getsignal(signal.SIGINT) is then

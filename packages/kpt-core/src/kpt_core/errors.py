@@ -23,16 +23,20 @@ class InputError(KptError, ValueError):
     """An argument's shape, dtype, device or value is wrong; the message says what was expected."""
 
 
+MOST_NAMES = 12  #: that a message lists
+
+
 class UnknownNameError(KptError, LookupError):
     """A name (op, kernel, backend, preset, level) does not exist; the message offers the nearest ones."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
-        known = sorted(known)
+        known = sorted(known, key=lambda name: (name.count("/") + name.count(":"), name))
         near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)  # users give None, too
         if near:
             offer = f"did you mean {' or '.join(repr(n) for n in near)}?"
         elif known:
-            offer = f"known: {', '.join(known)}"
+            offer = f"known: {', '.join(known[:MOST_NAMES])}"
+            offer += f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
         else:
             offer = f"no {kind} is installed"
         super().__init__(f"unknown {kind} {name!r}: {offer}{' ' + hint if hint else ''}")

@@ -50,7 +50,7 @@ _MOVED = {
     "permutation": "Permutation sort_by_expert",
     "quantised_experts": "quantise_weights",
     "routers": "DynamicCapacityRouter ExpertChoiceRouter GShardRouter HashRouter "
-    "LearnedRouter LinearRouter Router SinkhornRouter SwitchRouter",
+    "LearnedRouter LinearRouter Router SwitchRouter",
     "routing_trace": "RoutingTrace record_routing replay_routing",
     "scaled_grouped_mm": "scaled_grouped_mm",
     "scheduling": "CapacitySchedule ExpertDropout ExpertWarmup UtilisationMonitor revive_dead_experts",

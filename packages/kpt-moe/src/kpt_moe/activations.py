@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import Call, InputError, UnknownNameError
+from kpt_core import Call, InputError
+
+from ._checks import require_known, require_number
 
 _aten = torch.ops.aten
 
@@ -84,8 +86,12 @@ class Activation:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in GATED and self.name not in PLAIN:
-            raise UnknownNameError("activation", self.name, GATED | PLAIN)
+        require_known("activation", self.name, GATED | PLAIN)
+        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
+            if type(value) is not float or value - value != 0:  # NaN and infinity are no floats to calculate with
+                require_number(f"activation {self.name!r}", name, value)
+        if self.limit is not None:
+            require_number(f"activation {self.name!r}", "limit", self.limit, "a positive number")
         if self.name != "swiglu" and not self._standard:
             raise InputError(
                 f"activation {self.name!r} takes no alpha, beta or limit (swiglu alone does): leave them at 1.0, 0.0 "

@@ -7,6 +7,7 @@ from torch import distributed, nn
 
 from kpt_core import InputError
 
+from ._checks import require_number
 from ._counting import RouterCounts
 from .routers import Router
 
@@ -45,8 +46,7 @@ class BiasBalancer(RouterCounts):
         rate: float = 1e-3,
         group: distributed.ProcessGroup | Sequence[distributed.ProcessGroup] | None = None,
     ) -> None:
-        if not 0 < rate < float("inf"):
-            raise InputError(f"BiasBalancer: rate must be a positive number; got {rate}")
+        require_number("BiasBalancer", "rate", rate, "a positive number")
         routers = {
             path: module
             for path, module in model.named_modules()

@@ -1,6 +1,5 @@
 """Capacity: how many tokens an expert takes at most, and which choices are refused for want of it."""
 
-import math
 from fractions import Fraction
 from typing import Literal, overload
 
@@ -8,9 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import InputError
-
-from ._checks import require_known
+from ._checks import require_known, require_number
 from .permutation import sort_by_expert
 
 #: Who comes first: earlier tokens, all first choices before any second one (GShard, arXiv:2006.16668); or the choices
@@ -35,8 +32,7 @@ def expert_capacity(tokens: int | Tensor, *, top_k: int, num_experts: int, facto
     Raises:
         InputError: a factor that is not a positive number.
     """
-    if not 0 < factor < math.inf:
-        raise InputError(f"capacity: the factor must be a positive number; got {factor}")
+    require_number("expert_capacity", "factor", factor, "a positive number")
     exact = Fraction(factor).limit_denominator(1_000_000)
     # A factor that is less than the fractions can tell is the least of them, not zero.
     numerator, denominator = (exact.numerator, exact.denominator) if exact.numerator else (1, 1_000_000)

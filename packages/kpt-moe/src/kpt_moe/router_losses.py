@@ -1,6 +1,6 @@
 """The losses of all routers of a model, collected while it runs."""
 
-import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from kpt_core import InputError
+from kpt_core import InputError, KptWarning
 
-from ._checks import require_known
+from ._checks import require_known, require_number
 from ._counting import Hooked, in_recomputation
 from .losses import GlobalLoad, Score, entropy_loss, global_batch_loss, gshard_loss, sequence_loss, switch_loss, z_loss
 from .routers import Router
@@ -56,7 +56,9 @@ class RouterLosses(Hooked):
     `torch.compile` need them before their first call. Activation checkpointing must be `use_reentrant=False`: what
     backward runs again is not collected.
 
-    Every forward is followed by one `total()`, which forgets what it was made of, so that no graph is kept:
+    Every forward is followed by one `total()`, which forgets what it was made of, so that no graph is kept. Where
+    `total()` was not called, the next forward forgets the last one, and warns. A forward under `torch.no_grad` counts
+    only where there is no other:
 
         >>> losses = RouterLosses(model, switch=0.01, z=1e-3)
         >>> for batch in micro_batches:
@@ -67,12 +69,11 @@ class RouterLosses(Hooked):
 
     Args:
         score: as in the losses.
-        reduction: `mean` over the calls of routers since the last `total`, their `sum`, or `pooled`: the tokens of all
+        reduction: `mean` over the calls of routers in the last forward, their `sum`, or `pooled`: the tokens of all
             calls together, as transformers does.
         group: the data-parallel ranks, see `kpt_moe.losses`; `global_batch_loss` counts over them. Every rank must
             then run as many routers.
-        training_only: leave alone what routers decide outside of training. If False, a forward without `total()` after
-            it keeps its routings.
+        training_only: leave alone what routers decide outside of training.
         weights: of the losses, by their names without `_loss`: `switch`, `gshard`, `entropy`, `z`; `global_batch`,
             counted for each router by itself, or for all if `pooled`; `sequence`, for which `total` needs `cu_seqlens`
             or `batch_size`; and `token_entropy`, which is `entropy_loss(per_token=True)`.
@@ -94,8 +95,9 @@ class RouterLosses(Hooked):
     ) -> None:
         for name in weights:
             require_known("loss", name, LOSSES)
-        if not all(math.isfinite(weight) for weight in weights.values()) or not any(weights.values()):
-            raise InputError(f"RouterLosses: weights must be finite, and one of them other than zero; got {weights}")
+            require_number("RouterLosses", name, weights[name])
+        if not any(weights.values()):
+            raise InputError(f"RouterLosses: one of the weights must be other than zero; got {weights}")
         require_known("reduction", reduction, get_args(Reduction))
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.score = score
@@ -104,14 +106,15 @@ class RouterLosses(Hooked):
         self.training_only = training_only
         self._routers = outer_routers(model)
         self._loads: dict[str, GlobalLoad] = {}
-        self._calls: list[tuple[str, Routing]] = []
+        self._calls: list[tuple[str, Routing] | None] = []  # None where a forward begins
         self._values: dict[str, Tensor] = {}
-        self._handles = [
+        self._handles = [model.register_forward_pre_hook(self._begin)]
+        self._handles += [
             router.register_forward_hook(partial(self._collect, path)) for path, router in self._routers.items()
         ]
 
     def total(self, *, cu_seqlens: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-        """The weighted sum of the losses of what routers decided since the last call, 0-d.
+        """The weighted sum of the losses of what routers decided in the last forward, 0-d.
 
         Args:
             cu_seqlens: for `sequence_loss`.
@@ -121,7 +124,7 @@ class RouterLosses(Hooked):
             InputError: no router has run, or one ran without gradients while it was training (under `torch.no_grad`, or
                 reentrant checkpointing), or as in the losses.
         """
-        calls, self._calls = self._calls, []
+        calls = self._newest()
         self._check(calls)
         batches = [(path, [routing]) for path, routing in calls]
         if self.reduction == "pooled":
@@ -152,6 +155,44 @@ class RouterLosses(Hooked):
         self._calls.clear()
 
     close = detach
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        """Note that a forward begins, and forget the one before, which `total()` should have taken.
+
+        Compiled code can't tell whether it repeats one for a backward, so that `total()` forgets it there.
+        """
+        if not torch.compiler.is_compiling() and not in_recomputation():
+            learned = [call for call in self._calls if call is not None and call[1].logits.requires_grad]
+            if torch.is_grad_enabled() and learned:
+                self._warn()
+            self._calls = [] if torch.is_grad_enabled() else list(learned)
+        if not in_recomputation():
+            self._calls.append(None)
+
+    def _newest(self) -> list[tuple[str, Routing]]:
+        """Take what the last forward collected; with gradients, the last one that has some, if any has."""
+        forwards: list[list[tuple[str, Routing]]] = [[]]
+        for call in self._calls:
+            if call is None:
+                forwards.append([])
+            else:
+                forwards[-1].append(call)
+        self._calls = []
+        forwards = [calls for calls in forwards if calls]
+        if torch.is_grad_enabled():
+            learned = [calls for calls in forwards if any(routing.logits.requires_grad for _, routing in calls)]
+            if len(learned) > 1 and not torch.compiler.is_compiling():
+                self._warn()
+            forwards = learned or forwards
+        return forwards[-1] if forwards else []
+
+    def _warn(self) -> None:
+        warnings.warn(
+            "RouterLosses: the model ran again before total(), so the losses of the forward before are lost: call "
+            "total() once after each forward, or close() where there is none",
+            KptWarning,
+            stacklevel=3,
+        )
 
     def _collect(self, path: str, router: nn.Module, args: Any, routing: Routing) -> None:
         if (router.training or not self.training_only) and not in_recomputation():

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kpt_core import Call, InputError, UnknownNameError, op
+from kpt_core import Call, InputError, op
 from kpt_core.policy import next_power_of_two
 
-from ._checks import require_size
+from ._checks import require_bools, require_known, require_number, require_size
 from ._dtypes import DTYPES, NAMES_OF_DTYPES, wide_dtype
 
 #: How logits become scores: over all experts before the choice, over the chosen ones after it, or independently.
@@ -18,7 +18,10 @@ def check_choice(owner: str, num_experts: int, top_k: int, score: str, num_group
     if type(top_k) is not int or not 1 <= top_k <= num_experts:
         require_size(owner, "top_k", top_k, num_experts, "num_experts")
     if score not in SCORES:
-        raise UnknownNameError("score", score, SCORES)
+        require_known("score", score, SCORES)
+    for name, groups in (("num_groups", num_groups), ("top_groups", top_groups)):
+        if type(groups) is not int:
+            require_size(owner, name, groups)
     if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
         raise InputError(
             f"{owner}: num_groups must divide num_experts ({num_experts}) and top_groups be between "
@@ -74,6 +77,10 @@ def _check(call: Call) -> None:
             f"got {logits.dtype} {list(logits.shape)}"
         )
     check_choice("moe.top_k_gating", logits.shape[1], call.top_k, call.score, call.num_groups, call.top_groups)
+    if call.scale != 1:
+        require_number("moe.top_k_gating", "scale", call.scale)
+    if type(call.renormalize) is not bool:
+        require_bools("moe.top_k_gating", renormalize=call.renormalize)
     if correction_bias is None:
         return
     if correction_bias.dtype not in (torch.float32, torch.float64) or correction_bias.shape != logits.shape[1:]:

@@ -5,7 +5,7 @@ A vendor's own optimiser uses the same trial loop: `attempt`, with a `Trial` tha
 
 from .attempt import ModuleTrial, Task
 from .changes import Changes
-from .measure import device_of, gain_of, interleaved_times, parameter_bytes, relative_error, rounding
+from .measure import Load, device_of, gain_of, interleaved_times, parameter_bytes, relative_error, rounding
 from .optimize import Optimized, apply_plan, conclude, optimize
 from .plan import Plan, PlanEntry, table
 from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_model, check_objective, rewrites
@@ -31,6 +31,7 @@ __all__ = [
     "LEVELS",
     "Changes",
     "Example",
+    "Load",
     "ModuleTrial",
     "Optimized",
     "Plan",

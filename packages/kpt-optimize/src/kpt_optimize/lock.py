@@ -114,7 +114,7 @@ def read_lock(path: str | os.PathLike[str]) -> Lock:
             raise InputError(f"its versions are {versions!r:.60}, not an object of texts")
         return Lock(versions, tuple(parse_entry(LockEntry, raw) for raw in data["entries"]))
     except FileNotFoundError:
-        raise InputError(f"no lock file at {path}: `kpt lock --out {path}` writes one") from None
+        raise InputError(f"no lock file at {path}: `kpt lock --output {path}` writes one") from None
     except OSError as error:
         raise InputError(f"lock file {path} can't be read: {error.strerror or error}") from error
     except InputError as error:

@@ -1,10 +1,13 @@
 """Measuring two ways of doing one thing, fairly on a noisy machine."""
 
 import math
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,42 @@ from torch.utils._pytree import tree_leaves
 
 #: Twice the standard error that a settled gain has at most, as a share of it.
 SETTLED = 0.05
+
+
+#: Share of the processors that other programs may take before figures are those of a busy machine.
+BUSY = 0.1
+AGAIN = "the machine is busy: measure again when it does nothing else"
+
+
+class Load:
+    """How much of the machine's processors other programs take, from when it is made."""
+
+    def __init__(self) -> None:
+        self._start = _processor_seconds()
+
+    def others(self) -> float | None:
+        """Their share of all processors, 0 to 1; None where the system does not tell, or after less than 50 ms."""
+        wall, everyone, own = (now - then for now, then in zip(_processor_seconds(), self._start, strict=True))
+        if not everyone or wall < 0.05:
+            return None
+        return min(max((everyone - own) / (wall * (os.cpu_count() or 1)), 0.0), 1.0)
+
+    def note(self) -> str:
+        """What to say of figures that were measured meanwhile: nothing unless the machine is busy."""
+        share = self.others()
+        if share is None or share < BUSY:
+            return ""
+        return f"{AGAIN} (other programs took {share:.0%} of its processors)"
+
+
+def _processor_seconds() -> tuple[float, float, float]:
+    """Seconds of the clock, of processors for all programs (0 where that is unknown), and for this one."""
+    everyone = 0.0
+    with suppress(OSError):
+        user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+        everyone = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    times = os.times()
+    return times.elapsed, everyone, sum(times[:4])
 
 
 def device_of(module: nn.Module) -> torch.device:

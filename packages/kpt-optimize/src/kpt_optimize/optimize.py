@@ -211,7 +211,7 @@ def conclude(
         versions=_versions(),
         entries=tuple(entries),
         seconds_before=statistics.median(before),
-        seconds_after=statistics.median(after),
+        seconds_after=statistics.median(before) / gain,
         bytes_before=bytes_before,
         bytes_after=bytes_after,
         error=error,

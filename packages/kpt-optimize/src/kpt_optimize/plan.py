@@ -55,7 +55,7 @@ class Plan:
         versions: of Python, torch and KPT's packages.
         entries: what was tried.
         seconds_before: median time of a forward of the example inputs, original model.
-        seconds_after: the same with the kept rewrites, runs of the two interleaved.
+        seconds_after: that of the kept rewrites, `seconds_before / gain`; runs of the two were interleaved.
         bytes_before: parameters and buffers of the original model.
         bytes_after: the same with the kept rewrites.
         error: `max |after - before| / max |before|` of the model's first output.

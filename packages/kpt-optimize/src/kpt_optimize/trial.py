@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kpt_core.errors import InputError
 
-from .measure import gain_of, relative_error, rounding
+from .measure import AGAIN, Load, gain_of, relative_error, rounding
 
 Candidate = TypeVar("Candidate")
 Compared = TypeVar("Compared", contravariant=True)
@@ -23,7 +23,7 @@ DEFAULT_MAX_ERROR = {"conservative": 1e-4, "balanced": 2e-2, "aggressive": 1e-1}
 
 
 #: Twice the standard error, as a share of the gain, that only a machine with other work has.
-BUSY = 0.2
+UNSTEADY = 0.2
 
 
 class RejectedError(Exception):
@@ -92,7 +92,7 @@ def attempt(
     gain: float | None = None
     error: float | None = None
     took: float | None = None
-    noise = 0.0
+    noise, busy = 0.0, ""
 
     def verdict(reason: str, *, kept: bool = False, failed: bool = False) -> Verdict:
         return Verdict(kept, reason, gain, error, time.perf_counter() - start if took is None else took, failed, noise)
@@ -107,15 +107,17 @@ def attempt(
         if objective == "memory":
             what, gain = "smaller", trial.bytes(current) / max(trial.bytes(candidate), 1)
         else:
+            load = Load()
             what, (gain, noise) = "faster", gain_of(*trial.times(current, candidate))
+            busy = load.note() or (AGAIN if 2 * noise > UNSTEADY * gain else "")
+            busy = busy and f"; {busy}"
     except RejectedError as rejection:
         return verdict(str(rejection)), current
     except Exception as failure:
         return verdict(failed(failure), failed=True), current
     if gain <= 1 + 2 * noise:
-        busy = "; the machine is busy: measure again when it does nothing else" if 2 * noise > BUSY * gain else ""
         return verdict(f"{gain:.2f}x: not {what} by more than the noise ({2 * noise:.1%}){busy}"), current
-    return verdict(f"{gain:.2f}x {what}", kept=True), candidate
+    return verdict(f"{gain:.2f}x {what}{busy}", kept=True), candidate
 
 
 def setback(

@@ -71,7 +71,7 @@ def test_half_precision_that_pays_is_kept_with_its_figures(clock: Clock) -> None
     kept = outcome(found.report, "mixed_precision")
     assert (kept.status, kept.setting) == ("kept", "weights bfloat16")
     assert kept.gain > 10
-    assert kept.reason == f"{kept.gain:.2f}x faster"
+    assert kept.reason.startswith(f"{kept.gain:.2f}x faster")
     y = found.model(x)
     assert y.dtype is torch.float32
     assert 0 < relative(y, exact(model, x)) < 2e-2

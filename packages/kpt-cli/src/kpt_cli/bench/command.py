@@ -72,8 +72,7 @@ def moe_training(
 ) -> None:
     """A training step of experts: KPT beside transformers' eager and grouped_mm, with peak memory and routing's share.
 
-    No figures where an output or a gradient of KPT is less accurate than eager's against float64: that line is marked,
-    exit code 1.
+    No figures where an output or gradient is less accurate than eager's against float64: marked, exit code 1.
     """
     _measure("moe-training", quick, dtype, threads, seconds, seed, output, as_json)
 
@@ -94,6 +93,7 @@ def _measure(
     from rich.live import Live
 
     from kpt_core.files import write_whole
+    from kpt_optimize import Load
 
     from . import moe as of
     from .machine import machine
@@ -105,6 +105,7 @@ def _measure(
     seconds = min(seconds, 1.0) if quick else seconds
     running = of.run(shapes[training], dtypes_named(dtypes or DTYPES[:2]), seconds, seed, training=training)
     lines: list[Line | Refused] = []
+    load = Load()
     if as_json:
         lines += running
     else:
@@ -117,7 +118,9 @@ def _measure(
     for line in refused:
         complain("error", line.reason)
     dicts = [line.as_dict() if isinstance(line, of.Line) else asdict(line) for line in lines]
-    report = {"benchmark": name, "machine": machine(), "lines": dicts}
+    if busy := load.note():
+        complain("warning", busy)
+    report = {"benchmark": name, "machine": machine() | {"others": load.others()}, "lines": dicts}
     if as_json:
         print_json(report)
     if output is not None:

@@ -66,7 +66,7 @@ class Result:
     """One implementation on one shape."""
 
     implementation: str  # `kpt`, a name of `PEERS`, or `dense`
-    seconds: float  # median time of a forward, or of a forward and backward with all gradients
+    seconds: float  # median time of KPT's forward, or forward and backward with all gradients, times `gain`
     gflops: float  # billions of operations of matrix products a second
     gain: float  # KPT's speed over this implementation's, the median of the rounds' ratios; 1 for `kpt` itself
     noise: float  # standard error of `gain`
@@ -243,9 +243,10 @@ def _forwards(shape: Shape, module: Any, generator: torch.Generator, seconds: fl
         times = interleaved_times(contest, x.device, seconds)
     results = []
     for name, taken in zip(("kpt", *PEERS, "dense"), times, strict=True):
-        median = statistics.median(taken)
+        gain, noise = gain_of(taken, times[0])
+        median = gain * statistics.median(times[0])
         speed = shape.flops / median / 1e9
-        results.append(Forward(name, median, speed, *gain_of(taken, times[0]), shape.tokens / median))
+        results.append(Forward(name, median, speed, gain, noise, shape.tokens / median))
     return Line(shape, str(dtype).removeprefix("torch."), tuple(results))
 
 
@@ -276,8 +277,9 @@ def _steps(shape: Shape, module: Any, generator: torch.Generator, seconds: float
     del module, given
     results = []
     for name, taken in zip(names, times, strict=True):
-        median, most = statistics.median(taken), _peak_of_step(shape, dtype, name, seed)
-        results.append(Step(name, median, 3 * shape.flops / median / 1e9, *gain_of(taken, times[0]), most))
+        gain, noise = gain_of(taken, times[0])
+        median, most = gain * statistics.median(times[0]), _peak_of_step(shape, dtype, name, seed)
+        results.append(Step(name, median, 3 * shape.flops / median / 1e9, gain, noise, most))
     share = _routing_share(shape, dtype, seconds / 4)
     return TrainingLine(shape, str(dtype).removeprefix("torch."), tuple(results), share)
 

@@ -94,8 +94,7 @@ def is_demo(folder: Path) -> bool:
 def _spin_less() -> None:
     """Let waiting OpenMP threads sleep after some microseconds, unless the user decides otherwise.
 
-    By default they spin for milliseconds and, where another program runs beside this one, take the very cores that the
-    threads they wait for need: training took four times as long. On an idle machine it makes no difference.
+    Else they spin for milliseconds on cores that what they wait for needs: training took four times as long.
     """
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -96,8 +96,7 @@ def settled(comparison: Figures) -> bool:
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return where the true median lies, whatever the distribution; with 1 in it if there are too few values.
 
-    As many values as coin tosses show heads lie below the median, so the count of heads tells which two of the sorted
-    values enclose it with `CONFIDENCE`.
+    As many values as coin tosses show heads lie below it: that tells which two enclose it with `CONFIDENCE`.
     """
     ordered, count = sorted(values), len(values)
     outside, inner = 2 / 2**count, 0

@@ -1,5 +1,6 @@
 """The demo from beginning to end, read, train, save, optimise, compare, and what it shows on the terminal."""
 
+import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -28,15 +29,25 @@ class Screen:
 
     def __init__(self) -> None:
         self.durations: dict[str, float] = {}
-        self.outcome = ""
+        self.outcome, self.interrupted = "", False
         self.console = err()
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        self.interrupted = True
+        signal.default_int_handler(number, frame)
 
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[None]:
         """Show a bar, which `tell` moves, while the block runs, and a line with its outcome afterwards."""
         start = time.perf_counter()
-        with progress(title) as self.tell:
-            yield
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            with progress(title) as self.tell:
+                yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if self.interrupted:  # in compiled code, which swallowed the exception
+            raise KeyboardInterrupt
         seconds = self.durations[name] = time.perf_counter() - start
         line = Text.assemble(("  ✓ ", "green"), f"{title:<32}", (f"{seconds:6.1f} s  ", "dim"), self.outcome)
         self.console.print(line, soft_wrap=True)

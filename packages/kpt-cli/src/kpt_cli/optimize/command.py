@@ -181,12 +181,6 @@ def _show_plan(plan: "Plan") -> None:
         f"(budget {plan.max_error:.1e}).",
         style="bold",
     )
-    if plan.objective == "latency" and plan.seconds_after > plan.seconds_before:
-        say(
-            "The modules are faster each by itself, and the whole model was not in this measurement:\n"
-            "measure again while the machine does nothing else before you use this plan.",
-            style="yellow",
-        )
 
 
 def _gain(gain: float, noise: float = 0.0) -> str:

@@ -88,8 +88,7 @@ def load(
 ) -> "tuple[nn.Module, Any, str]":
     """Return a model, its inputs, and a sentence on these; no inputs if it is not told for how many tokens.
 
-    A function takes no arguments, and returns a model, or a pair of it and its inputs: a tensor, a sequence of
-    arguments, or a mapping of keyword arguments.
+    A function without arguments returns a model, or a pair of it and a tensor, a sequence or a mapping of arguments.
     """
     if _is_function(text):
         return _call_function(text, dtype, device, tokens is not None)

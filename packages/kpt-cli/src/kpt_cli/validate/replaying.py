@@ -56,16 +56,8 @@ def record(
 
     The reference has the same weights, widened, and runs on the CPU. Where its own choice of experts differs from the
     run's, it follows the run's: else everything after that token would differ, and no error could be told. It runs once
-    as a whole, and once with every module fed what it was fed in the recorded run.
-
-    Args:
-        model: in the dtype, and on the device, that are recorded; it is put into evaluation mode.
-        inputs: positional or keyword arguments of the model, tensors and plain values.
-        arm: what serves experts and ops.
-        layers: keep only calls of modules whose path matches this pattern (`*` and `?`), and those that route.
-        gradients: keep gradients of all parameters too.
-        tell: told how far it is.
-        about: `model`, `load_dtype` and `said`, see `Trace`.
+    as a whole, and once with every module fed what it was fed in the recorded run. Of modules that don't route, those
+    are kept whose path matches the pattern `layers`. The model is put into evaluation mode.
     """
     given: Arguments = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     exact, wide, dtype = placed(given, "cpu", torch.float64), widened(model.eval()), _dtype(model)
@@ -143,8 +135,7 @@ def replay(model: nn.Module, trace: Trace, *, arm: Arm = _AUTOMATIC, tell: Tell 
 
     Errors add up from module to module, for the recorder as for this run: both are compared at the same place of the
     same whole run. A token whose routing flipped is given the recorder's experts, so that all after it is compared.
-    Every module is judged for itself too: what is little beside all that came before it in a deep model is much beside
-    its own.
+    Every module is judged for itself too, where its error does not hide behind those before it.
     """
     culprits = bisect(model, trace, arm=arm, tell=tell)
     given, steer = (trace.args, trace.kwargs), following({layer.key: layer for layer in trace.layers})

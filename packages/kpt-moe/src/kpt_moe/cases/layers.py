@@ -102,7 +102,6 @@ ROUTERS = (
     _router("learned", top_k=TOP_K, activation="swiglu", bias=True),
     _router("dynamic_capacity", top_k=TOP_K, adaptive_top_k=True, threshold=0.7),
     _router("expert_choice", top_k=TOP_K),
-    _router("sinkhorn", top_k=TOP_K),
     _router("gshard"),
     _router("hash", top_k=TOP_K, vocab_size=11, learned_weights=True, inputs=_ids),
 )

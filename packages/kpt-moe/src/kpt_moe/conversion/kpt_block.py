@@ -1,5 +1,6 @@
 """A `MoELayer` in the place of a block of transformers."""
 
+from difflib import ndiff
 from typing import Any
 
 import torch
@@ -117,9 +118,11 @@ class KptMoEBlock(MoELayer):
     def require_unchanged(self, path: str) -> None:
         """Raise `InputError` if what the block holds is something else than when it was made."""
         if repr(self) != self.made:
+            lines = ndiff(self.made.splitlines(), repr(self).splitlines())
+            changed = "\n".join(line for line in lines if line.startswith(("- ", "+ ")))
             raise InputError(
                 f"to_transformers: {path or 'the module'} was changed since it was converted, to what "
-                f"{type(self.origin[0]).__name__} may not compute; it was\n{self.made}\nand is\n{self}"
+                f"{type(self.origin[0]).__name__} may not compute:\n{changed}"
             )
 
     def restored(self) -> nn.Module:

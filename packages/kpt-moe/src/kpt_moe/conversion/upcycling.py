@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kpt_core import InputError
-from kpt_moe._checks import require_known, require_size
+from kpt_moe._checks import require_bools, require_known, require_number, require_size
 from kpt_moe._mixed import Mixed, mixed
 from kpt_moe.layers import MoEConfig, MoELayer
 
@@ -89,10 +89,9 @@ def upcycle(
     require_size("upcycle", "num_experts", num_experts)
     require_size("upcycle", "top_k", top_k, num_experts, "num_experts")
     require_size("upcycle", "granularity", granularity)
+    require_bools("upcycle", shared=shared)
     for name, value in (("noise", noise), ("reinit_fraction", reinit_fraction), ("router_std", router_std)):
-        bound = " and at most 1" if name == "reinit_fraction" else ""
-        if not 0 <= value < float("inf") or (bound and value > 1):
-            raise InputError(f"upcycle: {name} must be at least 0{bound}; got {value}")
+        require_number("upcycle", name, value, "at least 0" + " and at most 1" * (name == "reinit_fraction"))
     scale = granularity * (0.5 if shared else 1.0)
     config["router_options"] = {"scale": scale, **config.get("router_options", {})}
     plans = {}

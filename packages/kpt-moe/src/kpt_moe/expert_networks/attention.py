@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kpt_moe._checks import require_size, require_tokens
+from kpt_moe._checks import require_bools, require_size, require_tokens
 from kpt_moe._pairs import SortedPairs
 from kpt_moe.routing import Routing
 
@@ -57,6 +57,7 @@ class AttentionExpert(ExpertNetwork):
             require_size(type(self).__name__, what, size)
         self.head_dim = head_dim
         self.num_heads = num_heads
+        require_bools(type(self).__name__, causal=causal, bias=bias)
         self.causal = causal
         width = num_heads * head_dim
         self.query_proj = matrices(num_experts, width, hidden_size, device, dtype)

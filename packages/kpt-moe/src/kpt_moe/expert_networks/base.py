@@ -6,8 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from kpt_core import InputError
-from kpt_moe._checks import require_size
+from kpt_moe._checks import require_sequences, require_size
 from kpt_moe.routing import Routing
 
 
@@ -85,11 +84,7 @@ def sequence_of_tokens(owner: str, x: Tensor, cu_seqlens: Tensor | None) -> Tens
     """`[tokens]` int64: a number for the sequence of each token; tokens past the last sequence are one of their own."""
     if cu_seqlens is None:
         return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device != x.device:
-        raise InputError(
-            f"{owner}: cu_seqlens must be int32 of shape [sequences + 1] on {x.device}; "
-            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
-        )
+    require_sequences(owner, cu_seqlens, x.shape[0], x.device)
     positions = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
     return torch.searchsorted(cu_seqlens, positions, right=True)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kpt_moe._checks import require_size, require_tokens
+from kpt_moe._checks import require_bools, require_size, require_tokens
 from kpt_moe.routing import Routing
 
 from .base import ExpertNetwork, init_zeros, matrices, sequence_of_tokens, vectors, without_padding
@@ -50,6 +50,7 @@ class ConvolutionalExpert(ExpertNetwork):
         super().__init__(hidden_size, num_experts=num_experts)
         require_size(type(self).__name__, "kernel_size", kernel_size)
         self.kernel_size = kernel_size
+        require_bools(type(self).__name__, causal=causal)
         self.causal = causal
         device, dtype = pointwise.get("device"), pointwise.get("dtype")
         self.conv_weight = matrices(num_experts, kernel_size, hidden_size, device, dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_moe._checks import require_size
+from kpt_moe._checks import require_bools, require_size
 from kpt_moe.activations import Activation
 from kpt_moe.batch_invariant import MODE, invariant_experts
 from kpt_moe.experts import experts
@@ -109,6 +109,7 @@ class FeedForwardExpert(TwoProducts):
         super().__init__(
             hidden_size, num_experts=num_experts, intermediate_size=intermediate_size, activation=activation
         )
+        require_bools(type(self).__name__, bias=bias)
         self.gate_up_proj = matrices(num_experts, self.width, hidden_size, device, dtype)
         self.down_proj = matrices(num_experts, hidden_size, self.intermediate_size, device, dtype)
         self.gate_up_proj_bias = vectors(bias, num_experts, self.width, device, dtype)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kpt_core import InputError
-from kpt_moe._checks import require_known, require_size, require_tokens
+from kpt_moe._checks import require_bools, require_known, require_number, require_size, require_tokens
 from kpt_moe._pairs import SortedPairs
 from kpt_moe.activations import Activation
 from kpt_moe.routing import Routing
@@ -174,8 +174,10 @@ class ParameterEfficientExpert(ExpertNetwork):
         name = type(self).__name__
         require_known("mode", mode, MODES)
         require_size(name, "rank", rank)
-        if not 0 <= dropout < 1:
-            raise InputError(f"{name}: dropout must be at least 0 and below 1; got {dropout}")
+        require_number(name, "dropout", dropout, "at least 0 and below 1")
+        require_bools(name, freeze_base=freeze_base)
+        if alpha is not None:
+            require_number(name, "alpha", alpha)
         if mode == "adapter" and (alpha is not None or dropout != 0):
             raise InputError(
                 f"{name}: alpha and dropout are of mode 'lora', leave them at None and 0.0 with 'adapter'; "

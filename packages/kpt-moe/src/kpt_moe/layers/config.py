@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from kpt_core import InputError
-from kpt_moe._checks import require_known, require_size
+from kpt_moe._checks import require_bools, require_known, require_size
 from kpt_moe.activations import Activation
 from kpt_moe.expert_networks import EXPERTS, ExpertNetwork
 from kpt_moe.routers import ROUTERS, Router
@@ -89,9 +89,11 @@ class MoEConfig:
             if self._is_set(name):
                 most = (self.num_experts, "num_experts") if name == "top_k" else ()
                 require_size("MoEConfig", name, getattr(self, name), *most)
-        if self.num_shared_experts != 0:
-            require_size("MoEConfig", "num_shared_experts", self.num_shared_experts)
-        elif self.shared_gate or self.shared_intermediate_size is not None:
+        require_bools("MoEConfig", bias=self.bias, shared_gate=self.shared_gate)
+        require_size("MoEConfig", "num_shared_experts", self.num_shared_experts, least=0)
+        if self.num_shared_experts:
+            pass
+        if not self.num_shared_experts and (self.shared_gate or self.shared_intermediate_size is not None):
             raise InputError(
                 "MoEConfig: shared_gate and shared_intermediate_size are of shared experts, but num_shared_experts is 0"
             )
@@ -130,6 +132,9 @@ class MoEConfig:
         if experts is not None:
             if self.expert != "feed_forward" and not isinstance(experts, EXPERTS[self.expert]):
                 raise self._unused("expert", f"the experts given are a {type(experts).__name__}")
+            named = [*experts.named_parameters(), *experts.named_buffers()]
+            if self.bias and not self.num_shared_experts and not any("bias" in name for name, _ in named):
+                raise self._unused("bias", f"the experts given, a {type(experts).__name__}, have none")
             names = () if self.num_shared_experts else ("intermediate_size", "activation")
             self._require_effect("experts", experts, self._said(names, self.expert_options))
         chosen: dict[str, Any] = {**_USUAL, **layer.defaults, **layer.fixed}

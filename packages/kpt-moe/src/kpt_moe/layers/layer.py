@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
+from kpt_moe._checks import require_same_tokens, require_sequences, shape_of
 from kpt_moe.batch_invariant import MODE
 from kpt_moe.expert_networks import ExpertNetwork, QuantisedFeedForwardExpert
 from kpt_moe.routers import Router
@@ -81,9 +82,12 @@ class MoELayer(nn.Module):
 
     def route(self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
         """Return the routing of `x` `[..., hidden_size]`, tokens flattened; the rest as for `forward`."""
-        mask = None if mask is None else mask.reshape(-1)
-        token_ids = None if token_ids is None else token_ids.reshape(-1)
-        return self.router(self._flatten(x), mask=mask, token_ids=token_ids)  # type: ignore[no-any-return]
+        tokens = self._flatten(x)
+        if mask is not None or token_ids is not None:
+            require_same_tokens(type(self).__name__, x.shape[:-1], mask, token_ids)
+            mask = None if mask is None else mask.reshape(-1)
+            token_ids = None if token_ids is None else token_ids.reshape(-1)
+        return self.router(tokens, mask=mask, token_ids=token_ids)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -122,7 +126,7 @@ class MoELayer(nn.Module):
                 f"{type(self).__name__}: {type(network).__name__} has no batch-invariant way of computing: "
                 "call it outside of batch_invariant(), or use FeedForwardExpert"
             )
-        given = routing is not None
+        replaced = routing is not None
         if routing is None:
             routing = self.route(x, mask=mask, token_ids=token_ids)
         elif not isinstance(routing, Routing):
@@ -135,7 +139,9 @@ class MoELayer(nn.Module):
                 f"{type(self).__name__}: the routing was made without a mask, so that its padding has experts; got a "
                 "mask beside it: give it to route()"
             )
-        tokens = self._flatten(x) if given else x.reshape(-1, x.shape[-1])
+        tokens = self._flatten(x) if replaced else x.reshape(-1, x.shape[-1])
+        if cu_seqlens is not None and not network.needs_sequences:  # others check it themselves
+            require_sequences(type(self).__name__, cu_seqlens, tokens.shape[0])
         if cu_seqlens is None and network.needs_sequences and x.dim() > 2:
             cu_seqlens = torch.arange(tokens.shape[0] // max(x.shape[-2], 1) + 1, device=x.device, dtype=torch.int32)
             cu_seqlens = cu_seqlens * x.shape[-2]
@@ -147,11 +153,11 @@ class MoELayer(nn.Module):
     def _shared(self, tokens: Tensor) -> Tensor:
         return self.shared_experts(tokens)  # type: ignore[misc,no-any-return]
 
-    def _flatten(self, x: Tensor) -> Tensor:
-        if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
+    def _flatten(self, x: Any) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
             raise InputError(
                 f"{type(self).__name__}: the last size of x must be hidden_size={self.config.hidden_size}; "
-                f"got {list(x.shape)}"
+                f"got {shape_of(x)}"
             )
         return x.reshape(-1, x.shape[-1])
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from kpt_core import InputError
-from kpt_moe._checks import require_known
+from kpt_moe._checks import described, require_known, require_sequences, require_size
 from kpt_moe.routing import SCORES as SCORES
 from kpt_moe.routing import Routing
 from kpt_moe.top_k_gating import score_experts
@@ -24,7 +24,11 @@ Routings = Routing | Sequence[Routing]
 
 def listed(routings: Routings) -> Sequence[Routing]:
     """One routing or several as a list of at least one, all of one number of experts."""
-    given = [routings] if isinstance(routings, Routing) else list(routings)
+    given: Any = [routings] if isinstance(routings, Routing) else routings
+    if not isinstance(given, Sequence) or not all(isinstance(each, Routing) for each in given):
+        raise InputError(
+            f"a loss is of a Routing, or a sequence of them; got {described(routings)}: route() of a layer gives one"
+        )
     experts = sorted({routing.num_experts for routing in given})
     if len(experts) != 1:
         raise InputError(
@@ -292,12 +296,14 @@ def _sequence_of_tokens(routing: Routing, cu_seqlens: Tensor | None, batch_size:
     if (cu_seqlens is None) == (batch_size is None):
         raise InputError("sequence_loss: give either cu_seqlens or batch_size, to say which tokens are a sequence")
     if cu_seqlens is not None:
+        require_sequences("sequence_loss", cu_seqlens, tokens)
         sequences = cu_seqlens.numel() - 1
         positions = torch.arange(tokens, dtype=cu_seqlens.dtype, device=device)
         sequence = torch.searchsorted(cu_seqlens[1:].to(device), positions, right=True)
     else:
         assert batch_size is not None
-        if batch_size < 1 or tokens % batch_size:
+        require_size("sequence_loss", "batch_size", batch_size)
+        if tokens % batch_size:
             raise InputError(
                 f"sequence_loss: {tokens} tokens are not {batch_size} sequences of one length: give cu_seqlens"
             )

@@ -6,7 +6,6 @@ from .expert_choice import ExpertChoiceRouter
 from .gshard import GShardRouter
 from .hash import HashRouter
 from .learned import LearnedRouter
-from .sinkhorn import SinkhornRouter
 from .switch import SwitchRouter
 from .top_k import SCORES, TopKRouter
 
@@ -17,7 +16,6 @@ ROUTERS: dict[str, type[Router]] = {
     "gshard": GShardRouter,
     "hash": HashRouter,
     "learned": LearnedRouter,
-    "sinkhorn": SinkhornRouter,
     "switch": SwitchRouter,
     "top_k": TopKRouter,
 }
@@ -32,7 +30,6 @@ __all__ = [
     "LearnedRouter",
     "LinearRouter",
     "Router",
-    "SinkhornRouter",
     "SwitchRouter",
     "TopKRouter",
 ]

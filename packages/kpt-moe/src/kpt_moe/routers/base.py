@@ -11,7 +11,15 @@ from torch.nn import functional as F
 
 from kpt_core import InputError
 from kpt_core.autocast import without_autocast
-from kpt_moe._checks import require_known, require_size
+from kpt_moe._checks import (
+    described,
+    require_bools,
+    require_known,
+    require_number,
+    require_same_tokens,
+    require_size,
+    require_tokens,
+)
 from kpt_moe._dtypes import wide_dtype
 from kpt_moe.batch_invariant import MODE, elementwise, linear
 from kpt_moe.capacity import PRIORITIES, Priority, expert_capacity, limit_capacity
@@ -73,9 +81,6 @@ class Router(nn.Module, ABC):
     #: Whether `choose` may give ids of `num_experts`, for no choice.
     partial: ClassVar[bool] = False
 
-    #: Whether what `choose` gives a token depends on other tokens.
-    mixes: ClassVar[bool] = False
-
     #: The score of no choice: it adds nothing to the sum by which weights are normalised.
     score_of_none: float = 0.0
 
@@ -99,11 +104,10 @@ class Router(nn.Module, ABC):
         require_size(name, "hidden_size", hidden_size)
         require_size(name, "num_experts", num_experts)
         require_size(name, "top_k", top_k, num_experts, "num_experts")
-        if not 0 <= jitter < 1:
-            raise InputError(f"{name}: jitter must be at least 0 and below 1; got {jitter}")
+        require_number(name, "jitter", jitter, "at least 0 and below 1")
         for what, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
-            if factor is not None and not 0 < factor < float("inf"):
-                raise InputError(f"{name}: {what} must be a positive number or None; got {factor}")
+            if factor is not None:
+                require_number(name, what, factor, "a positive number")
         require_known("priority", priority, PRIORITIES)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
@@ -114,6 +118,12 @@ class Router(nn.Module, ABC):
         self.priority: Priority = priority
         self.register_buffer("unavailable", None, persistent=False)
         self.register_buffer("dropped", None, persistent=False)
+
+    def _renormalizes(self, asked: bool | None) -> bool:
+        """Whether weights are made to sum to one; None does so unless `top_k` is 1."""
+        if asked is not None:
+            require_bools(type(self).__name__, renormalize=asked)
+        return self.top_k > 1 if asked is None else asked
 
     @abstractmethod
     def gate(self, x: Tensor) -> Tensor:
@@ -127,7 +137,7 @@ class Router(nn.Module, ABC):
     def choose(self, logits: Tensor, scores: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Choices:
         """The experts that are chosen, from logits and scores without gradients.
 
-        Where tokens compete (a capacity, or `mixes`), the mask also leaves out those that hold NaN or infinity.
+        Where tokens compete for a capacity, the mask also leaves out those that hold NaN or infinity.
         """
 
     def weigh(self, scores: Tensor, index: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ class Router(nn.Module, ABC):
                 logits = logits.masked_fill(closed, lowest)
             scores = elementwise(self.score, logits)
             rivals, limited = mask, self.limited
-            if replay is None and (limited or self.mixes):
+            if replay is None and limited:
                 finite = logits.detach().amax(-1).isfinite()
                 rivals = finite if mask is None else finite & mask
             if replay is not None:
@@ -233,17 +243,12 @@ class Router(nn.Module, ABC):
 
     def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, replay: Routing | None) -> None:
         name = type(self).__name__
-        if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            raise InputError(f"{name}: x must be [tokens, {self.hidden_size}]; got {list(x.shape)}")
-        if mask is not None and (mask.dtype is not torch.bool or mask.shape != x.shape[:1]):
-            raise InputError(
-                f"{name}: mask must be bool [{x.shape[0]}]; got {mask.dtype} {list(mask.shape)}: an attention mask of "
-                "integers is mask.bool().flatten()"
-            )
-        if token_ids is not None and (token_ids.is_floating_point() or token_ids.shape != x.shape[:1]):
-            raise InputError(
-                f"{name}: token_ids must be integers [{x.shape[0]}]; got {token_ids.dtype} {list(token_ids.shape)}"
-            )
+        if type(x) is not Tensor or x.dim() != 2 or x.shape[1] != self.hidden_size:
+            require_tokens(name, x, self.hidden_size)
+        if mask is not None or token_ids is not None:
+            require_same_tokens(name, x.shape[:1], mask, token_ids)
+        if replay is not None and not isinstance(replay, Routing):
+            raise InputError(f"{name}: replay must be a Routing; got {described(replay)}")
         if replay is not None and (replay.num_tokens, replay.num_experts) != (x.shape[0], self.num_experts):
             raise InputError(
                 f"{name}: the replayed routing is of {replay.num_tokens} tokens and {replay.num_experts} experts, x "
@@ -300,6 +305,7 @@ class LinearRouter(Router):
             if name in shared:
                 raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
         super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
+        require_bools(type(self).__name__, bias=bias)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import InputError
+from kpt_moe._checks import require_bools, require_number
 from kpt_moe.top_k_gating import weigh_experts
 
 from .base import Choices, LinearOptions, LinearRouter
@@ -58,9 +59,12 @@ class DynamicCapacityRouter(LinearRouter):
     ) -> None:
         super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         name = type(self).__name__
-        if not 0 < min_capacity_factor <= max_capacity_factor < math.inf:
+        require_bools(name, adaptive_top_k=adaptive_top_k)
+        require_number(name, "min_capacity_factor", min_capacity_factor, "a positive number")
+        require_number(name, "max_capacity_factor", max_capacity_factor, "a positive number")
+        if min_capacity_factor > max_capacity_factor:
             raise InputError(
-                f"{name}: min_capacity_factor must be positive and at most max_capacity_factor; got "
+                f"{name}: min_capacity_factor must be at most max_capacity_factor; got "
                 f"{min_capacity_factor} and {max_capacity_factor}"
             )
         if threshold is not None and not adaptive_top_k:
@@ -68,13 +72,12 @@ class DynamicCapacityRouter(LinearRouter):
                 f"{name}: threshold={threshold} has no effect without adaptive_top_k: set that too, or leave it out"
             )
         threshold = 0.4 if threshold is None else threshold
-        if not 0 < threshold <= 1:
-            raise InputError(f"{name}: threshold must be above 0 and at most 1; got {threshold}")
+        require_number(name, "threshold", threshold, "above 0 and at most 1")
         self.min_capacity_factor = min_capacity_factor
         self.max_capacity_factor = max_capacity_factor
         self.adaptive_top_k = adaptive_top_k
         self.threshold = threshold
-        self.renormalize = top_k > 1 if renormalize is None else renormalize
+        self.renormalize = self._renormalizes(renormalize)
 
     @property
     def limited(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_moe._checks import require_known, require_size
+from kpt_moe._checks import require_bools, require_known, require_number, require_size
 from kpt_moe.batch_invariant import linear
 from kpt_moe.losses.balance import scored
 from kpt_moe.top_k_gating import weigh_experts
@@ -71,7 +71,10 @@ class HashRouter(Router):
     ) -> None:
         super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         require_size(type(self).__name__, "vocab_size", vocab_size)
-        require_known("score", score or "softmax", HASH_SCORES)
+        require_size(type(self).__name__, "seed", seed, least=0)
+        require_bools(type(self).__name__, learned_weights=learned_weights)
+        require_number(type(self).__name__, "scale", scale)
+        require_known("score", "softmax" if score is None else score, HASH_SCORES)
         usual = {"score": None, "renormalize": None, "scale": 1, "jitter": 0}
         given = {"score": score, "renormalize": renormalize, "scale": scale, "jitter": self.jitter}
         for name, value in given.items():
@@ -84,7 +87,7 @@ class HashRouter(Router):
         self.seed = seed
         self.learned_weights = learned_weights
         self.score_function = score or "softmax"
-        self.renormalize = top_k > 1 if renormalize is None else renormalize
+        self.renormalize = self._renormalizes(renormalize)
         self.scale = scale
         self.register_buffer("table", torch.empty(vocab_size, top_k, dtype=torch.int64, device=device))
         weight = torch.empty(num_experts, hidden_size, device=device, dtype=dtype) if learned_weights else None

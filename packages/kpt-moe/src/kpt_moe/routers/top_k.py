@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kpt_core import InputError
 from kpt_core.autocast import without_autocast
+from kpt_moe._checks import require_bools, require_number
 from kpt_moe.batch_invariant import MODE
 from kpt_moe.routing import Routing
 from kpt_moe.top_k_gating import SCORES as SCORES
@@ -65,6 +66,8 @@ class TopKRouter(LinearRouter):
     ) -> None:
         super().__init__(hidden_size, num_experts=num_experts, top_k=top_k, **shared)
         check_choice(type(self).__name__, num_experts, top_k, score, num_groups, top_groups)
+        require_bools(type(self).__name__, correction_bias=correction_bias)
+        require_number(type(self).__name__, "scale", scale)
         self.score_function = score
         if score == "softmax_after":
             if renormalize is not None:
@@ -73,7 +76,7 @@ class TopKRouter(LinearRouter):
                     "weights always sum to one: leave it out"
                 )
             self.score_of_none = torch.finfo(torch.float32).min
-        self.renormalize = top_k > 1 if renormalize is None else renormalize
+        self.renormalize = self._renormalizes(renormalize)
         self.scale = scale
         self.num_groups = num_groups
         self.top_groups = top_groups

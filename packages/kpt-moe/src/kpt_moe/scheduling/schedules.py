@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_moe._checks import require_size
+from kpt_moe._checks import require_number, require_size
 from kpt_moe.router_losses import outer_routers
 from kpt_moe.routers import Router
 
@@ -72,9 +72,8 @@ class CapacitySchedule(Schedule):
         require_size("CapacitySchedule", "steps", steps)
         if stages is not None:
             require_size("CapacitySchedule", "stages", stages, steps, "steps")
-        for factor in (start, end):
-            if not 0 < factor < math.inf:
-                raise InputError(f"CapacitySchedule: a factor must be a positive number; got {factor}")
+        for name, factor in (("start", start), ("end", end)):
+            require_number("CapacitySchedule", name, factor, "a positive number")
         self.start, self.end, self.steps = start, end, steps
         self.stages = steps if stages is None else stages
         self._routers = [r for r in outer_routers(model).values() if r.capacity_factor is not None]
@@ -113,8 +112,8 @@ class ExpertDropout(Schedule):
 
     def __init__(self, model: nn.Module, probability: float, *, seed: int = 0) -> None:
         super().__init__()
-        if not 0 <= probability < 1:
-            raise InputError(f"ExpertDropout: probability must be at least 0 and below 1; got {probability}")
+        require_number("ExpertDropout", "probability", probability, "at least 0 and below 1")
+        require_size("ExpertDropout", "seed", seed, least=0)
         self.probability, self.seed = probability, seed
         self._routers = list(outer_routers(model).values())
         self.apply()

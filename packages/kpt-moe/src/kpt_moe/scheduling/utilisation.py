@@ -1,6 +1,5 @@
 """Watching the load of experts, and giving those that no token asks for another start."""
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from kpt_core import InputError
-from kpt_moe._checks import require_size
+from kpt_moe._checks import require_number, require_size
 from kpt_moe.expert_networks import FeedForwardExpert
 from kpt_moe.routers import LinearRouter, Router
 from kpt_moe.statistics import RouterStatistics, RouterSummary
@@ -39,8 +38,7 @@ class UtilisationMonitor(RouterStatistics):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         require_size("UtilisationMonitor", "every", every)
-        if not 0 <= dead_below < 1:
-            raise InputError(f"UtilisationMonitor: dead_below must be at least 0 and below 1; got {dead_below}")
+        require_number("UtilisationMonitor", "dead_below", dead_below, "at least 0 and below 1")
         self.callback, self.every, self.dead_below, self.group = callback, every, dead_below, group
         self.steps_done = 0
         super().__init__(model, training_only=True)
@@ -102,8 +100,8 @@ def revive_dead_experts(
     Raises:
         InputError: `noise` is negative, the report is of another model, or a layer is of another kind.
     """
-    if not 0 <= noise < math.inf:
-        raise InputError(f"revive_dead_experts: noise must be a number of at least 0; got {noise}")
+    require_number("revive_dead_experts", "noise", noise, "at least 0")
+    require_size("revive_dead_experts", "seed", seed, least=0)
     generator = torch.Generator().manual_seed(seed)
     layers = {path: _stacked(model, path, len(seen.asked)) for path, seen in report.items() if seen.dead}
     revived = []
