@@ -274,11 +274,26 @@ def test_made_in_inference_mode_it_goes_to_other_dtypes():
         layer.weight + 1
 
 
-def test_data_can_not_be_set_which_would_change_nothing():
-    layer = Layer(make(6, 40))
-    for other in (torch.ones(6, 40), make(6, 40)):
-        with pytest.raises(InputError, match=r"setting \.data would leave codes and scale as they are: copy_ another"):
-            layer.weight.data = other
+def test_data_can_be_set_to_another_one_like_it_alone():
+    layer, other = Layer(make(6, 40)), make(6, 40)
+    for wrong in (torch.ones(6, 40), make(6, 40, granularity="tensor"), make(6, 41)):
+        with pytest.raises(InputError, match=r"setting \.data takes another one like it"):
+            layer.weight.data = wrong
+    layer.weight.data = other
+    assert torch.equal(layer.weight.dequantize(), other.dequantize())
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_numbers_are_added_in_place_and_quantised_alike(granularity):
+    tensor, more = make(6, 256, granularity=granularity), torch.randn(6, 256)
+    expected = quantize_to_fp8(tensor.dequantize() - 2 * more, tensor.codes.dtype, granularity)
+    codes = tensor.codes
+    tensor.sub_(more, alpha=2)
+    assert tensor.codes is codes
+    assert torch.equal(tensor.dequantize(), expected.dequantize())
+    for wrong in (more[:, :5], torch.full_like(more, torch.inf)):
+        with pytest.raises(InputError, match=r"a plain tensor of its shape|holds NaN or infinity"):
+            tensor.add_(wrong)
 
 
 def test_a_module_converts_what_it_stands_for():

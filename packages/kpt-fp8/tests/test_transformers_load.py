@@ -7,12 +7,14 @@ from kpt_fp8 import FP8Tensor, NativeFP8Linear
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from transformers import LlamaForSequenceClassification
+
 from kpt_fp8.checkpoints.contents import describe
 from kpt_fp8.checkpoints.folder import CheckpointFolder
 from kpt_fp8.transformers import load
 from kpt_fp8.transformers.layers import StoredExperts
 from processes import run
-from transformers_models import KINDS, logits, model, sqnr, with_numbers
+from transformers_models import KINDS, WRAPPERS, logits, model, sqnr, with_numbers, wrapper
 
 FP8 = torch.float8_e4m3fn
 MOE = (
@@ -115,6 +117,36 @@ def test_a_tied_output_layer_stays_as_it_is(kind, variant, tmp_path):
         assert not any(info.values())
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_models_around_a_text_model_load_by_the_names_of_their_files(kind, tmp_path):
+    original = wrapper(kind)
+    original.save_pretrained(tmp_path / "source")
+    quantized(tmp_path / "out", tmp_path / "source", "fp8-block")
+    loaded, info = load(tmp_path / "out", quantize_activations=False, output_loading_info=True)
+    assert not any(info.values())
+    assert not isinstance(loaded.lm_head, NativeFP8Linear)
+    layers = [name for name, each in loaded.named_modules() if isinstance(each, NativeFP8Linear)]
+    assert len(layers) == len(numbers(tmp_path / "out"))
+    assert {"visual" in name or "vision" in name for name in layers} == {True, False}
+    assert 15 < sqnr(logits(original), logits(loaded)) < 45
+
+
+def test_what_the_files_do_not_fill_is_named(models, tmp_path):
+    quantized(tmp_path / "out", models["llama on disk"], "ct-channel")
+    with pytest.raises(InputError, match=r"does not fill score\.weight of the model"):
+        load(tmp_path / "out", model_class=LlamaForSequenceClassification)
+    norm = "model.layers.1.input_layernorm.weight"
+    change(tmp_path / "out", remove=[norm])
+    with pytest.raises(InputError, match=f"does not fill {norm}"):
+        load(tmp_path / "out")
+
+
+def test_codes_are_not_loaded_as_numbers(models, tmp_path):
+    quantized(tmp_path / "out", models["llama on disk"], "ct-channel", exclude=("lm_head",))
+    with pytest.raises(InputError, match=r"has model\.embed_tokens\.weight in 8 bits, and Embedding would take"):
+        load(tmp_path / "out")
 
 
 def test_what_is_no_checkpoint_is_a_sentence(models, tmp_path):

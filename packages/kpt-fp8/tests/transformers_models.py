@@ -3,6 +3,7 @@
 import copy
 
 import torch
+import transformers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -31,6 +32,17 @@ _KINDS = {
     ),
 }
 KINDS = tuple(_KINDS)
+_VISION = {"hidden_size": 128, "intermediate_size": 256, "patch_size": 14}
+_TOWER = {**_VISION, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28}
+_QWEN = {**_VISION, "depth": 2, "num_heads": 4, "out_hidden_size": 128, "deepstack_visual_indexes": [0]}
+_MROPE = {"head_dim": 32, "rope_scaling": {"mrope_section": [4, 6, 6], "rope_type": "default"}}
+#: Models around a text model, whose names in files are not those of their modules.
+WRAPPERS = {
+    "Llava": ({}, {"model_type": "clip_vision_model", **_TOWER}),
+    "Mistral3": ({"head_dim": 32}, {"model_type": "pixtral", "head_dim": 32, **_TOWER}),
+    "Gemma3": ({"head_dim": 32}, _TOWER),
+    "Qwen3VL": (_MROPE, _QWEN),
+}
 IDS = torch.arange(10)[None] * 3
 
 
@@ -39,6 +51,19 @@ def model(kind, **options):
     made, config, more = _KINDS[kind]
     torch.manual_seed(0)
     return made(config(**(_SIZES | {"initializer_range": 0.1} | more | options))).eval()
+
+
+def wrapper(kind):
+    text, vision = WRAPPERS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")
+    text = {"initializer_range": 0.1, "model_type": "llama", **_SIZES, **text}
+    own = config.sub_configs["text_config"]
+    if own is not transformers.AutoConfig:
+        text["model_type"] = own.model_type
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(
+        config(text_config=text, vision_config=vision, image_token_id=63)
+    ).eval()
 
 
 def logits(model):

@@ -11,7 +11,7 @@ from kpt_core import InputError
 
 from .formats import require_fp8
 from .magnitudes import Largest, Magnitudes, check_method
-from .native_linear import ACTIVATION_DTYPES, NativeFP8Linear
+from .native_linear import ACTIVATION_DTYPES
 from .selection import require_module
 from .trials import call, each_batch, evaluating
 
@@ -86,9 +86,7 @@ def calibrate(
 def _layers(owner: str, model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Module]:
     require_module(owner, model)
     every: dict[str, nn.Module] = {
-        name: each
-        for name, each in model.named_modules(remove_duplicate=names is None)
-        if isinstance(each, nn.Linear | NativeFP8Linear)
+        name: each for name, each in model.named_modules(remove_duplicate=names is None) if isinstance(each, nn.Linear)
     }
     if not every:
         raise InputError(f"{owner}: model has no nn.Linear; got {type(model).__name__}: pass the model to be converted")

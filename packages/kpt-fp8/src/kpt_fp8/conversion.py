@@ -264,9 +264,7 @@ def _static(
             f"{_OWNER}: input_scales are for activations='tensor', one number for each layer; got activations="
             f"{activations!r}: give 'tensor', or leave input_scales out"
         )
-    linear = [
-        n for n, each in model.named_modules(remove_duplicate=False) if isinstance(each, nn.Linear | NativeFP8Linear)
-    ]
+    linear = [n for n, each in model.named_modules(remove_duplicate=False) if isinstance(each, nn.Linear)]
     unknown = [name for name in scales if name not in linear]
     if unknown:
         raise InputError(

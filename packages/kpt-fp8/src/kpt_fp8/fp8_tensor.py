@@ -12,7 +12,7 @@ from kpt_core import InputError
 
 from .dequantize import dequantize
 from .linear import linear as linear_op
-from .tensor_operations import HANDLERS, ScaledCodes
+from .tensor_operations import HANDLERS, ScaledCodes, about
 
 _MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 
@@ -24,10 +24,11 @@ class FP8Tensor(ScaledCodes):
     """Codes and scale that stand for a tensor of another dtype; only the codes and the scale are in memory.
 
     `F.linear(x, weight)` and `x @ weight.t()` run op `fp8.linear`, differentiable in `x` and the bias. It has these
-    operations too: `detach`, `clone`, `copy_` from one like it, `empty_like`, `.to(device)`, `.to(dtype)` (what it
-    stands for; the codes stay), `.t()`, and slices and splits of whole rows where no scale is cut in two. Every other
-    operation raises `InputError`: nothing is dequantised unasked. Call `dequantize()` for that. `nbytes` and
-    `element_size()` tell of the memory that it takes, not of the dtype that it stands for.
+    operations too: `detach`, `clone`, `copy_` from one like it, `isfinite`, `empty_like`, `.to(device)`, `.to(dtype)`
+    (what it stands for; the codes stay), `.t()`, slices and splits of whole rows where no scale is cut in two, and
+    `add_` and `sub_` of plain numbers, which dequantise and quantise the sum alike. Every other operation raises
+    `InputError`: nothing is dequantised unasked. Call `dequantize()` for that. `nbytes` and `element_size()` tell of
+    the memory that it takes, not of the dtype that it stands for.
 
     FSDP2 (`fully_shard`) shards its rows and gathers them in 8 bits. The number of rows must be a multiple of the
     number of processes, and for `128x128` of 128 times that. gloo has no 8-bit dtype for other collectives: over gloo,
@@ -159,10 +160,16 @@ class FP8Tensor(ScaledCodes):
             return _linear(*args, **kwargs)
         if func in _MATMUL and len(args) == 2 and isinstance(args[1], FP8Tensor) and args[1].transposed:
             return _linear(args[0], args[1].t())
+        if func is torch.isfinite:
+            return torch.isfinite(args[0].dequantize())
         if func == _SET_DATA:
+            own, given = args
+            if isinstance(given, FP8Tensor) and about(own) == about(given):
+                own.codes, own.scale = given.codes, given.scale
+                return None
             raise InputError(
-                "FP8Tensor: setting .data would leave codes and scale as they are: copy_ another one into it, or put "
-                "a new nn.Parameter in its place"
+                "FP8Tensor: setting .data takes another one like it, not other numbers: quantise what is "
+                "given, or put a new nn.Parameter in its place"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

@@ -27,7 +27,7 @@ ACTIVATION_DTYPES = {
 }
 
 
-class NativeFP8Linear(FP8Module):
+class NativeFP8Linear(FP8Module, nn.Linear):
     """`nn.Linear` with a frozen weight of 8-bit codes and scales; it runs op `fp8.linear`.
 
     In memory are codes, scales and bias, nothing else. `weight` is an `FP8Tensor`: its dtype is the one that it stands
@@ -39,6 +39,9 @@ class NativeFP8Linear(FP8Module):
     The state dict holds plain tensors, which safetensors and other tools take: codes as `weight`, `weight_scale`,
     `bias` if there is one, and `input_scale` if activations have a static scale. Loading copies nothing into a layer
     where they have another format than the layer.
+
+    It is an `nn.Linear` to other libraries: PEFT puts adapters on it, and merging one quantises the weight again, which
+    rounds what was merged to 8 bits.
 
     A new one computes zeros, until a checkpoint is loaded; `from_linear` quantises a trained layer, and `from_fp8`
     takes what is quantised.
@@ -76,7 +79,7 @@ class NativeFP8Linear(FP8Module):
         bias_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nn.Linear's makes a weight
         owner = type(self).__name__
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size < 1:
@@ -100,9 +103,8 @@ class NativeFP8Linear(FP8Module):
         scales = torch.ones(scale_shape(shape, self.granularity), device=device, dtype=scale_dtype)
         stands_for = bias_dtype or torch.get_default_dtype()
         self._set_weight(FP8Tensor(codes, scales, self.granularity, stands_for))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=bias_dtype))
+        own = nn.Parameter(torch.zeros(out_features, device=device, dtype=bias_dtype)) if bias else None
+        self.register_parameter("bias", own)
         # A buffer: FSDP2 shards no parameter without dimensions, and mixed precision would round one.
         self.register_buffer("input_scale", torch.ones((), device=device, dtype=torch.float32) if static else None)
 
@@ -191,7 +193,7 @@ class NativeFP8Linear(FP8Module):
                 fit.
             UnknownNameError: no such granularity.
         """
-        if not isinstance(linear, nn.Linear):
+        if isinstance(linear, NativeFP8Linear) or not isinstance(linear, nn.Linear):
             raise InputError(f"{cls.__name__}: linear must be an nn.Linear; got {type(linear).__name__}")
         cls(1, 1, granularity=granularity, activations=activations, dtype=dtype, device="meta")  # before any work
         require_finite(cls.__name__, "weight", linear.weight)
@@ -233,6 +235,14 @@ class NativeFP8Linear(FP8Module):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that the weight stands for, `[out_features, in_features]` of `dtype`."""
         return self.weight.dequantize(dtype)
+
+    def reset_parameters(self) -> None:
+        """Compute zeros, as a new layer does."""
+        weight = getattr(self.weight, "_local_tensor", self.weight)
+        weight.codes.view(torch.uint8).zero_()
+        weight.scale.fill_(1)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scale, self.input_scale = self.input_scale, None

@@ -11,6 +11,7 @@ from kpt_core import InputError
 
 from .experts import is_fused_experts
 from .formats import DTYPES, NAMES_OF_DTYPES
+from .weight_state import FP8Module
 
 #: Left as they are unless they are asked for. No model needs to have such a layer.
 EXCLUDED = ("lm_head",)
@@ -98,7 +99,7 @@ def select(
     modules = list(model.named_modules(remove_duplicate=False))
     kept: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in modules:
-        if isinstance(module, nn.Linear) or is_fused_experts(module):
+        if isinstance(module, nn.Linear | FP8Module) or is_fused_experts(module):
             kept.setdefault(id(module), (module, []))[1].append(name)
     _require_use(owner, "include", include or (), [name for _, names in kept.values() for name in names])
     _require_use(owner, "exclude", [each for each in exclude if each not in EXCLUDED], [name for name, _ in modules])
@@ -121,6 +122,8 @@ def _left(
     module: nn.Module, names: list[str], include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
 ) -> str:
     """Say why a layer is left as it is; empty where it isn't."""
+    if isinstance(module, FP8Module):
+        return "it is 8-bit already"
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         # It may do something else with its weight, as attention's output projection in torch does.
         return f"it is a {type(module).__name__}, a subclass of nn.Linear, which may use its weight in its own way"

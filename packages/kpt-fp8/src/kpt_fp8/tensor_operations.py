@@ -1,4 +1,4 @@
-"""Run torch's own operations on an `FP8Tensor`: each handler works on codes and scale, none dequantises."""
+"""Run torch's own operations on an `FP8Tensor`: each handler works on codes and scale; `add_` alone dequantises."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kpt_core import InputError
 
-from .dequantize import check_quantized
+from .dequantize import check_quantized, dequantize
 from .formats import require_floating
+from .quantize import quantize
 from .scales import BLOCKS, scale_shape
 
 _aten = torch.ops.aten
@@ -95,10 +96,10 @@ def _to_copy(
 
 
 def _copy(x: ScaledCodes, source: Tensor, non_blocking: bool = False) -> ScaledCodes:
-    if not isinstance(source, type(x)) or _about(source) != _about(x):
-        what = " ".join(map(str, _about(source))) if isinstance(source, type(x)) else f"a tensor of {source.dtype}"
+    if not isinstance(source, type(x)) or about(source) != about(x):
+        what = " ".join(map(str, about(source))) if isinstance(source, type(x)) else f"a tensor of {source.dtype}"
         raise InputError(
-            f"FP8Tensor.copy_: expected one like {' '.join(map(str, _about(x)))}; got {what}: quantise it alike with "
+            f"FP8Tensor.copy_: expected one like {' '.join(map(str, about(x)))}; got {what}: quantise it alike with "
             "quantize_to_fp8"
         )
     x.codes.copy_(source.codes, non_blocking=non_blocking)
@@ -106,7 +107,36 @@ def _copy(x: ScaledCodes, source: Tensor, non_blocking: bool = False) -> ScaledC
     return x
 
 
-def _about(x: ScaledCodes) -> tuple[object, ...]:
+def _add(x: ScaledCodes, other: Tensor, *, alpha: float = 1) -> ScaledCodes:
+    """Add plain numbers in place, as PEFT merges an adapter, and quantise the sum alike."""
+    if x.transposed or isinstance(other, ScaledCodes) or list(other.shape) != list(x.shape):
+        raise InputError(
+            f"FP8Tensor: in place, it takes a plain tensor of its shape {list(x.shape)}; got {type(other).__name__} "
+            f"{list(other.shape)}: dequantize() first"
+        )
+    numbers = dequantize(x.codes, x.scale, granularity=x.granularity, dtype=torch.float32)
+    numbers.add_(other.to(torch.float32), alpha=alpha)
+    if not bool(numbers.isfinite().all()):
+        raise InputError("FP8Tensor: the sum with what is added holds NaN or infinity: look at what is added")
+    powers = x.scale.dtype is torch.float8_e8m0fnu
+    codes, scale = quantize(
+        numbers,
+        dtype=x.codes.dtype,
+        granularity=x.granularity,
+        scale_dtype=x.scale.dtype,
+        scale_rounding="up" if powers else "none",
+    )
+    x.codes.copy_(codes)
+    x.scale.copy_(scale)
+    return x
+
+
+def _subtract(x: ScaledCodes, other: Tensor, *, alpha: float = 1) -> ScaledCodes:
+    return _add(x, other, alpha=-alpha)
+
+
+def about(x: ScaledCodes) -> tuple[object, ...]:
+    """Return what two must have in common for one to take the other's place."""
     return x.codes.dtype, list(x.codes.shape), x.granularity, x.scale.dtype, "transposed" if x.transposed else "upright"
 
 
@@ -251,6 +281,7 @@ def _split_with_sizes(x: ScaledCodes, sizes: list[int], dim: int = 0) -> list[Sc
 
 #: By torch's operation.
 HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.add_.Tensor: _add,
     _aten.alias.default: _alias,
     _aten.as_strided.default: _as_strided,
     _aten.clone.default: _clone,
@@ -262,6 +293,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.slice.Tensor: _slice,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split_with_sizes,
+    _aten.sub_.Tensor: _subtract,
     _aten.t.default: _t,
     _aten._to_copy.default: _to_copy,
     _aten.transpose.int: _transpose,

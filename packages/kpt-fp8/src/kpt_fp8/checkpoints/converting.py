@@ -24,7 +24,8 @@ from .staging import ShardWriter, check_target, copy_rest, staged, write_json
 _OWNER = "convert_checkpoint"
 #: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers.
 HEAD = "lm_head"
-LEFT = (HEAD, "*embed*", "*norm*", "wte", "wpe", "gate", "*router*", "*shared_expert_gate", "score", "classifier")
+_TABLES = ("*embed*", "*norm*", "wte", "wpe", "shared", "relative_attention_bias")
+LEFT = (HEAD, *_TABLES, "gate", "*router*", "*shared_expert_gate", "score", "classifier")
 #: Models whose matrices are stored transposed, so that a row there is no row of `nn.Linear`.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt")
 _SHARD = 2 << 30
@@ -285,6 +286,8 @@ def _to_quantize(contents: Contents, excluded: tuple[str, ...]) -> dict[str, Sto
         for name, each in contents.plain.items()
         if name.endswith(".weight") and len(each.shape) == 2 and each.dtype in NUMBERS
         if not any(matches(module_of(name), pattern) for pattern in excluded)
+        # nn.MultiheadAttention reads the weight of this layer, which it never calls.
+        if f"{name.removesuffix('out_proj.weight')}in_proj_weight" not in contents.plain
     }
     if not found:
         raise InputError(

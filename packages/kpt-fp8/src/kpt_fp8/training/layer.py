@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
+from kpt_fp8.weight_state import FP8Module
 
 from .recipe import FP8Recipe, recipe_of
 from .watched import Watched
@@ -60,7 +61,7 @@ class FP8TrainingLinear(Watched, nn.Linear):
 
         Raise `InputError` where that is no `nn.Linear`.
         """
-        if not isinstance(linear, nn.Linear):
+        if isinstance(linear, FP8Module) or not isinstance(linear, nn.Linear):
             raise InputError(f"{cls.__name__}: linear must be an nn.Linear; got {type(linear).__name__}")
         made = cls.__new__(cls)
         nn.Module.__init__(made)

@@ -72,6 +72,7 @@ class StoredExperts(FP8Experts):
             has_gate=has_gate,
         )
         self.scheme, self.quantize_activations = scheme, activations
+        self.register_forward_pre_hook(_refuse_adapters)
         halves = 2 if has_gate else 1
         for name, parts in (("gate_up_proj" if has_gate else "up_proj", halves), ("down_proj", 1)):
             experts, rows, columns = getattr(self, name).shape
@@ -111,6 +112,15 @@ class StoredExperts(FP8Experts):
             )
         ]
         return products[0] if parts == 1 else torch.cat(products, -1)
+
+
+def _refuse_adapters(experts: nn.Module, _: object) -> None:
+    """Raise `InputError` under an adapter of PEFT, which adds to codes as if they were numbers and gets no gradient."""
+    if nn.utils.parametrize.is_parametrized(experts):
+        raise InputError(
+            "kpt_fp8.transformers: adapters on 8-bit experts can't be trained: give LoraConfig the names of linear "
+            "layers in target_modules, as in ['q_proj', 'v_proj'], instead of 'all-linear'"
+        )
 
 
 def experts_of(module: Any, config: Any, scheme: Scheme, activations: bool) -> StoredExperts:

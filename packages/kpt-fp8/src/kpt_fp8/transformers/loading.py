@@ -1,15 +1,15 @@
 """Loading a checkpoint: `load`."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kpt_core import InputError
-from kpt_fp8.checkpoints.contents import Contents, describe
+from kpt_fp8.checkpoints.contents import describe
 from kpt_fp8.checkpoints.folder import CheckpointFolder
-from kpt_fp8.checkpoints.formats import module_of
 
 from .quantizer import METHOD
 
@@ -31,7 +31,8 @@ def load(
         arguments: of `from_pretrained`: device_map, dtype, attn_implementation, experts_implementation and so on.
 
     Raises:
-        InputError: the checkpoint is damaged, not quantised, or in a format that is not known.
+        InputError: the checkpoint is damaged, not quantised, in a format that is not known, or lacks weights or scales
+            that the model has.
     """
     if "quantization_config" in arguments:
         raise InputError(f"{_OWNER}: quantization_config comes from the checkpoint; got another: leave it out")
@@ -49,10 +50,14 @@ def load(
         "quant_method": METHOD,
         "checkpoint": contents.folder.quantization,
         "activations": quantize_activations,
-        "quantized": _quantized(contents),
+        "quantized": dict.fromkeys(contents.plain, False) | dict.fromkeys(contents.weights, True),
+        "key_mapping": arguments.get("key_mapping"),
     }
     chosen = model_class or _class_of(config)
-    return chosen.from_pretrained(path, config=config, **arguments)
+    wanted = arguments.pop("output_loading_info", False)
+    model, info = chosen.from_pretrained(path, config=config, output_loading_info=True, **arguments)
+    _require_complete(path, info)
+    return (model, info) if wanted else model
 
 
 def _class_of(config: Any) -> Any:
@@ -63,6 +68,12 @@ def _class_of(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def _quantized(contents: Contents) -> dict[str, bool]:
-    found = {module_of(name): False for name in contents.plain if name.endswith(".weight")}
-    return found | {module_of(name): True for name in contents.weights}
+def _require_complete(path: object, info: Mapping[str, Any]) -> None:
+    """Raise `InputError` with the names of what the files did not fill: it would be random, or left uninitialised."""
+    wrong = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise InputError(
+            f"{_OWNER}: {path} does not fill {', '.join(wrong[:3])}{more} of the model: pass the model_class that it "
+            "was saved from, or convert it again"
+        )

@@ -6,7 +6,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -91,7 +99,7 @@ def stacking(converter: WeightConverter, sources: list[str], target: str, reader
 class KptFP8Config(QuantizationConfigMixin):
     """Names KPT as what loads a checkpoint, with the `quantization_config` that this has.
 
-    `quantized` tells by name of a module in the files whether its weight is 8-bit.
+    `quantized` tells by name of a weight in the files whether it is 8-bit; `key_mapping` is `from_pretrained`'s.
     """
 
     def __init__(
@@ -99,12 +107,14 @@ class KptFP8Config(QuantizationConfigMixin):
         checkpoint: Mapping[str, Any],
         activations: bool = True,
         quantized: Mapping[str, bool] | None = None,
+        key_mapping: Mapping[str, str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' own are an enum
         self.checkpoint = dict(checkpoint)
         self.activations = activations
         self.quantized = dict(quantized or {})
+        self.key_mapping = None if key_mapping is None else dict(key_mapping)
 
 
 @register_quantizer(METHOD)
@@ -134,34 +144,50 @@ class KptFP8Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **loading: Any) -> Any:
         self.reader = TensorReader(CheckpointFolder(Path(loading["checkpoint_files"][0]).parent))
-        replaced = 0
+        parameters = model.state_dict()
+        found = self._quantized_parameters(model, parameters)
+        done: set[str] = set()
         for name, module in list(model.named_modules()):
-            made = self._replacement(model, name, module)
+            own = {each for each in found if each.rpartition(".")[0] == name}
+            made = self._replacement(model, module) if own else None
             if made is not None:
                 model.set_submodule(name, made)
-                replaced += 1
-        if not replaced:
+                done |= own
+        if not done:
             raise InputError(
                 f"kpt_fp8.transformers: {type(model).__name__} has no linear layer that the checkpoint has in 8 bits: "
                 "load it with transformers"
             )
+        for name in found - done:
+            if name in parameters:
+                kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+                raise InputError(
+                    f"kpt_fp8.transformers: the checkpoint has {name} in 8 bits, and {kind} would take its codes for "
+                    "numbers: exclude the module where the checkpoint is converted"
+                )
         return model
 
-    def _replacement(self, model: Any, name: str, module: nn.Module) -> nn.Module | None:
-        if type(module) is nn.Linear and self._is_quantized(model, name):
-            return StoredLinear(module, self.format, self.scheme)
-        if not name.endswith(".experts") or isinstance(module, nn.ModuleList):
-            return None
-        if self.format.skips(self.quantization_config.checkpoint, name):
-            return None
-        return experts_of(module, model.config.get_text_config(), self.scheme, self.quantization_config.activations)
+    def _quantized_parameters(self, model: Any, parameters: dict[str, Any]) -> set[str]:
+        """Names of parameters that the files have in 8 bits, as transformers renames them; those of experts once."""
+        transforms = get_model_conversion_mapping(model, self.quantization_config.key_mapping)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        found = set()
+        for name, quantized in self.quantization_config.quantized.items():
+            own, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+            if own not in parameters and name in parameters:
+                own = name  # as transformers loads it, too
+            if quantized:
+                found.add(own)
+        return found
 
-    def _is_quantized(self, model: Any, name: str) -> bool:
-        """As the files have it; where they have another name for it, as the configuration says."""
-        known = self.quantization_config.quantized.get(name)
-        if known is None and f"{name}.weight" in model.all_tied_weights_keys:
-            return False
-        return not self.format.skips(self.quantization_config.checkpoint, name) if known is None else known
+    def _replacement(self, model: Any, module: nn.Module) -> nn.Module | None:
+        """What takes a module's place; None where a module has no 8-bit form here."""
+        if type(module) is nn.Linear:
+            return StoredLinear(module, self.format, self.scheme)
+        if hasattr(module, "down_proj") and not isinstance(module.down_proj, nn.Module):
+            return experts_of(module, model.config.get_text_config(), self.scheme, self.quantization_config.activations)
+        return None
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Converters that stack codes and scales of experts, in place of those that stack weights."""
