@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HIDDEN = {".git", ".nox", ".venv", ".cache"}
 #: Whose code runs.
-READMES = sorted([*ROOT.glob("README.md"), *ROOT.glob("packages/*/README.md"), ROOT / "docs/moe.md", ROOT / "docs/attention.md"])
+GUIDES = (ROOT / "docs/moe.md", ROOT / "docs/attention.md")
+READMES = sorted([*ROOT.glob("README.md"), *ROOT.glob("packages/*/README.md"), *GUIDES])
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not HIDDEN & set(path.relative_to(ROOT).parts))
 SECONDS = 180
