@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
-import kpt_attention.transformers  # noqa: F401  registers "kpt"
+from kpt_attention.transformers import kpt_attention_forward  # registers "kpt", too
 from kpt_core import InputError, record
 
 SMALL = {
@@ -103,6 +103,19 @@ def test_generation_equals_eager(family: str, cache: str) -> None:
             "disable_compile": True}  # fmt: skip
     ours, eager = (decoder(family, each).generate(ids, **told) for each in ("kpt", "eager"))
     assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_was_changed_in_place_counts(mode: Any) -> None:
+    module = torch.nn.Module()
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    with mode():
+        mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+        for hidden in (4, 2):
+            mask[..., hidden] = False
+            got, _ = kpt_attention_forward(module, q, k, v, mask)
+            want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            torch.testing.assert_close(got.transpose(1, 2), want)
 
 
 def test_beams_and_an_assistant_equal_eager() -> None:

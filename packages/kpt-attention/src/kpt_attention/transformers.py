@@ -134,13 +134,21 @@ def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:
         raise InputError(f"{NAME}: a bool mask of {list(mask.shape)}; expected [B or 1, H or 1, {sizes[2]} or 1, keys]")
     if torch.compiler.is_compiling():
         return _all_blocks(mask[..., : sizes[3]].expand(-1, -1, sizes[2], -1))
+    # Tensors of inference mode count no changes: what they hold is compared.
+    state = mask.clone() if mask.is_inference() else mask._version
     known = getattr(mask, "_kpt_plan", None)
-    if known is not None and known[0] == (mask._version, sizes, query.device):
-        return known[1]  # type: ignore[no-any-return]
+    if known is not None and known[0] == (sizes, query.device) and _is_same(state, known[1]):
+        return known[2]  # type: ignore[no-any-return]
     shown = mask[..., : sizes[3]]
     plan = dense_mask(shown).plan(sizes[2], sizes[3], batch=sizes[0], heads=sizes[1], device=query.device, offset=0)
-    mask._kpt_plan = (mask._version, sizes, query.device), plan  # type: ignore[attr-defined]
+    mask._kpt_plan = (sizes, query.device), state, plan  # type: ignore[attr-defined]
     return plan
+
+
+def _is_same(one: Tensor | int, other: Tensor | int) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return one == other
 
 
 def _all_blocks(mask: Tensor) -> Plan:
