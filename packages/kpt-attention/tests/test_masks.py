@@ -6,9 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from kpt_attention import (
     Mask,
+    attention,
     block_sparse,
     causal,
     dense_mask,
@@ -25,7 +27,7 @@ from kpt_attention import (
     tree,
     window,
 )
-from kpt_attention.plan import BLOCK, allowed_keys
+from kpt_attention.plan import BLOCK, allowed_keys, to_block_mask
 from kpt_core import InputError
 
 
@@ -121,6 +123,28 @@ def test_plans_are_as_plain_as_the_mask() -> None:
     strided = dilated(40, 2).plan(1280)
     assert strided.block_bits is not None
     assert len(strided.block_bits) <= 3  # blocks that are alike share their bits
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "mask",
+    [
+        causal(),
+        sliding_window(40) & document(torch.arange(300) // 70),
+        sliding_window(40) | global_tokens(3),
+        natten(15, 20, 5),
+        dense_mask(torch.rand(2, 3, 300, 300, generator=torch.Generator().manual_seed(0)) > 0.9),
+    ],
+    ids=["causality", "an interval", "two intervals", "blocks", "blocks by head"],
+)
+def test_flex_attention_takes_the_same_blocks(mask: Mask) -> None:
+    plan = mask.plan(300, batch=2, heads=3)
+    blocks = to_block_mask(plan, 300, 300)
+    q, k, v = torch.randn(3, 2, 3, 300, 16).unbind()
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks), attention(q, k, v, plan))
+    states = live_blocks(plan, 300, 300)
+    assert torch.equal(blocks.kv_num_blocks, (states == 1).sum(-1, dtype=torch.int32))
+    assert torch.equal(blocks.full_kv_num_blocks, (states == 2).sum(-1, dtype=torch.int32))
 
 
 def test_a_document_that_comes_back_is_one_document() -> None:

@@ -152,3 +152,46 @@ def _bits_of(blocks: Tensor, block_bits: Tensor, queries: range, keys: range) ->
         bits = ((block_bits[which].unsqueeze(-1) >> places) & 1).bool().flatten(-2)
     whole = torch.where(partial[..., None, None], bits, (table == 1)[..., None, None])
     return whole.transpose(3, 4).flatten(4, 5).flatten(2, 3)[..., : len(queries), : len(keys)]
+
+
+def to_block_mask(plan: Plan, queries: int, keys: int) -> Any:
+    """Return the mask of torch's FlexAttention: the same live blocks, and a `mask_mod` for those that are partly live.
+
+    It is made of the plan's blocks, never of all queries by all keys, as `create_block_mask` does.
+
+    Args:
+        plan: the plan.
+        queries: of each sequence.
+        keys: likewise.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    states = live_blocks(plan, queries, keys)
+
+    def listed(state: int) -> tuple[Tensor, Tensor]:
+        chosen = states == state
+        return chosen.sum(-1, dtype=torch.int32), (~chosen).int().sort(dim=-1, stable=True).indices.int()
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        found = (q == q) & (k == k)
+        if plan.causal:
+            found = found & (k <= q + plan.position)
+        if plan.intervals is not None:
+            row = _at(b, plan.intervals, 0), _at(h, plan.intervals, 1), q
+            inside = found & False
+            for place in range(plan.intervals.shape[3]):  # compilers take no reduction here
+                inside = inside | ((k >= plan.intervals[(*row, place, 0)]) & (k < plan.intervals[(*row, place, 1)]))
+            found = found & inside
+        if plan.blocks is not None:
+            assert plan.block_bits is not None
+            places = plan.blocks[_at(b, plan.blocks, 0), _at(h, plan.blocks, 1), q // BLOCK, k // BLOCK]
+            byte = plan.block_bits[(places - 2).clamp(min=0), q % BLOCK, k % BLOCK // 8]
+            found = found & ((places == 1) | ((places > 1) & ((byte >> (k % 8)) & 1).bool()))
+        return found
+
+    partial, full = listed(PARTIAL), listed(FULL)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(queries, keys))
+
+
+def _at(index: Tensor, of: Tensor, dim: int) -> Tensor:
+    return index if of.shape[dim] > 1 else torch.zeros_like(index)
