@@ -7,6 +7,7 @@ by ten times what float32 explains. So it serves calls that ask for neither.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kpt_core import Call, Refusal
 
@@ -21,24 +22,35 @@ def unsupported(call: Call) -> Refusal | str | None:
     if call.softcap or call.dropout:
         return "PyTorch's kernel has no softcap, and its dropout draws from the global generator"
     q, k, v = call.q, call.k, call.v
-    if q.shape[1] != k.shape[1] or q.shape[3] != v.shape[3]:
-        return Refusal(
-            "{heads} heads of queries and {ours} of keys, dims {dim} and {other}; PyTorch's kernel wants equal ones",
-            heads=q.shape[1], ours=k.shape[1], dim=q.shape[3], other=v.shape[3],
-        )  # fmt: skip
-    if call.causal and (call.position != 0 or q.shape[2] > k.shape[2]):
+    if q.shape[3] != v.shape[3]:
+        return Refusal("dims {dim} and {other}; PyTorch's kernel wants equal ones", dim=q.shape[3], other=v.shape[3])
+    if not _sees_all(call) and (call.position != 0 or q.shape[2] > k.shape[2]):
         return Refusal("the first query stands at {position}; PyTorch's kernel wants 0", position=call.position)
     if not (q.numel() and k.numel()):
         return "there is nothing to compute"
     return None
 
 
+def _sees_all(call: Call) -> bool:
+    """Return whether every query sees every key, as the one of a decoding step does."""
+    return not call.causal or call.position + 1 >= call.k.shape[2]
+
+
 def forward(call: Call) -> Any:
     """The output alone."""
-    k, v = call.k, call.v
-    if call.causal and k.shape[2] > call.q.shape[2]:  # keys that no query sees
-        k, v = k[:, :, : call.q.shape[2]], v[:, :, : call.q.shape[2]]
+    q, k, v = call.q, call.k, call.v
+    groups = q.shape[1] // k.shape[1]
+    if _sees_all(call):  # queries of the heads of a group are rows of one head: no key is repeated
+        rows = q.unflatten(1, (k.shape[1], groups)).flatten(2, 3)
+        return _attend(rows, k, v, False, call.scale).unflatten(2, (groups, -1)).flatten(1, 2), None
+    # The keys that some query sees; repeating them is little beside the products.
+    k, v = (each[:, :, : q.shape[2]].repeat_interleave(groups, 1) if groups > 1 else each[:, :, : q.shape[2]]
+            for each in (k, v))  # fmt: skip
+    return _attend(q, k, v, True, call.scale), None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
     # It reads rows as if they were contiguous, whatever their strides are.
-    rows = [each if each.stride(3) == 1 else each.contiguous() for each in (call.q, k, v)]
-    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*rows, 0.0, call.causal, scale=call.scale)
-    return out.contiguous(), None
+    rows = [each if each.stride(3) == 1 else each.contiguous() for each in (q, k, v)]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*rows, 0.0, causal, scale=scale)[0]
+    return out.contiguous()
