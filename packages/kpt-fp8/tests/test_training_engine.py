@@ -316,6 +316,6 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing():
         engine.load_state_dict(engine.model.state_dict())
     wrong = copy.deepcopy(before)
     wrong["engine"]["version"] = 9
-    with pytest.raises(InputError, match="the state has version 9; this kpt-fp8 reads 1"):
+    with pytest.raises(InputError, match="the state has version 9; this kpt-fp8 reads 2"):
         engine.load_state_dict(wrong)
     all_bits(before, engine.state_dict())

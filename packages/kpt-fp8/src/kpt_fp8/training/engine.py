@@ -7,7 +7,6 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from kpt_fp8.selection import require_module
 
 from .conversion import convert_to_fp8_training
 from .guards import Guards, Observation, causes
-from .history import mistrust, multiply_gradients, remember
+from .history import delayed_state, load_delayed_state, mistrust, multiply_gradients, remember, share_largest
 from .quantising import ROLES, largest_of
 from .recipe import FP8Recipe
 from .report import ACCUMULATED, SKIPPED, TAKEN, DivergedError, Escalation, LayerState, StepReport, TrainingReport
@@ -161,7 +160,7 @@ class FP8TrainingEngine:
         where = gradients[0].device
         tops = torch.stack([largest_of(each).float().to(where) for each in gradients])
         observed = torch.stack([layer.observed.to(where) for layer in self.layers.values()])
-        _share_largest(tops, observed)
+        share_largest(tops, observed)
         for layer, own in zip(self.layers.values(), observed, strict=True):
             layer.observed.copy_(own)  # what is remembered is of all processes, too
         owners = [names.get(id(each), "a parameter of the optimizer") for each in self._parameters()]
@@ -271,6 +270,7 @@ class FP8TrainingEngine:
             "optimizer": self.optimizer.state_dict(),
             "engine": {
                 **state_of(self.layers),
+                "delayed": delayed_state(self.model),
                 **{name: getattr(self, name) for name in _NUMBERS},
                 "bad_signs": dict(self.bad_signs),
                 "escalations": [list(astuple(each)) for each in self.escalations],
@@ -296,6 +296,7 @@ class FP8TrainingEngine:
         self.last_skips = deque(own["last_skips"], maxlen=_SENTENCES)
         self.errors = {name: tuple(errors) for name, errors in own["errors"].items()}
         load_state(self.layers, own)
+        load_delayed_state(self.model, own["delayed"])
         self._pending = 0
         self.optimizer.zero_grad()
         self._prepare_step()
@@ -305,18 +306,3 @@ def _local(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor that FSDP2 shards, in the same memory; others as they are."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def _share_largest(*found: Tensor) -> None:
-    """Make numbers the largest of all processes, in place; NaN and infinity become infinity. One communication.
-
-    Every process calls it with tensors of the same shapes.
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    together = torch.cat([each.reshape(-1) for each in found])
-    # Reductions differ in what the larger of NaN and a number is.
-    together.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    dist.all_reduce(together, dist.ReduceOp.MAX)
-    for each, part in zip(found, together.split([each.numel() for each in found]), strict=True):
-        each.copy_(part.view_as(each))
