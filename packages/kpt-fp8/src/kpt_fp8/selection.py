@@ -31,7 +31,7 @@ class Chosen(Generic[Module]):
 
 @dataclass(slots=True)
 class Selection:
-    """What is converted, and by name the reason for each other `nn.Linear` and module of experts."""
+    """What is converted, and by name the reason for each other `nn.Linear` and module with stacked matrices."""
 
     chosen: list[Chosen[nn.Linear]] = field(default_factory=list)
     experts: list[Chosen[nn.Module]] = field(default_factory=list)
@@ -71,6 +71,14 @@ def trained(module: nn.Module) -> nn.Module:
     """Return the layer that one of FP8 training stands for, of the same parameters; others as they are."""
     plain = getattr(module, "without_fp8_training", None)
     return module if plain is None else plain()
+
+
+def holds_matrices(module: nn.Module) -> bool:
+    """Tell whether a module is linear, or has stacks of matrices, as experts have, whoever wrote it."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return False
+    stacks = (each.dim() == 3 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
+    return isinstance(module, nn.Linear) or any(stacks)
 
 
 def chosen_layers(
@@ -119,7 +127,7 @@ def select(
     modules = list(model.named_modules(remove_duplicate=False))
     kept: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in modules:
-        if isinstance(module, nn.Linear | FP8Module) or is_fused_experts(trained(module)):
+        if holds_matrices(module):
             kept.setdefault(id(module), (module, []))[1].append(name)
     _require_use(owner, "include", include or (), [name for _, names in kept.values() for name in names])
     _require_use(owner, "exclude", [each for each in exclude if each not in EXCLUDED], [name for name, _ in modules])
@@ -149,6 +157,8 @@ def _left(
     """Say why a layer is left as it is; empty where it isn't."""
     if isinstance(module, FP8Module):
         return "it is 8-bit already"
+    if not isinstance(module, nn.Linear) and not is_fused_experts(module):
+        return f"it is a {type(module).__name__} with stacked matrices, no experts as transformers fuses them"
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         # It may do something else with its weight, as attention's output projection in torch does.
         return f"it is a {type(module).__name__}, a subclass of nn.Linear, which may use its weight in its own way"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kpt_core import InputError
-from kpt_fp8.selection import require_module
+from kpt_fp8.selection import holds_matrices, require_module, trained
 
 from .conversion import convert_to_fp8_training
 from .guards import Guards, Observation, causes
@@ -51,7 +51,7 @@ class FP8TrainingEngine:
 
     Attributes:
         layers: by name, what is watched.
-        left: by name, why another `nn.Linear` was left as it is.
+        left: by name, why another `nn.Linear`, or other experts, train as they are.
         loss_scale: what the loss is multiplied by.
 
     Raises:
@@ -80,8 +80,13 @@ class FP8TrainingEngine:
             raise InputError(f"{owner}: accumulation must be a positive integer; got {accumulation}")
         if clip_norm is not None and not clip_norm > 0:
             raise InputError(f"{owner}: clip_norm must be positive; got {clip_norm}: leave it out for no clipping")
-        self.left: dict[str, str] = {}
-        if not any(isinstance(each, Watched) for each in model.modules()):
+        if any(isinstance(each, Watched) for each in model.modules()):
+            self.left = {
+                name: "it was left as it is when the model was converted"
+                for name, each in model.named_modules()
+                if holds_matrices(each) and trained(each) is each
+            }
+        else:
             self.left = convert_to_fp8_training(
                 model, recipe, include=include, exclude=exclude, min_features=min_features
             )
