@@ -140,9 +140,10 @@ def quality_report(
 
 def _original_of(name: str, linear: nn.Module | None, layer: NativeFP8Linear) -> nn.Linear:
     shape = [layer.out_features, layer.in_features]
-    if isinstance(linear, nn.Linear) and list(linear.weight.shape) == shape and not linear.weight.is_meta:
-        return linear
-    if isinstance(linear, nn.Linear) and not linear.weight.is_meta:
+    plain = isinstance(linear, nn.Linear) and not isinstance(linear, NativeFP8Linear) and not linear.weight.is_meta
+    if plain and isinstance(linear, nn.Linear):
+        if list(linear.weight.shape) == shape:
+            return linear
         found = f"an nn.Linear of {list(linear.weight.shape)}"
     else:
         found = "nothing" if linear is None else f"a {type(linear).__name__} without numbers that could be compared"
