@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import kpt_core
 import kpt_fp8
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8 import FP8Tensor, NativeFP8Linear
@@ -218,6 +219,22 @@ def test_dynamic_activations_are_quantised_as_by_the_function(activations):
     rounded = kpt_fp8.quantize_to_fp8(x, granularity=activations).dequantize()
     torch.testing.assert_close(layer(x), F.linear(rounded, layer.dequantize(), layer.bias))
     assert not torch.allclose(layer(x), F.linear(x, layer.dequantize(), layer.bias), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("static", [None, 0.01])
+@pytest.mark.parametrize("activations", ["tensor", "row", "1x128", "1x32"])
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_an_overflow_of_activations_is_seen_in_the_output(number, activations, static, kernels):
+    if static is not None and activations != "tensor":
+        pytest.skip("static scales are one for a tensor")
+    layer = NativeFP8Linear.from_linear(nn.Linear(160, 8), activations=activations, input_scale=static)
+    x = torch.randn(2, 160)
+    x[0, 3] = number
+    with kpt_core.use("torch" if kernels else "reference"):
+        out = layer(x)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
 
 
 def test_static_activations_saturate_at_their_scale():

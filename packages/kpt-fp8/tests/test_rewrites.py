@@ -138,7 +138,10 @@ def test_optimize_for_memory_keeps_what_the_budget_allows(installed, tmp_path):
             error = (optimized.model(x) - model(x)).abs().max() / model(x).abs().max()
         assert error <= optimized.plan.max_error
     assert kept["conservative"] == set()
-    assert kept["balanced"] == {"0", "2"}
+    # A budget of its own: by the 2 % of the level two of three layers stay.
+    assert kept["balanced"] == {"0", "2", "4"}
+    strict = kpt_core.optimize(model, "balanced", "memory", example_inputs=x, max_error=2e-2).plan
+    assert {entry.module for entry in strict.kept} == {"0", "2"}
     assert kept["aggressive"] == {"0", "2", "4"}
     assert optimized.plan.bytes_after < 0.3 * optimized.plan.bytes_before
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -305,6 +305,22 @@ def test_wrong_input():
         stranger.step(stranger(torch.randn(4, 64)).sum())
 
 
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 256, 128))
+
+
+def test_matrices_that_are_not_trained_in_8_bits_are_named():
+    model = nn.ModuleDict({"linear": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64), "experts": Stacked()})
+    model["conv"] = nn.Conv1d(64, 64, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    left = FP8TrainingEngine(model, optimizer).left
+    assert left["experts"] == "it is a Stacked with stacked matrices, no experts as transformers fuses them"
+    assert left.keys() == {"lm_head", "experts"}
+    assert FP8TrainingEngine(model, optimizer).left.keys() == left.keys()  # converted before
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing():
     engine = perceptron("tensor")
     before = copy.deepcopy(engine.state_dict())
@@ -316,6 +332,6 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing():
         engine.load_state_dict(engine.model.state_dict())
     wrong = copy.deepcopy(before)
     wrong["engine"]["version"] = 9
-    with pytest.raises(InputError, match="the state has version 9; this kpt-fp8 reads 1"):
+    with pytest.raises(InputError, match="the state has version 9; this kpt-fp8 reads 2"):
         engine.load_state_dict(wrong)
     all_bits(before, engine.state_dict())

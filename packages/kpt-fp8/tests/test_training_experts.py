@@ -10,7 +10,14 @@ from torch import nn
 
 import transformers_models
 from kpt_core import InputError
-from kpt_fp8.training import FP8TrainingEngine, FP8TrainingExperts, Guards, convert_to_fp8_training
+from kpt_fp8 import NativeFP8Experts, convert_model_to_fp8
+from kpt_fp8.training import (
+    FP8TrainingEngine,
+    FP8TrainingExperts,
+    Guards,
+    convert_to_fp8_training,
+    update_delayed_scales,
+)
 
 
 @pytest.fixture
@@ -69,6 +76,47 @@ def test_ids_past_the_experts_contribute_nothing(experts):
 def test_what_are_no_experts_is_refused():
     with pytest.raises(InputError, match="it holds no experts as transformers fuses them"):
         FP8TrainingExperts.from_experts(nn.Linear(8, 8))
+
+
+def test_a_trained_model_with_experts_is_saved_as_it_was_and_converted_in_one_call(tmp_path):
+    plain = transformers_models.model("mixtral")
+    trained = copy.deepcopy(plain)
+    convert_to_fp8_training(trained, "delayed")
+    trained(transformers_models.IDS)
+    update_delayed_scales(trained)
+    assert trained.state_dict().keys() == plain.state_dict().keys()
+    trained.save_pretrained(tmp_path)
+    again, info = type(plain).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    logits = transformers_models.logits
+    assert torch.equal(logits(again), logits(plain))
+    pytest.importorskip("kpt_moe")
+    converted = convert_model_to_fp8(trained)
+    assert isinstance(converted.model.layers[0].mlp.experts, NativeFP8Experts)
+    assert torch.equal(logits(converted), logits(convert_model_to_fp8(plain)))
+
+
+def saturate(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert_to_fp8_training(model, "delayed")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    saturated = []
+    for _ in range(3):
+        wrapped(torch.randn(64, 64) * 8**rank).square().mean().backward()
+        saturated.append(float(model[0].observed[:, 1].max()))
+        update_delayed_scales(wrapped)
+    torch.save((saturated, model[0].scales), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_delayed_scales_without_an_engine_fit_what_all_processes_saw(tmp_path):
+    mp.spawn(saturate, (tmp_path,), 2)
+    (saturated, scales), (saturated_1, scales_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert saturated == saturated_1 == [0, 0, 0]
+    assert torch.equal(scales, scales_1)
 
 
 def work(rank, folder):

@@ -8,8 +8,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError, UnknownNameError
-from kpt_fp8 import dequantize, quantize
-from kpt_fp8.training import FP8Recipe, FP8TrainingLinear, convert_to_fp8_training, update_delayed_scales
+from kpt_fp8 import NativeFP8Linear, convert_model_to_fp8, dequantize, quantize
+from kpt_fp8.training import (
+    FP8Recipe,
+    FP8TrainingLinear,
+    convert_to_fp8_training,
+    delayed_state,
+    load_delayed_state,
+    update_delayed_scales,
+)
 from kpt_fp8.training.quantising import AMAX, ERROR, GRADIENT, INPUT, SATURATED, WEIGHT, ZEROS
 
 E5M2 = torch.float8_e5m2
@@ -246,11 +253,39 @@ def test_state_dict():
     run(delayed, torch.randn(4, 192), torch.randn(4, 96))
     update_delayed_scales(delayed)
     other = FP8TrainingLinear(192, 96, recipe="delayed")
+    assert delayed.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(delayed.state_dict())
     other.load_state_dict(delayed.state_dict())
+    load_delayed_state(other, delayed_state(delayed))
     assert other.delayed_ready == (True, True, True)
     x = torch.randn(4, 192)
     assert torch.equal(other(x), delayed(x))
     assert not torch.equal(other(x), pair("tensor")[1](x))
+
+
+def test_histories_of_another_recipe_are_refused():
+    _, delayed = pair("delayed")
+    with pytest.raises(InputError, match="'amax_history' is not alike in the state and in the model"):
+        load_delayed_state(pair("tensor")[1], delayed_state(delayed))
+    with pytest.raises(InputError, match="'amax_history' is not alike"):
+        load_delayed_state(pair(FP8Recipe(delayed=True, history=4))[1], delayed_state(delayed))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "row"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_trained_model_is_converted_for_inference_in_one_call(recipe, inplace):
+    plain = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 64, bias=False))
+    model = copy.deepcopy(plain)
+    convert_to_fp8_training(model, recipe)
+    model(torch.randn(4, 128)).sum().backward()
+    update_delayed_scales(model)
+    with pytest.raises(InputError, match="it trains in FP8 already"):
+        convert_to_fp8_training(model, recipe)
+    converted, expected = convert_model_to_fp8(model, inplace=inplace), convert_model_to_fp8(plain)
+    assert [type(each) for each in converted] == [NativeFP8Linear] * 2
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(tensor.float(), converted.state_dict()[name].float())
+    assert isinstance(model[0], NativeFP8Linear if inplace else FP8TrainingLinear)
 
 
 def twice(model, x):

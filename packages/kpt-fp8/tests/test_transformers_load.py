@@ -133,6 +133,18 @@ def test_models_around_a_text_model_load_by_the_names_of_their_files(kind, tmp_p
     assert 15 < sqnr(logits(original), logits(loaded)) < 45
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("variant", ["fp8-tensor-static", "ct-tensor-static", "torchao"])
+def test_one_number_may_have_any_shape(kind, variant, shape, models, tmp_path):
+    options = {"granularity": "tensor"} if variant == "torchao" else {}
+    quantized(tmp_path / "out", models[f"{kind} on disk"], variant, **options)
+    expected = logits(load(tmp_path / "out"))
+    scales = {name: each for name, each in tensors_of(tmp_path / "out").items() if "scale" in name}
+    change(tmp_path / "out", {name: each.reshape(shape) for name, each in scales.items()})
+    assert torch.equal(logits(load(tmp_path / "out")), expected)
+
+
 def test_what_the_files_do_not_fill_is_named(models, tmp_path):
     quantized(tmp_path / "out", models["llama on disk"], "ct-channel")
     with pytest.raises(InputError, match=r"does not fill score\.weight of the model"):

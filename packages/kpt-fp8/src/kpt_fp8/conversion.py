@@ -15,7 +15,7 @@ from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .native_linear import NativeFP8Linear, one_positive
 from .quality import Quality, QualityMeter
-from .selection import Chosen, Selection, chosen_layers, require_module, require_parent, require_some
+from .selection import Chosen, Selection, chosen_layers, require_module, require_parent, require_some, trained
 from .weight_state import FP8Module, bytes_of
 from .weights import require_finite
 
@@ -81,6 +81,8 @@ def convert_model_to_fp8(
 ) -> _Model:
     """Convert each `nn.Linear` of a model to `NativeFP8Linear`; their weights are frozen from then on.
 
+    Layers that trained in FP8 are converted likewise, from their weights of full precision.
+
     Experts as transformers fuses them become `NativeFP8Experts` where kpt-moe is installed, its op `moe.experts` has
     their activation, and the granularity is `row` or `128x128`; their activations are not quantised.
 
@@ -123,7 +125,7 @@ def convert_model_to_fp8(
     require_module(_OWNER, model)
     if inplace:
         require_parent(_OWNER, model, "NativeFP8Linear")
-    found = chosen_layers(_OWNER, model, include, exclude, min_features)
+    found = chosen_layers(_OWNER, model, include, exclude, min_features, take_trained=True)
     # Wrong names and formats are found before any work.
     NativeFP8Linear(1, 1, granularity=granularity, activations=activations, dtype=dtype, device="meta")
     _leave_refused_experts(found, granularity, dtype)
@@ -132,10 +134,11 @@ def convert_model_to_fp8(
 
     def converted(chosen: _Chosen) -> tuple[FP8Module, ConvertedLayer]:
         made: FP8Module
-        if isinstance(chosen.module, nn.Linear):
+        module = trained(chosen.module)
+        if isinstance(module, nn.Linear):
             meter = QualityMeter()
             made = NativeFP8Linear.from_linear(
-                chosen.module,
+                module,
                 granularity=granularity,
                 activations=activations,
                 dtype=dtype,
@@ -144,7 +147,7 @@ def convert_model_to_fp8(
             )
             quality = meter.result()
         else:
-            made, quality = NativeFP8Experts.from_experts(chosen.module, granularity=granularity, dtype=dtype)
+            made, quality = NativeFP8Experts.from_experts(module, granularity=granularity, dtype=dtype)
         weight = next(made.parameters())
         return made, ConvertedLayer(
             chosen.names[0], tuple(weight.shape), bytes_of(chosen.module), bytes_of(made), quality
@@ -236,7 +239,7 @@ def _name_of_bias(name: str) -> str:
 
 def _leave_refused_experts(found: Selection, granularity: str, dtype: torch.dtype) -> None:
     for each in list(found.experts):
-        reason = refusal(each.module, granularity, dtype)
+        reason = refusal(trained(each.module), granularity, dtype)
         if reason:
             found.experts.remove(each)
             found.skipped[each.names[0]] = reason

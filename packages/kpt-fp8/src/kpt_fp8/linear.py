@@ -69,9 +69,10 @@ def linear(
     """`x @ (weight * scale).t() + bias`, of `x` as it is or quantised too; summed in float32 and rounded once.
 
     Differentiable with respect to `x` and `bias`. Quantised activations count as if they were not (straight-through,
-    arXiv:1308.3432); where they are not finite, their gradient is not specified. The weight is frozen. A kernel may
-    multiply the sum by the scale instead, so a result is specified where the sum, with and without the scale, stays
-    within the range of float32; likewise gradients.
+    arXiv:1308.3432). Where they are infinite they count as NaN, so that an overflow is seen in the result, although
+    `fp8.quantize` lets infinities saturate; where they are not finite, their gradient is not specified. The weight is
+    frozen. A kernel may multiply the sum by the scale instead, so a result is specified where the sum, with and without
+    the scale, stays within the range of float32; likewise gradients.
 
     Args:
         x: `[M, K]` float64, float32, bfloat16 or float16.
@@ -99,7 +100,7 @@ def linear(
             x.detach(), input_scale, dtype=activation_dtype, granularity=activations, scale_rounding=activation_rounding
         )
         numbers = dequantize.reference(codes, own, granularity=activations, dtype=wide)
-        # Zero, with the gradient of `x`.
-        rows = numbers + torch.where(rows.isfinite(), rows - rows.detach(), 0)
+        # Zero, with the gradient of `x`; NaN where an infinity would have passed for the largest number.
+        rows = numbers + torch.where(rows.isfinite(), rows - rows.detach(), torch.nan)
     product = rows @ dequantize.reference(weight, scale, granularity=granularity, dtype=wide).t()
     return (product if bias is None else product + bias.to(wide)).to(x.dtype)

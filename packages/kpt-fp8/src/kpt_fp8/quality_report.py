@@ -140,7 +140,8 @@ def quality_report(
 
 def _original_of(name: str, linear: nn.Module | None, layer: NativeFP8Linear) -> nn.Linear:
     shape = [layer.out_features, layer.in_features]
-    if isinstance(linear, nn.Linear) and not isinstance(linear, NativeFP8Linear) and not linear.weight.is_meta:
+    plain = isinstance(linear, nn.Linear) and not isinstance(linear, NativeFP8Linear) and not linear.weight.is_meta
+    if plain and isinstance(linear, nn.Linear):
         if list(linear.weight.shape) == shape:
             return linear
         found = f"an nn.Linear of {list(linear.weight.shape)}"

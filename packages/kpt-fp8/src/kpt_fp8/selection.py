@@ -31,7 +31,7 @@ class Chosen(Generic[Module]):
 
 @dataclass(slots=True)
 class Selection:
-    """What is converted, and by name the reason for each other `nn.Linear` and module of experts."""
+    """What is converted, and by name the reason for each other `nn.Linear` and module with stacked matrices."""
 
     chosen: list[Chosen[nn.Linear]] = field(default_factory=list)
     experts: list[Chosen[nn.Module]] = field(default_factory=list)
@@ -67,14 +67,37 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def trained(module: nn.Module) -> nn.Module:
+    """Return the layer that one of FP8 training stands for, of the same parameters; others as they are."""
+    plain = getattr(module, "without_fp8_training", None)
+    return module if plain is None else plain()
+
+
+def holds_matrices(module: nn.Module) -> bool:
+    """Tell whether a module is linear, or has stacks of matrices, as experts have, whoever wrote it."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return False
+    stacks = (each.dim() == 3 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
+    return isinstance(module, nn.Linear) or any(stacks)
+
+
 def chosen_layers(
-    owner: str, model: nn.Module, include: str | Sequence[str] | None, exclude: str | Sequence[str], min_features: int
+    owner: str,
+    model: nn.Module,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
+    min_features: int,
+    *,
+    take_trained: bool = False,
 ) -> Selection:
-    """Choose layers and experts by users' patterns; what `EXCLUDED` describes is for `include` to ask for."""
+    """Choose layers and experts by users' patterns; what `EXCLUDED` describes is for `include` to ask for.
+
+    Those that train in FP8 are `trained` of themselves for `take_trained`; else they are left as they are.
+    """
     wanted, unwanted = patterns(owner, "include", include), patterns(owner, "exclude", exclude) or ()
     if wanted is None:
         unwanted += EXCLUDED
-    found = select(owner, model, wanted, unwanted, min_features)
+    found = select(owner, model, wanted, unwanted, min_features, take_trained)
     require_some(owner, found)
     return found
 
@@ -90,7 +113,12 @@ def require_some(owner: str, found: Selection) -> None:
 
 
 def select(
-    owner: str, model: nn.Module, include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
+    owner: str,
+    model: nn.Module,
+    include: tuple[str, ...] | None,
+    exclude: tuple[str, ...],
+    min_features: int,
+    take_trained: bool = False,
 ) -> Selection:
     """Choose the layers."""
     least: object = min_features
@@ -99,14 +127,19 @@ def select(
     modules = list(model.named_modules(remove_duplicate=False))
     kept: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in modules:
-        if isinstance(module, nn.Linear | FP8Module) or is_fused_experts(module):
+        if holds_matrices(module):
             kept.setdefault(id(module), (module, []))[1].append(name)
     _require_use(owner, "include", include or (), [name for _, names in kept.values() for name in names])
     _require_use(owner, "exclude", [each for each in exclude if each not in EXCLUDED], [name for name, _ in modules])
     ties = _ties(model)
     found = Selection()
     for module, names in kept.values():
-        reason = _left(module, names, include, exclude, min_features) or ties.get(id(module), "")
+        own = trained(module)
+        if own is not module and not take_trained:
+            reason = "it trains in FP8 already"
+        else:
+            reason = _left(own, names, include, exclude, min_features)
+        reason = reason or ties.get(id(module), "")
         if reason:
             found.skipped[names[0]] = reason
             continue
@@ -124,6 +157,8 @@ def _left(
     """Say why a layer is left as it is; empty where it isn't."""
     if isinstance(module, FP8Module):
         return "it is 8-bit already"
+    if not isinstance(module, nn.Linear) and not is_fused_experts(module):
+        return f"it is a {type(module).__name__} with stacked matrices, no experts as transformers fuses them"
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         # It may do something else with its weight, as attention's output projection in torch does.
         return f"it is a {type(module).__name__}, a subclass of nn.Linear, which may use its weight in its own way"

@@ -1,6 +1,6 @@
 """One rewrite at one module: where it applies, and how its replacement is compared."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from kpt_core.selection import Selection
 from .changes import Changes
 from .measure import device_of, parameter_bytes, relative_error, settled_times
 from .plan import PlanEntry
-from .rewrite import Rewrite, Site
+from .rewrite import Rewrite, Site, own_budgets
 from .trial import Example, RejectedError, attempt, budget_of
 
 
@@ -34,9 +34,9 @@ class Task:
     objective: str
     max_error: float | None
 
-    def budget(self, expected: Any, *, lossless: bool = True) -> float:
+    def budget(self, expected: Any, *, lossless: bool = True, own: Mapping[str, float] | None = None) -> float:
         """The error allowed for an output."""
-        return budget_of(expected, self.level, self.max_error, lossless=lossless)
+        return budget_of(expected, self.level, self.max_error, lossless=lossless, own=own)
 
 
 def sites_of(rewrite: Rewrite, model: nn.Module) -> list[Site]:
@@ -60,7 +60,7 @@ def attempt_rewrite(changes: Changes, rewrite: Rewrite, site: Site, task: Task) 
     if call is None:
         reason = "the example inputs do not reach this module"
         return PlanEntry(site.module, rewrite.name, site.op, "", 1.0, 0.0, False, reason)
-    trial = ModuleTrial(changes.model, current, site, call, task)
+    trial = ModuleTrial(changes.model, current, site, call, task, own_budgets(rewrite))
     verdict, winner = attempt(
         trial, lambda: rewrite.replacement(current).eval(), current, task.objective, lossless=rewrite.lossless
     )
@@ -82,7 +82,16 @@ def attempt_rewrite(changes: Changes, rewrite: Rewrite, site: Site, task: Task) 
 class ModuleTrial:
     """Replacements of one module, compared and timed on the call that it gets."""
 
-    def __init__(self, model: nn.Module, current: nn.Module, site: Site, call: Example, task: Task) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        current: nn.Module,
+        site: Site,
+        call: Example,
+        task: Task,
+        own: Mapping[str, float] | None = None,
+    ) -> None:
+        self._own = own
         self._model, self._current, self._site, self._call, self._task = model, current, site, call, task
         self._expected: Any = None
         #: What served the op, once a candidate has run.
@@ -103,8 +112,8 @@ class ModuleTrial:
         return relative_error(output, self._expected)
 
     def budget(self, *, lossless: bool) -> float:
-        """The caller's or the level's."""
-        return self._task.budget(self._expected, lossless=lossless)
+        """The caller's, the rewrite's or the level's."""
+        return self._task.budget(self._expected, lossless=lossless, own=self._own)
 
     def times(self, before: nn.Module, after: nn.Module) -> Sequence[Sequence[float]]:
         """Seconds of a call of each, in turn."""

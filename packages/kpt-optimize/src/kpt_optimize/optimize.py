@@ -18,7 +18,7 @@ from .attempt import Task, attempt_rewrite, sites_of
 from .changes import Changes
 from .measure import device_of, gain_of, parameter_bytes, relative_error, settled_times
 from .plan import Plan, PlanEntry
-from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_model, check_objective, rewrites
+from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_model, check_objective, own_budgets, rewrites
 from .trial import Example, repeatable, setback
 
 Progress = Callable[[int, int, str], None]
@@ -113,7 +113,9 @@ def optimize(
                 if on_progress is not None:
                     on_progress(done, len(tries), f"{rewrite.name} at {site.module}")
                 entries.append(attempt_rewrite(changes, rewrite, site, task))
-            budget = task.budget(expected)
+            kept = {entry.rewrite for entry in entries if entry.kept}
+            own = [own_budgets(rewrite) for rewrite, _ in tries if rewrite.name in kept]
+            budget = max(task.budget(expected), *(task.budget(expected, own=each) for each in own), 0.0)
             entries, error = _settle(changes, entries, task, expected, budget)
             plan = conclude(
                 changes,

@@ -1,6 +1,6 @@
 """Rewrites: the changes of a model that `optimize` may try."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol, runtime_checkable
@@ -37,6 +37,8 @@ class Rewrite(Protocol):
         name: unique, `family.what`.
         lossless: the result has the numerics class of the original (same dtype, another order of sums).
         level: the lowest level that may apply it.
+        max_errors: optional: by level, the error allowed where the user sets no budget, for a format whose rounding
+            alone exceeds the level's.
     """
 
     name: str
@@ -48,6 +50,12 @@ class Rewrite(Protocol):
 
     def replacement(self, module: nn.Module) -> nn.Module:
         """A module that takes the place of `module`, which must stay as it is. Lossless ones share its parameters."""
+
+
+def own_budgets(rewrite: Rewrite) -> Mapping[str, float]:
+    """Return `max_errors` of a rewrite; empty where it has none."""
+    found: Mapping[str, float] = getattr(rewrite, "max_errors", {})
+    return found
 
 
 def check_rewrite(rewrite: object) -> Rewrite:

@@ -144,7 +144,9 @@ def failed(failure: Exception) -> str:
     return shorten(f"it failed: {type(failure).__name__}: {failure}", 300, placeholder="...")
 
 
-def budget_of(expected: Any, level: str, max_error: float | None, *, lossless: bool) -> float:
+def budget_of(
+    expected: Any, level: str, max_error: float | None, *, lossless: bool, own: Mapping[str, float] | None = None
+) -> float:
     """The error allowed.
 
     Args:
@@ -152,10 +154,11 @@ def budget_of(expected: Any, level: str, max_error: float | None, *, lossless: b
         level: gives the default.
         max_error: the caller's budget, which stands as it is.
         lossless: whether the numerics class stays.
+        own: budgets by level of what is tried, where the level's would suit no number format of its.
     """
     if max_error is not None:
         return max_error
-    default = DEFAULT_MAX_ERROR[level]
+    default = (own or {}).get(level, DEFAULT_MAX_ERROR[level])
     return max(default, rounding(expected)) if lossless else default
 
 

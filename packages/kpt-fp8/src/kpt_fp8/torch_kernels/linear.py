@@ -23,7 +23,8 @@ def forward(call: Call) -> Tensor:
             granularity=call.activations,
             scale_rounding=call.activation_rounding,
         )
-        rows = dequantize(codes, own, granularity=call.activations, dtype=wide)
+        # What is not finite leaves NaN here.
+        rows = dequantize(codes, own, granularity=call.activations, dtype=wide) + (rows - rows)
     out = product(rows, call.weight, call.scale.to(wide), call.granularity)
     return (out if call.bias is None else out.add_(call.bias)).to(x.dtype)
 

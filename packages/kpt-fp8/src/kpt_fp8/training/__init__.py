@@ -4,7 +4,7 @@ from .conversion import convert_to_fp8_training
 from .engine import FP8TrainingEngine
 from .experts import FP8TrainingExperts
 from .guards import Guards
-from .history import update_delayed_scales
+from .history import delayed_state, load_delayed_state, update_delayed_scales
 from .layer import FP8TrainingLinear
 from .recipe import FP8Recipe
 from .report import DivergedError, Escalation, LayerState, StepReport, TrainingReport
@@ -21,5 +21,7 @@ __all__ = [
     "StepReport",
     "TrainingReport",
     "convert_to_fp8_training",
+    "delayed_state",
+    "load_delayed_state",
     "update_delayed_scales",
 ]

@@ -65,7 +65,12 @@ def convert_to_fp8_training(
 
 
 def leave_to_each_process(model: nn.Module) -> None:
-    """Keep `DistributedDataParallel` from broadcasting what each process observes over what the others did."""
-    own = [f"{name}.observed" for name, module in model.named_modules() if isinstance(module, Watched)]
+    """Keep `DistributedDataParallel` from broadcasting what one process observes, and scales, which all compute."""
+    own = [
+        f"{name}.{buffer}"
+        for name, module in model.named_modules()
+        if isinstance(module, Watched)
+        for buffer, _ in module.named_buffers(recurse=False)
+    ]
     others = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     model._ddp_params_and_buffers_to_ignore = [*others, *own]  # type: ignore[assignment]

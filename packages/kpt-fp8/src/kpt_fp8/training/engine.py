@@ -7,16 +7,15 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kpt_core import InputError
-from kpt_fp8.selection import require_module
+from kpt_fp8.selection import holds_matrices, require_module, trained
 
 from .conversion import convert_to_fp8_training
 from .guards import Guards, Observation, causes
-from .history import mistrust, multiply_gradients, remember
+from .history import delayed_state, load_delayed_state, mistrust, multiply_gradients, remember, share_largest
 from .quantising import ROLES, largest_of
 from .recipe import FP8Recipe
 from .report import ACCUMULATED, SKIPPED, TAKEN, DivergedError, Escalation, LayerState, StepReport, TrainingReport
@@ -52,7 +51,7 @@ class FP8TrainingEngine:
 
     Attributes:
         layers: by name, what is watched.
-        left: by name, why another `nn.Linear` was left as it is.
+        left: by name, why another `nn.Linear`, or other experts, train as they are.
         loss_scale: what the loss is multiplied by.
 
     Raises:
@@ -81,8 +80,13 @@ class FP8TrainingEngine:
             raise InputError(f"{owner}: accumulation must be a positive integer; got {accumulation}")
         if clip_norm is not None and not clip_norm > 0:
             raise InputError(f"{owner}: clip_norm must be positive; got {clip_norm}: leave it out for no clipping")
-        self.left: dict[str, str] = {}
-        if not any(isinstance(each, Watched) for each in model.modules()):
+        if any(isinstance(each, Watched) for each in model.modules()):
+            self.left = {
+                name: "it was left as it is when the model was converted"
+                for name, each in model.named_modules()
+                if holds_matrices(each) and trained(each) is each
+            }
+        else:
             self.left = convert_to_fp8_training(
                 model, recipe, include=include, exclude=exclude, min_features=min_features
             )
@@ -161,7 +165,7 @@ class FP8TrainingEngine:
         where = gradients[0].device
         tops = torch.stack([largest_of(each).float().to(where) for each in gradients])
         observed = torch.stack([layer.observed.to(where) for layer in self.layers.values()])
-        _share_largest(tops, observed)
+        share_largest(tops, observed)
         for layer, own in zip(self.layers.values(), observed, strict=True):
             layer.observed.copy_(own)  # what is remembered is of all processes, too
         owners = [names.get(id(each), "a parameter of the optimizer") for each in self._parameters()]
@@ -271,6 +275,7 @@ class FP8TrainingEngine:
             "optimizer": self.optimizer.state_dict(),
             "engine": {
                 **state_of(self.layers),
+                "delayed": delayed_state(self.model),
                 **{name: getattr(self, name) for name in _NUMBERS},
                 "bad_signs": dict(self.bad_signs),
                 "escalations": [list(astuple(each)) for each in self.escalations],
@@ -296,6 +301,7 @@ class FP8TrainingEngine:
         self.last_skips = deque(own["last_skips"], maxlen=_SENTENCES)
         self.errors = {name: tuple(errors) for name, errors in own["errors"].items()}
         load_state(self.layers, own)
+        load_delayed_state(self.model, own["delayed"])
         self._pending = 0
         self.optimizer.zero_grad()
         self._prepare_step()
@@ -305,18 +311,3 @@ def _local(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor that FSDP2 shards, in the same memory; others as they are."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def _share_largest(*found: Tensor) -> None:
-    """Make numbers the largest of all processes, in place; NaN and infinity become infinity. One communication.
-
-    Every process calls it with tensors of the same shapes.
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    together = torch.cat([each.reshape(-1) for each in found])
-    # Reductions differ in what the larger of NaN and a number is.
-    together.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    dist.all_reduce(together, dist.ReduceOp.MAX)
-    for each, part in zip(found, together.split([each.numel() for each in found]), strict=True):
-        each.copy_(part.view_as(each))

@@ -57,6 +57,12 @@ class FP8TrainingExperts(nn.Module):
             setattr(made, own, watched)
         return made.train(experts.training)
 
+    def without_fp8_training(self) -> nn.Module:
+        """Return the experts as the model had them, with the very parameters of these."""
+        made: nn.Module = copy.copy(self._original[0])
+        made._parameters = dict(self._parameters)
+        return made.train(self.training)
+
     @property
     def _first(self) -> str:
         return "gate_up_proj" if self._original[0].has_gate else "up_proj"

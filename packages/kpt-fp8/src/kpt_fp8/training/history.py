@@ -1,10 +1,12 @@
 """Delayed scales: the histories of largest magnitudes, and what they suggest."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from kpt_core import InputError
 from kpt_fp8.formats import FORMATS
 from kpt_fp8.scales import scale_of
 
@@ -17,12 +19,66 @@ def update_delayed_scales(model: nn.Module) -> None:
     """Add what the layers of a model observed to their histories, and compute the scales of the next step.
 
     Call it once after each step of the optimizer, outside of compiled code. Layers without delayed scales forget what
-    they observed, and nothing else happens.
+    they observed, and nothing else happens. Where several processes train together, all of them call it: the default
+    process group shares what each saw, so that no process clamps by the scales of another one's data.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Watched)]
+    if layers:
+        share_largest(*(layer.observed for layer in layers))
     remember(layers)
     for layer in layers:
         layer.reset_observed()
+
+
+def delayed_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the histories and scales of a model's layers by name, to be saved beside its state dict.
+
+    `FP8TrainingEngine.state_dict` has them already. Without them training goes on too, by the scales that are there.
+    """
+    return {name: each.clone() for name, each in _buffers(model).items()}
+
+
+@torch.no_grad()
+def load_delayed_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Set what `delayed_state` gave; raise `InputError`, and change nothing, where it is of other layers or recipes."""
+    own = _buffers(model)
+    wrong = sorted(own.keys() ^ state.keys()) + [n for n in own if n in state and own[n].shape != state[n].shape]
+    if wrong:
+        raise InputError(
+            f"load_delayed_state: {wrong[0]!r} is not alike in the state and in the model: convert the model with the "
+            "same recipe, include and exclude"
+        )
+    for name, each in own.items():
+        each.copy_(state[name])
+    for layer in model.modules():
+        if isinstance(layer, Watched) and layer.scales is not None:
+            layer.delayed_ready = ready(layer.scales.tolist())
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{name}.{own}" if name else own: buffer
+        for name, layer in model.named_modules()
+        if isinstance(layer, Watched)
+        for own, buffer in (("amax_history", layer.amax_history), ("scales", layer.scales))
+        if buffer is not None
+    }
+
+
+def share_largest(*found: Tensor) -> None:
+    """Make numbers the largest of all processes, in place; NaN and infinity become infinity. One communication.
+
+    Every process calls it with tensors of the same shapes.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    where = found[0].device
+    together = torch.cat([each.to(where).reshape(-1) for each in found])
+    # Reductions differ in what the larger of NaN and a number is.
+    together.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(together, dist.ReduceOp.MAX)
+    for each, part in zip(found, together.split([each.numel() for each in found]), strict=True):
+        each.copy_(part.view_as(each))
 
 
 @torch.no_grad()

@@ -18,8 +18,9 @@ class FP8TrainingLinear(Watched, nn.Linear):
     Weight and bias stay parameters of full precision, which an optimizer updates as ever; they are quantised at each
     call. Input and weight are e4m3, the gradient of the output is e5m2, each scaled as the recipe says. An infinity or
     NaN among them is never clamped away: it makes what depends on it NaN, so that it is found. Only delayed scales
-    clamp: `observed` tells how many numbers. The state dict is that of `nn.Linear`; delayed scales add `amax_history`
-    and `scales`.
+    clamp: `observed` tells how many numbers. The state dict is that of `nn.Linear`, so a
+    trained model is saved and loaded as one that was never converted; `delayed_state` has the histories.
+    `convert_model_to_fp8` makes a trained model one for inference.
 
     With delayed scales, call `update_delayed_scales` after each step of the optimizer; `FP8TrainingEngine` does. Until
     then, and after an overflow, the layer scales by what is there.
@@ -69,6 +70,12 @@ class FP8TrainingLinear(Watched, nn.Linear):
         made.weight, made.bias = linear.weight, linear.bias
         made.prepare(recipe_of(recipe), made.weight.device)
         return made.train(linear.training)
+
+    def without_fp8_training(self) -> nn.Linear:
+        """Return an `nn.Linear` that has the very parameters of this layer."""
+        made = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        made.weight, made.bias = self.weight, self.bias
+        return made.train(self.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute `input @ weight.t() + bias`, differentiable once: `[..., out_features]`.

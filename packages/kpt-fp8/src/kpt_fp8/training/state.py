@@ -12,7 +12,7 @@ from kpt_fp8.formats import FORMATS
 from .recipe import FP8Recipe
 from .watched import Watched
 
-_VERSION = 1
+_VERSION = 2
 _DTYPES = {str(dtype): dtype for dtype in FORMATS}
 
 

@@ -1,7 +1,7 @@
 """Multiplying by a weight in 8 bits, and watching what happens: `Watched`."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,13 @@ class Watched(nn.Module):
         def new(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=torch.float32)
 
+        # Apart from the weights, whose state dict is for every other program too: `delayed_state` has them.
         self.register_buffer("observed", new(len(ROLES), len(OBSERVED)), persistent=False)
-        self.register_buffer("amax_history", new(len(ROLES), recipe.history) if recipe.delayed else None)
-        self.register_buffer("scales", new(len(ROLES)) if recipe.delayed else None)
+        for name, shape in (("amax_history", (len(ROLES), recipe.history)), ("scales", (len(ROLES),))):
+            self.register_buffer(name, new(*shape) if recipe.delayed else None, persistent=False)
 
     def set_recipe(self, recipe: FP8Recipe) -> None:
-        """Quantise in another way from now on. What `state_dict` holds stays as the first recipe made it."""
+        """Quantise in another way from now on. Histories stay as the first recipe made them."""
         if recipe.delayed and self.amax_history is None:
             raise InputError(
                 f"{type(self).__name__}: delayed scales need a history; this layer was made with recipe {self.recipe}: "
@@ -89,12 +90,6 @@ class Watched(nn.Module):
     def reset_observed(self) -> None:
         """Forget what was observed."""
         self.observed.zero_()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        given = state_dict.get(f"{prefix}scales")
-        if self.scales is not None and given is not None:
-            self.delayed_ready = ready(given.tolist())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         kept = {id(buffer) for buffer in self.buffers(recurse=False)}

@@ -1,5 +1,6 @@
 """The modules that a checkpoint's tensors are loaded into."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import use_experts_implementation
 
 from kpt_core import InputError
+from kpt_fp8.checkpoints.folder import Stored
 from kpt_fp8.checkpoints.formats import Format
 from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.fp8_tensor import FP8Tensor
@@ -19,22 +21,22 @@ _SIDE = 128
 
 
 class StoredLinear(nn.Module):
-    """A linear layer as the files have it: parameters by the names there; it never runs."""
+    """A linear layer as the files have it: parameters by the names there; it never runs.
 
-    def __init__(self, linear: nn.Linear, form: Format, scheme: Scheme) -> None:
+    Scales have the shape that `stored` says for the weight `name`: one number is written as [], [1] or [1, 1].
+    """
+
+    def __init__(
+        self, linear: nn.Linear, form: Format, scheme: Scheme, name: str, stored: Mapping[str, Stored]
+    ) -> None:
         super().__init__()
-        shape = (linear.out_features, linear.in_features)
-        names = [form.codes_name("0.weight"), form.scale_name("0.weight")]
-        tensors = [
-            torch.empty(shape, dtype=scheme.dtype, device="meta"),
-            torch.empty(form.stored_shape(shape, scheme.granularity), dtype=torch.float32, device="meta"),
-        ]
-        if scheme.static:
-            names.append(form.input_scale_name("0.weight"))
-            tensors.append(torch.empty(form.stored_shape((1, 1), "tensor"), dtype=torch.float32, device="meta"))
-        self.stored = [name.removeprefix("0.") for name in names]
-        for name, tensor in zip(self.stored, tensors, strict=True):
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.stored: list[str] = []
+        named = [form.codes_name, form.scale_name, *([form.input_scale_name] if scheme.static else [])]
+        for place, naming in enumerate(named):
+            shape = stored[naming(name)].shape if place else (linear.out_features, linear.in_features)
+            tensor = torch.empty(shape, dtype=torch.float32 if place else scheme.dtype, device="meta")
+            self.stored.append(naming("0.weight").removeprefix("0."))
+            self.register_parameter(self.stored[-1], nn.Parameter(tensor, requires_grad=False))
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
         self.scheme = scheme

@@ -143,13 +143,19 @@ class KptFP8Quantizer(HfQuantizer):
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **loading: Any) -> Any:
-        self.reader = TensorReader(CheckpointFolder(Path(loading["checkpoint_files"][0]).parent))
+        folder = CheckpointFolder(Path(loading["checkpoint_files"][0]).parent)
+        self.reader = TensorReader(folder)
         parameters = model.state_dict()
         found = self._quantized_parameters(model, parameters)
         done: set[str] = set()
         for name, module in list(model.named_modules()):
             own = {each for each in found if each.rpartition(".")[0] == name}
-            made = self._replacement(model, module) if own else None
+            made: nn.Module | None = None
+            if own and type(module) is nn.Linear:
+                made = StoredLinear(module, self.format, self.scheme, found[f"{name}.weight"], folder.tensors)
+            elif own and hasattr(module, "down_proj") and not isinstance(module.down_proj, nn.Module):
+                text, quantized = model.config.get_text_config(), self.quantization_config.activations
+                made = experts_of(module, text, self.scheme, quantized)
             if made is not None:
                 model.set_submodule(name, made)
                 done |= own
@@ -158,7 +164,7 @@ class KptFP8Quantizer(HfQuantizer):
                 f"kpt_fp8.transformers: {type(model).__name__} has no linear layer that the checkpoint has in 8 bits: "
                 "load it with transformers"
             )
-        for name in found - done:
+        for name in found.keys() - done:
             if name in parameters:
                 kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
                 raise InputError(
@@ -167,27 +173,19 @@ class KptFP8Quantizer(HfQuantizer):
                 )
         return model
 
-    def _quantized_parameters(self, model: Any, parameters: dict[str, Any]) -> set[str]:
-        """Names of parameters that the files have in 8 bits, as transformers renames them; those of experts once."""
+    def _quantized_parameters(self, model: Any, parameters: dict[str, Any]) -> dict[str, str]:
+        """By name of a parameter that the files have in 8 bits, as transformers renames it, a name that they have."""
         transforms = get_model_conversion_mapping(model, self.quantization_config.key_mapping)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        found = set()
+        found = {}
         for name, quantized in self.quantization_config.quantized.items():
             own, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
             if own not in parameters and name in parameters:
                 own = name  # as transformers loads it, too
             if quantized:
-                found.add(own)
+                found[own] = name
         return found
-
-    def _replacement(self, model: Any, module: nn.Module) -> nn.Module | None:
-        """What takes a module's place; None where a module has no 8-bit form here."""
-        if type(module) is nn.Linear:
-            return StoredLinear(module, self.format, self.scheme)
-        if hasattr(module, "down_proj") and not isinstance(module.down_proj, nn.Module):
-            return experts_of(module, model.config.get_text_config(), self.scheme, self.quantization_config.activations)
-        return None
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Converters that stack codes and scales of experts, in place of those that stack weights."""
