@@ -1,5 +1,6 @@
 """What the ops of this package are tried on, for the entry-point group `kpt.cases`."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -144,6 +145,17 @@ _LLAMA: dict[str, Any] = {
     "return_lse": False,
 }
 
+
+def _affordable(values: Mapping[str, Any]) -> bool:
+    """Return whether a bias, or the bits of blocks of each head, are no more than millions of numbers."""
+    heads, queries, keys = (
+        math.prod(values.get(size, 1) for size in sizes)
+        for sizes in (("batch", "kv_heads", "groups"), ("queries",), ("keys",))
+    )
+    blocks = heads * -(-queries // BLOCK) * -(-keys // BLOCK) if values["mask"] == "blocks by head" else 0
+    return heads * queries * keys <= 2_000_000 and blocks <= 1_000
+
+
 _dense, _merge = (partial(_wrong, f"attention.{name}") for name in ("dense", "merge"))
 
 # fmt: off
@@ -245,6 +257,7 @@ DENSE = CaseTable(
             "seed": (0, 7),
             "offset": (0, 3),
         },
+        allowed=_affordable,
     ),
 )
 
