@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import LlamaForSequenceClassification
 
+from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
 from kpt_fp8.checkpoints.contents import describe
 from kpt_fp8.checkpoints.folder import CheckpointFolder
 from kpt_fp8.transformers import load
@@ -153,6 +154,24 @@ def test_what_the_files_do_not_fill_is_named(models, tmp_path):
     change(tmp_path / "out", remove=[norm])
     with pytest.raises(InputError, match=f"does not fill {norm}"):
         load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("damage", ["NaN", "has a scale of 0.0", "looks like the reciprocal"])
+def test_what_the_check_finds_is_not_loaded_and_not_converted(kind, damage, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], "fp8-block")
+    held = tensors_of(tmp_path / "out")
+    name = next(each for each in held if each.endswith(("down_proj.weight", "w2.weight")))
+    codes, scale = held[name], held[f"{name}_scale_inv"]
+    if damage == "NaN":
+        codes.view(torch.uint8)[0, 0] = 0x7F
+    scale = {"NaN": scale, "has a scale of 0.0": scale * 0}.get(damage, 1 / scale)
+    change(tmp_path / "out", {name: codes, f"{name}_scale_inv": scale})
+    assert [damage in each for each in check_checkpoint(tmp_path / "out")] == [True]
+    with pytest.raises(InputError, match=damage):
+        load(tmp_path / "out")
+    with pytest.raises(InputError, match=damage):
+        convert_checkpoint(tmp_path / "out", tmp_path / "again", to="compressed-tensors", granularity="128x128")
 
 
 def test_codes_are_not_loaded_as_numbers(models, tmp_path):

@@ -40,29 +40,6 @@ class Inexact(Exception):
     """The same numbers can't be written in the other scheme; the message says why."""
 
 
-def require_sound(name: str, weight: QuantizedWeight) -> None:
-    """Raise `InputError` where codes or scales of a weight are no numbers that it could have."""
-    bad = int(torch.count_nonzero(nan_codes(weight.codes)))  # a sum would make int64 of it
-    if bad:
-        raise InputError(
-            f"{name} holds {bad} of {weight.codes.numel()} codes that are NaN; expected numbers: quantise the weight "
-            "again from a sound one"
-        )
-    for what, scale in (("scale", weight.scale), ("static scale of activations", weight.input_scale)):
-        if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
-            wrong = scale[~(scale.isfinite() & (scale > 0))].flatten()[0].item()
-            raise InputError(
-                f"{name} has a {what} of {wrong}; expected positive finite numbers: quantise the weight again"
-            )
-
-
-def nan_codes(codes: Tensor) -> Tensor:
-    """Where codes are NaN or infinite, bool of the same shape."""
-    bits = codes.view(torch.uint8)
-    special = FORMATS[codes.dtype].special
-    return bits == special if special == _MINUS_ZERO else (bits & _MAGNITUDE) >= special
-
-
 def same_numbers(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[QuantizedWeight, ConvertedTensor]:
     """Write a sound weight with the same numbers in another scheme; raise `Inexact` where that has none."""
     done = []

@@ -14,11 +14,12 @@ from kpt_fp8.conversion import Progress
 from kpt_fp8.scales import LEAST
 from kpt_fp8.selection import matches, patterns
 
-from .changing import ConvertedTensor, Inexact, quantized_anew, require_sound, same_numbers
+from .changing import ConvertedTensor, Inexact, quantized_anew, same_numbers
 from .contents import Contents, describe
 from .folder import CONFIG, CheckpointFolder, Stored, TensorReader
 from .formats import Format, format_named, module_of
 from .scheme import NUMBERS, QuantizedWeight, Scheme
+from .soundness import require_sound
 from .staging import ShardWriter, check_target, copy_rest, staged, write_json
 
 _OWNER = "convert_checkpoint"
