@@ -25,7 +25,7 @@ class ConvertedTensor:
 
     Attributes:
         name: of the weight in the model.
-        exact: it stands for the same numbers as before, to the bit.
+        exact: it stands for the same numbers as before, to the bit but for the sign of zeros, which `how` tells of.
         how: what was done.
         sqnr: signal-to-noise ratio in dB against the numbers before; None where they are the same.
     """
@@ -48,7 +48,10 @@ def same_numbers(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[Qu
         scale = _finer(weight, scheme.granularity)
         done.append(f"the scale repeated per {scheme.granularity}")
     if codes.dtype is not scheme.dtype:
+        zeros = int(torch.count_nonzero(codes.view(torch.uint8) == _MINUS_ZERO))
         codes, scale = _recoded(codes, scale, scheme.dtype)
+        if zeros:  # in e4m3fn alone: in fnuz that code is NaN
+            done.append(f"{zeros} minus zeros as zeros")
         done.append(f"codes of {scheme.dtype} with scales times {'2' if FORMATS[scheme.dtype].bias == 8 else '1/2'}")
     if not torch.equal(scale.to(scheme.scale_dtype).to(torch.float32), scale):
         raise Inexact(f"its scales are no numbers of {scheme.scale_dtype}")
