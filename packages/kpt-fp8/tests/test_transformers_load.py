@@ -85,6 +85,22 @@ def test_activations_are_quantised_as_the_checkpoint_says(kind, variant, models,
         assert 15 < sqnr(exact, logits(loaded)) < 45
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_the_bound_of_activations_is_kept(kind, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], "fbgemm")
+    loaded = load(tmp_path / "out")
+    x = torch.full((1, 128), 3.0)
+    x[0, 0] = 5000
+    layers = [loaded.model.layers[0].self_attn.q_proj]
+    if kind == "qwen3_moe":
+        experts = loaded.model.layers[0].mlp.experts
+        layers = [lambda x: experts.linear(x, experts.down_proj[0], experts.down_proj_scale_inv[0])]
+    assert torch.equal(layers[0](x), layers[0](x.clamp(max=1200)))
+    assert layers[0](x * torch.inf).isnan().all()
+    plain = load(tmp_path / "out", quantize_activations=False).model.layers[0].self_attn.q_proj
+    assert not torch.equal(plain(x), plain(x.clamp(max=1200)))
+
+
 @pytest.mark.parametrize("variant", ["fp8-tensor-static", "ct-tensor-static"])
 def test_static_scales_reach_layers_and_experts(variant, models, tmp_path):
     quantized(tmp_path / "out", models["mixtral on disk"], variant)

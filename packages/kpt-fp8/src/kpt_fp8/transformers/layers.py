@@ -15,7 +15,7 @@ from kpt_fp8.checkpoints.scheme import QuantizedWeight, Scheme
 from kpt_fp8.checkpoints.soundness import require_sound
 from kpt_fp8.fp8_tensor import FP8Tensor
 from kpt_fp8.linear import NONE, linear
-from kpt_fp8.native_linear import NativeFP8Linear
+from kpt_fp8.native_linear import NativeFP8Linear, clamped
 from kpt_fp8.scales import scale_shape
 
 _SIDE = 128
@@ -57,7 +57,8 @@ class StoredLinear(nn.Module):
         own = own if activations else None
         held = FP8Tensor(codes, scale, granularity, self.dtype)
         used = self.scheme.activations if activations else NONE
-        return NativeFP8Linear.from_fp8(held, self.bias, activations=used, input_scale=own)
+        bound = self.scheme.bound if activations else None
+        return NativeFP8Linear.from_fp8(held, self.bias, activations=used, input_scale=own, input_bound=bound)
 
 
 class StoredExperts(FP8Experts):
@@ -117,6 +118,8 @@ class StoredExperts(FP8Experts):
     ) -> Tensor:
         """The product with one expert's matrix, or with the gate's and the up projection's, which scales keep apart."""
         granularity = self.scheme.granularity
+        if self.quantize_activations and self.scheme.bound is not None:
+            input = clamped(input, self.scheme.bound)
         parts = self._parts(weight, weight_scale_inv)
         if activation_scale is not None:
             parts = max(parts, activation_scale.numel())
