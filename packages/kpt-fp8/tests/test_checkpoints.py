@@ -213,6 +213,27 @@ def test_codes_become_fnuz_and_back_to_the_bit(tmp_path):
     assert torch.equal(*(numbers(tmp_path / each)["model.0.q_proj.weight"] for each in ("first", "third")))
 
 
+def test_minus_zeros_that_fnuz_has_not_are_told(tmp_path):
+    tensors = plain_tensors()
+    tensors["model.0.q_proj.weight"][0, :2] = -0.0
+    folder = write(tmp_path / "source", tensors)
+    convert_checkpoint(folder, tmp_path / "fn", to="fp8")
+    report = convert_checkpoint(tmp_path / "fn", tmp_path / "fnuz", to="fp8", dtype=torch.float8_e4m3fnuz)
+    told = {each.name: each.how for each in report.tensors}
+    codes = tensors_of(tmp_path / "fn")["model.0.q_proj.weight"].view(torch.uint8)
+    count = int((codes == 0x80).sum())
+    assert count >= 2
+    assert f"{count} minus zeros as zeros, " in told["model.0.q_proj.weight"]
+
+
+@pytest.mark.parametrize(("rows", "granularity"), [(576, None), (640, None), (576, "tensor")])
+def test_rows_that_end_within_a_block_are_noted(rows, granularity, tmp_path):
+    folder = write(tmp_path / "source", {"a.q_proj.weight": torch.randn(rows, 128)})
+    report = convert_checkpoint(folder, tmp_path / "out", to="fp8", granularity=granularity)
+    noted = [each for each in report.notes if "a.q_proj.weight: the number of rows is no multiple of 128" in each]
+    assert bool(noted) is (rows % 128 > 0 and granularity is None)
+
+
 def test_the_largest_code_of_fnuz_has_no_equal(tmp_path):
     codes = every_code(torch.float8_e4m3fnuz)
     first = fp8_checkpoint(tmp_path / "first", codes, torch.tensor([[0.5]]), fmt="e4m3fnuz")

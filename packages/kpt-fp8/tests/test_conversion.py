@@ -243,6 +243,8 @@ def test_refusals_leave_the_model_as_it_was():
         InputError, match=r"no layer to convert.*got 1 that are left.*0: 8 to 8 features.*change include"
     ):
         convert_model_to_fp8(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(InputError, match=r"no layer to convert.*got 1 that are left.*0: it is 8-bit already"):
+        convert_model_to_fp8(convert_model_to_fp8(stack(64, 64)))
     with pytest.raises(InputError, match=r"no layer to convert.*got 0"):
         convert_model_to_fp8(nn.ReLU())
     with pytest.raises(UnknownNameError, match=r"unknown granularity 'col'"):

@@ -3,7 +3,7 @@ import torch
 
 import kpt_fp8
 from kpt_core import InputError, UnknownNameError
-from kpt_fp8 import compute_fp8_scale, dequantize_from_fp8, quantize_to_fp8
+from kpt_fp8 import compute_fp8_scale, dequantize_from_fp8, quantize_to_fp8, scale_shape
 from kpt_fp8.formats import FP8_DTYPES
 
 GRANULARITIES = ("tensor", "row", "1x128", "128x128", "1x32", "mxfp8")
@@ -95,6 +95,8 @@ def test_no_gradient():
         ),
         (lambda: compute_fp8_scale(torch.ones(2), torch.int8), InputError, "dtype must be float8_e4m3fn.*got"),
         (lambda: compute_fp8_scale(torch.ones(2), granularity="rows"), UnknownNameError, "did you mean 'row'"),
+        (lambda: compute_fp8_scale(torch.ones(2), granularity="mx"), UnknownNameError, "mxfp8"),
+        (lambda: scale_shape([2, 32], "mx"), UnknownNameError, "mxfp8"),
         (lambda: compute_fp8_scale(torch.ones(2), granularity="128x128"), InputError, "2 dimensions at least"),
         (lambda: quantize_to_fp8(torch.ones(2), granularity="rows"), UnknownNameError, "did you mean 'row'"),
         (

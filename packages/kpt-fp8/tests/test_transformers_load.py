@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import LlamaForSequenceClassification
 
+from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
 from kpt_fp8.checkpoints.contents import describe
 from kpt_fp8.checkpoints.folder import CheckpointFolder
 from kpt_fp8.transformers import load
@@ -84,6 +85,22 @@ def test_activations_are_quantised_as_the_checkpoint_says(kind, variant, models,
         assert 15 < sqnr(exact, logits(loaded)) < 45
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_the_bound_of_activations_is_kept(kind, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], "fbgemm")
+    loaded = load(tmp_path / "out")
+    x = torch.full((1, 128), 3.0)
+    x[0, 0] = 5000
+    layers = [loaded.model.layers[0].self_attn.q_proj]
+    if kind == "qwen3_moe":
+        experts = loaded.model.layers[0].mlp.experts
+        layers = [lambda x: experts.linear(x, experts.down_proj[0], experts.down_proj_scale_inv[0])]
+    assert torch.equal(layers[0](x), layers[0](x.clamp(max=1200)))
+    assert layers[0](x * torch.inf).isnan().all()
+    plain = load(tmp_path / "out", quantize_activations=False).model.layers[0].self_attn.q_proj
+    assert not torch.equal(plain(x), plain(x.clamp(max=1200)))
+
+
 @pytest.mark.parametrize("variant", ["fp8-tensor-static", "ct-tensor-static"])
 def test_static_scales_reach_layers_and_experts(variant, models, tmp_path):
     quantized(tmp_path / "out", models["mixtral on disk"], variant)
@@ -153,6 +170,24 @@ def test_what_the_files_do_not_fill_is_named(models, tmp_path):
     change(tmp_path / "out", remove=[norm])
     with pytest.raises(InputError, match=f"does not fill {norm}"):
         load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("damage", ["NaN", "has a scale of 0.0", "looks like the reciprocal"])
+def test_what_the_check_finds_is_not_loaded_and_not_converted(kind, damage, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], "fp8-block")
+    held = tensors_of(tmp_path / "out")
+    name = next(each for each in held if each.endswith(("down_proj.weight", "w2.weight")))
+    codes, scale = held[name], held[f"{name}_scale_inv"]
+    if damage == "NaN":
+        codes.view(torch.uint8)[0, 0] = 0x7F
+    scale = {"NaN": scale, "has a scale of 0.0": scale * 0}.get(damage, 1 / scale)
+    change(tmp_path / "out", {name: codes, f"{name}_scale_inv": scale})
+    assert [damage in each for each in check_checkpoint(tmp_path / "out")] == [True]
+    with pytest.raises(InputError, match=damage):
+        load(tmp_path / "out")
+    with pytest.raises(InputError, match=damage):
+        convert_checkpoint(tmp_path / "out", tmp_path / "again", to="compressed-tensors", granularity="128x128")
 
 
 def test_codes_are_not_loaded_as_numbers(models, tmp_path):

@@ -65,6 +65,7 @@ class NativeFP8Linear(FP8Module, nn.Linear):
 
     weight: FP8Tensor
     input_scale: Tensor | None
+    input_bound: float | None = None
 
     def __init__(
         self,
@@ -85,8 +86,7 @@ class NativeFP8Linear(FP8Module, nn.Linear):
             if size < 1:
                 raise InputError(f"{owner}: {name} must be a positive integer; got {size!r}")
         require_fp8(owner, "dtype", dtype)
-        if granularity not in (*BLOCKS, MXFP8):
-            raise UnknownNameError("granularity", granularity, (*BLOCKS, MXFP8))
+        self.granularity, scale_dtype, _ = scale_format(granularity, False)
         if activations not in (NONE, *BLOCKS, MXFP8):
             raise UnknownNameError("granularity of activations", activations, (NONE, *BLOCKS, MXFP8))
         if static and activations != "tensor":
@@ -95,8 +95,9 @@ class NativeFP8Linear(FP8Module, nn.Linear):
                 f"{activations!r}: give 'tensor', or no input scale"
             )
         self.in_features, self.out_features = in_features, out_features
-        self.granularity, scale_dtype, _ = scale_format(granularity, False)
-        self.activations, _, self.activation_rounding = scale_format(activations, False)
+        self.activations, self.activation_rounding = NONE, "none"
+        if activations != NONE:
+            self.activations, _, self.activation_rounding = scale_format(activations, False)
         self.code_dtype, self.activation_dtype = dtype, ACTIVATION_DTYPES[dtype]
         shape = (out_features, in_features)
         codes = torch.zeros(shape, device=device, dtype=dtype)
@@ -124,6 +125,7 @@ class NativeFP8Linear(FP8Module, nn.Linear):
         *,
         activations: str = NONE,
         input_scale: Tensor | float | None = None,
+        input_bound: float | None = None,
     ) -> Self:
         """The layer of a weight that is quantised, as from a checkpoint; it shares its memory, and the bias's.
 
@@ -133,6 +135,7 @@ class NativeFP8Linear(FP8Module, nn.Linear):
             activations: what shares a scale of the activations, as the class takes it.
             input_scale: what activations are divided by, one positive number (static); None: what they ask for
                 themselves at each call (dynamic).
+            input_bound: clamp activations to this magnitude before they are quantised, as fbgemm_fp8 does.
 
         Raises:
             InputError: a shape or an argument does not fit.
@@ -160,6 +163,7 @@ class NativeFP8Linear(FP8Module, nn.Linear):
             device="meta",
         )
         made._set_weight(weight)
+        made.input_bound = None if input_bound is None else one_positive(owner, "input_bound", input_bound)
         if bias is not None:
             made.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
         if static is not None:
@@ -217,6 +221,8 @@ class NativeFP8Linear(FP8Module, nn.Linear):
             )
         weight = self.weight
         weight.require_frozen()
+        if self.input_bound is not None:
+            input = clamped(input, self.input_bound)
         rows = linear_op(
             input.reshape(-1, self.in_features),
             weight.codes,
@@ -262,8 +268,13 @@ class NativeFP8Linear(FP8Module, nn.Linear):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"granularity={self.granularity!r}, activations={self.activations!r}, static={static}, "
-            f"dtype={self.code_dtype}"
+            f"{'' if self.input_bound is None else f'input_bound={self.input_bound}, '}dtype={self.code_dtype}"
         )
+
+
+def clamped(x: Tensor, bound: float) -> Tensor:
+    """Clamp numbers to a magnitude; an infinity becomes NaN, so that an overflow is seen."""
+    return x.clamp(-bound, bound) + (x - x)
 
 
 def one_positive(owner: str, name: str, scale: object) -> float:

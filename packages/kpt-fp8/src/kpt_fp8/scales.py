@@ -38,6 +38,8 @@ def scale_shape(shape: Sequence[int], granularity: str) -> list[int]:
         UnknownNameError: no such granularity.
         InputError: the shape has too few dimensions for it.
     """
+    if granularity not in (*BLOCKS, "mxfp8"):
+        raise UnknownNameError("granularity", granularity, (*BLOCKS, "mxfp8"))
     granularity = "1x32" if granularity == "mxfp8" else granularity
     check_granularity("scale_shape", "shape", granularity, shape)
     rows, columns = BLOCKS[granularity]

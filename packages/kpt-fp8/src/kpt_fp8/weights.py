@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kpt_core import InputError
+from kpt_core import InputError, UnknownNameError
 
 from .dequantize import dequantize
 from .formats import FORMATS, require_floating, require_fp8
@@ -23,6 +23,8 @@ MXFP8 = "mxfp8"
 
 def scale_format(granularity: str, power_of_two: bool) -> tuple[str, torch.dtype, str]:
     """Return the granularity, the scale's dtype and its rounding, as op `fp8.quantize` takes them."""
+    if granularity not in (*BLOCKS, MXFP8):
+        raise UnknownNameError("granularity", granularity, (*BLOCKS, MXFP8))
     if granularity == MXFP8:
         return "1x32", torch.float8_e8m0fnu, "up"
     return granularity, torch.float32, "up" if power_of_two else "none"

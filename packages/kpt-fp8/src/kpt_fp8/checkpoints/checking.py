@@ -1,20 +1,14 @@
 """What is wrong with a checkpoint, a sentence each: `check_checkpoint`."""
 
-import math
 import os
-
-import torch
 
 from kpt_core import InputError
 from kpt_fp8.conversion import Progress
 
-from .changing import require_sound
 from .contents import Contents, StoredWeight, describe
 from .folder import CheckpointFolder, TensorReader
-from .scheme import QuantizedWeight, Scheme
-
-#: Weights of trained layers are far below this; scales that are reciprocals make them far larger.
-_LARGE = 64.0
+from .scheme import Scheme
+from .soundness import faults_of
 
 
 def check_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None = None) -> list[str]:
@@ -51,39 +45,6 @@ def check_checkpoint(path: str | os.PathLike[str], *, progress: Progress | None 
 
 def _faults(contents: Contents, scheme: Scheme, stored: StoredWeight, reader: TensorReader) -> list[str]:
     try:
-        weight = stored.read(reader, scheme)
-        require_sound(stored.name, weight)
+        return faults_of(stored.name, stored.read(reader, scheme), stored.scale, stored.input_scale)
     except InputError as error:
         return [str(error)]
-    given = weight.input_scale
-    return [*_reciprocal(stored, weight), *_odd_input_scale(stored, None if given is None else float(given))]
-
-
-def _reciprocal(stored: StoredWeight, weight: QuantizedWeight) -> list[str]:
-    """Tell whether weights would be usual if the scale were 1 by what is stored."""
-    if weight.codes.numel() == 0:
-        return []
-    largest = _largest(weight)
-    inverse = QuantizedWeight(weight.codes, 1 / weight.scale, weight.granularity)
-    usual = _largest(inverse)
-    # By codes alone the largest is 448, so that a scale of 1 tells nothing: both must be clearly apart.
-    if largest <= _LARGE or not math.isfinite(usual) or usual > _LARGE or largest < 100 * usual:
-        return []
-    return [
-        f"{stored.scale} looks like the reciprocal of a scale: weights of up to {largest:.3g} with it, and {usual:.3g} "
-        "with 1 by it; readers multiply by it, whatever its name says, so store the reciprocal"
-    ]
-
-
-def _largest(weight: QuantizedWeight) -> float:
-    return float(weight.dequantize().abs().amax().to(torch.float64))
-
-
-def _odd_input_scale(stored: StoredWeight, scale: float | None) -> list[str]:
-    # Activations of up to 448 times the scale are told apart.
-    if scale is None or 1e-8 <= scale <= 1e4:
-        return []
-    return [
-        f"{stored.input_scale} is {scale:.3g}, for activations of up to {448 * scale:.3g}: calibrate again, or store "
-        "its reciprocal, if it is one"
-    ]

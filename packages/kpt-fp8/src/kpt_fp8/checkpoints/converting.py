@@ -14,11 +14,12 @@ from kpt_fp8.conversion import Progress
 from kpt_fp8.scales import LEAST
 from kpt_fp8.selection import matches, patterns
 
-from .changing import ConvertedTensor, Inexact, quantized_anew, require_sound, same_numbers
+from .changing import ConvertedTensor, Inexact, quantized_anew, same_numbers
 from .contents import Contents, describe
 from .folder import CONFIG, CheckpointFolder, Stored, TensorReader
 from .formats import Format, format_named, module_of
 from .scheme import NUMBERS, QuantizedWeight, Scheme
+from .soundness import require_sound
 from .staging import ShardWriter, check_target, copy_rest, staged, write_json
 
 _OWNER = "convert_checkpoint"
@@ -121,6 +122,7 @@ def convert_checkpoint(
     anew = _to_quantize(contents, excluded)
     report = CheckpointReport(contents.format.name if contents.format else "unquantised", to, chosen)
     report.notes.extend(_notes(contents, chosen))
+    report.notes.extend(_ragged(contents, anew, form, chosen))
     work = _Work(contents, form, chosen, anew, dict(input_scales or {}), requantize)
     if work.stacked():
         report.notes.append(f"Experts stacked in one tensor stay as they are: {', '.join(work.stacked())}.")
@@ -319,6 +321,22 @@ def _notes(contents: Contents, chosen: Scheme) -> list[str]:
     if origin.bound != chosen.bound:
         notes.append(f"The bound of activations was {origin.bound} and is {chosen.bound} now.")
     return notes
+
+
+def _ragged(contents: Contents, anew: Mapping[str, Stored], form: Format, chosen: Scheme) -> list[str]:
+    """Weights whose last block of rows ends early, which transformers 5.23 dequantises on no CPU."""
+    if form.name != "fp8" or chosen.granularity != "128x128":
+        return []
+    shapes = {name: each.shape for name, each in contents.weights.items()}
+    shapes |= {name: each.shape for name, each in anew.items()}
+    found = [name for name, (rows, _) in shapes.items() if rows % 128]
+    if not found:
+        return []
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return [
+        f"{found[0]}{more}: the number of rows is no multiple of 128. transformers can't load that on a CPU; "
+        "kpt_fp8.transformers.load can. Exclude them, or choose another granularity, for readers that can't."
+    ]
 
 
 def _config(config: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from transformers.integrations.moe import use_experts_implementation
 from kpt_core import InputError
 from kpt_fp8.checkpoints.folder import Stored
 from kpt_fp8.checkpoints.formats import Format
-from kpt_fp8.checkpoints.scheme import Scheme
+from kpt_fp8.checkpoints.scheme import QuantizedWeight, Scheme
+from kpt_fp8.checkpoints.soundness import require_sound
 from kpt_fp8.fp8_tensor import FP8Tensor
 from kpt_fp8.linear import NONE, linear
-from kpt_fp8.native_linear import NativeFP8Linear
+from kpt_fp8.native_linear import NativeFP8Linear, clamped
 from kpt_fp8.scales import scale_shape
 
 _SIDE = 128
@@ -41,8 +42,8 @@ class StoredLinear(nn.Module):
         self.dtype = linear.weight.dtype
         self.scheme = scheme
 
-    def native(self, activations: bool) -> NativeFP8Linear:
-        """Return the layer that runs, of the same memory; raise `InputError` where its tensors were not loaded."""
+    def native(self, name: str, activations: bool) -> NativeFP8Linear:
+        """Return the layer that runs, of the same memory; raise `InputError` where its tensors are not sound."""
         codes, scale, *given = (getattr(self, name).detach() for name in self.stored)
         if codes.is_meta:
             raise InputError(
@@ -51,10 +52,13 @@ class StoredLinear(nn.Module):
             )
         granularity = self.scheme.granularity
         scale = scale.reshape(scale_shape(codes.shape, granularity))
-        own = given[0].reshape(()) if given and activations else None
+        own = given[0].reshape(()) if given else None
+        require_sound(f"{name}.weight", QuantizedWeight(codes, scale, granularity, own))
+        own = own if activations else None
         held = FP8Tensor(codes, scale, granularity, self.dtype)
         used = self.scheme.activations if activations else NONE
-        return NativeFP8Linear.from_fp8(held, self.bias, activations=used, input_scale=own)
+        bound = self.scheme.bound if activations else None
+        return NativeFP8Linear.from_fp8(held, self.bias, activations=used, input_scale=own, input_bound=bound)
 
 
 class StoredExperts(FP8Experts):
@@ -88,13 +92,35 @@ class StoredExperts(FP8Experts):
     def _hold(self, name: str, tensor: Tensor) -> None:
         setattr(self, name, nn.Parameter(tensor, requires_grad=False))
 
+    def require_sound(self, name: str) -> None:
+        """Raise `InputError` where codes or scales of an expert are not sound."""
+        for own in ("up_proj", "gate_up_proj", "down_proj"):
+            codes, scales = getattr(self, own, None), getattr(self, f"{own}_scale_inv", None)
+            if codes is None or scales is None or codes.is_meta:
+                continue
+            given = getattr(self, f"{own}_activation_scale", None)
+            for expert, (matrix, scale) in enumerate(zip(codes.detach(), scales.detach(), strict=True)):
+                parts = max(self._parts(matrix, scale), 1 if given is None else given[expert].numel())
+                inputs = [None] * parts if given is None else list(given[expert].detach().flatten())
+                for half, part, static in zip(matrix.chunk(parts), scale.chunk(parts), inputs, strict=True):
+                    shaped = part.reshape(scale_shape(half.shape, self.scheme.granularity))
+                    weight = QuantizedWeight(half, shaped, self.scheme.granularity, static)
+                    require_sound(f"{own} of expert {expert} of {name}", weight)
+
+    def _parts(self, weight: Tensor, scale: Tensor) -> int:
+        """How many matrices with scales apart a weight is of: two for the gate's and the up projection's."""
+        rows = weight.shape[0]
+        whole = {"tensor": 1, "row": rows, "128x128": -(-rows // _SIDE)}[self.scheme.granularity]
+        return 1 if scale.shape[0] == whole else 2
+
     def linear(
         self, input: Tensor, weight: Tensor, weight_scale_inv: Tensor, activation_scale: Tensor | None = None
     ) -> Tensor:
         """The product with one expert's matrix, or with the gate's and the up projection's, which scales keep apart."""
         granularity = self.scheme.granularity
-        whole = {"tensor": 1, "row": weight.shape[0], "128x128": -(-weight.shape[0] // _SIDE)}[granularity]
-        parts = 1 if weight_scale_inv.shape[0] == whole else 2
+        if self.quantize_activations and self.scheme.bound is not None:
+            input = clamped(input, self.scheme.bound)
+        parts = self._parts(weight, weight_scale_inv)
         if activation_scale is not None:
             parts = max(parts, activation_scale.numel())
         given = activation_scale if self.quantize_activations else None

@@ -31,8 +31,8 @@ def load(
         arguments: of `from_pretrained`: device_map, dtype, attn_implementation, experts_implementation and so on.
 
     Raises:
-        InputError: the checkpoint is damaged, not quantised, in a format that is not known, or lacks weights or scales
-            that the model has.
+        InputError: the checkpoint is damaged, holds what `check_checkpoint` finds, is not quantised, is in a format
+            that is not known, or lacks weights or scales that the model has.
     """
     if "quantization_config" in arguments:
         raise InputError(f"{_OWNER}: quantization_config comes from the checkpoint; got another: leave it out")

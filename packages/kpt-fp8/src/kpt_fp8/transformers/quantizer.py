@@ -213,8 +213,9 @@ class KptFP8Quantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if isinstance(module, StoredExperts):
                 module.requires_grad_(False)  # transformers makes parameters that ask for gradients
+                module.require_sound(name)
             elif isinstance(module, StoredLinear):
-                native = module.native(self.quantization_config.activations)
+                native = module.native(name, self.quantization_config.activations)
                 model.set_submodule(name, native.train(module.training))
         return model
 
