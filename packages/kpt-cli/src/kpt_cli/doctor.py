@@ -30,11 +30,9 @@ THIRD_PARTIES = (
     *("transformers", "safetensors", "triton", "jax", "torch-xla", "torchax", "intel-extension-for-pytorch"),
     "flash-attn",
 )
+IPEX = "intel-extension-for-pytorch"
 #: Of those, what is no longer maintained, and what that means.
-END_OF_LIFE = {
-    "intel-extension-for-pytorch": "is archived upstream since March 2026 and gets no security fixes; torch's own xpu "
-    "devices have replaced it"
-}
+END_OF_LIFE = {IPEX: "is archived upstream since March 2026 and gets no security fixes; torch's own xpu replaced it"}
 
 
 def doctor(

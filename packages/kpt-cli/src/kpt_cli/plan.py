@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 4096
 #: What memory holds beside weights, and how people call it.
-PARTS = {
-    "kv_cache": "KV cache",
-    "gradients": "gradients",
-    "optimizer_state": "state of AdamW",
-    "activations": "activations",
-}
+PARTS = {"kv_cache": "KV cache", "gradients": "gradients", "optimizer_state": "AdamW", "activations": "activations"}
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 LIMITS = (
     "Memory is that of tensors in a run on fake ones, with fused attention, and all of training in the weights' "
@@ -50,18 +45,14 @@ def _bytes(given: str | None) -> int | None:
 def plan(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face model, or its config.json.")],
     target: Annotated[str, typer.Option(help="Chip or product: gfx942, sm90, pvc, MI300X, 'arc b580', cpu...")],
-    memory: Annotated[
-        str | None, typer.Option(help="Of the device, as in 192GiB.", show_default="the product's")
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="As in 192GiB.", show_default="the product's")] = None,
     dtype: WeightDtype = "auto",
     weights: Annotated[
         str | None,
         one_of("weights", ("fp8",), "fp8: matrices in 8 bits, with scales.", show_default="the config's, or --dtype"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each sequence: the context; 4096, or what the model can read.")
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of each sequence; 4096, or what the model reads.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Plan a step of training with AdamW.")] = False,
     as_json: Json = False,
 ) -> None:
