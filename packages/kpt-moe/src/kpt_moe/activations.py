@@ -87,9 +87,8 @@ class Activation:
 
     def __post_init__(self) -> None:
         require_known("activation", self.name, GATED | PLAIN)
-        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
-            if type(value) is not float or value - value != 0:  # NaN and infinity are no floats to calculate with
-                require_number(f"activation {self.name!r}", name, value)
+        require_number(f"activation {self.name!r}", "alpha", self.alpha)
+        require_number(f"activation {self.name!r}", "beta", self.beta)
         if self.limit is not None:
             require_number(f"activation {self.name!r}", "limit", self.limit, "a positive number")
         if self.name != "swiglu" and not self._standard:
