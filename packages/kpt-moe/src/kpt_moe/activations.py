@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from kpt_core import Call, InputError
@@ -88,11 +87,9 @@ class Activation:
 
     def __post_init__(self) -> None:
         require_known("activation", self.name, GATED | PLAIN)
-        numbers = () if is_dynamo_compiling() else (("alpha", self.alpha), ("beta", self.beta))  # of symbols
-        for name, value in numbers:
-            if type(value) is not float or value - value != 0:  # NaN and infinity are no floats to calculate with
-                require_number(f"activation {self.name!r}", name, value)
-        if self.limit is not None and not is_dynamo_compiling():
+        require_number(f"activation {self.name!r}", "alpha", self.alpha)
+        require_number(f"activation {self.name!r}", "beta", self.beta)
+        if self.limit is not None:
             require_number(f"activation {self.name!r}", "limit", self.limit, "a positive number")
         if self.name != "swiglu" and not self._standard:
             raise InputError(
