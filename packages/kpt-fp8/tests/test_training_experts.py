@@ -96,10 +96,7 @@ def test_a_trained_model_with_experts_is_saved_as_it_was_and_converted_in_one_ca
     assert torch.equal(logits(converted), logits(convert_model_to_fp8(plain)))
 
 
-def saturate(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    torch.manual_seed(0)
+def without_an_engine(rank):
     model = nn.Sequential(nn.Linear(64, 64))
     convert_to_fp8_training(model, "delayed")
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -108,15 +105,7 @@ def saturate(rank, folder):
         wrapped(torch.randn(64, 64) * 8**rank).square().mean().backward()
         saturated.append(float(model[0].observed[:, 1].max()))
         update_delayed_scales(wrapped)
-    torch.save((saturated, model[0].scales), folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_delayed_scales_without_an_engine_fit_what_all_processes_saw(tmp_path):
-    mp.spawn(saturate, (tmp_path,), 2)
-    (saturated, scales), (saturated_1, scales_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert saturated == saturated_1 == [0, 0, 0]
-    assert torch.equal(scales, scales_1)
+    return saturated, model[0].scales
 
 
 def work(rank, folder):
@@ -137,13 +126,25 @@ def work(rank, folder):
         told.append((report.outcome, report.loss_scale))
     weights = [p.detach().clone() for p in model.parameters()]
     scales = [layer.scales.clone() for layer in engine.layers.values()]
-    torch.save((told, weights, scales), folder / f"{rank}.pt")
+    torch.save((told, weights, scales, *without_an_engine(rank)), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_processes_skip_the_same_steps_and_share_their_scales(tmp_path):
-    mp.spawn(work, (tmp_path,), 2)
-    (told, weights, scales), (told_1, weights_1, scales_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    mp.spawn(work, (folder,), 2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_delayed_scales_without_an_engine_fit_what_all_processes_saw(found):
+    (*_, saturated, scales), (*_, saturated_1, scales_1) = found
+    assert saturated == saturated_1 == [0, 0, 0]
+    assert torch.equal(scales, scales_1)
+
+
+def test_processes_skip_the_same_steps_and_share_their_scales(found):
+    (told, weights, scales, *_), (told_1, weights_1, scales_1, *_) = found
     assert told == told_1
     assert [action for action, _ in told] == ["taken", "taken", "skipped", "taken"]
     assert all(map(torch.equal, weights, weights_1))
