@@ -104,6 +104,7 @@ def test_keeps_what_is_faster_and_leaves_the_given_model_alone(
     assert entries["first"].kept
     assert entries["middle.1"].kept
     assert entries["first"].gain > 1
+    assert result.plan.seconds_before / result.plan.seconds_after == pytest.approx(result.plan.gain)
     assert not entries["unused"].kept
     assert "do not reach" in entries["unused"].reason
     assert type(result.model.first) is Cast

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import kpt_core
+import kpt_optimize
 from kpt_cli.bench import moe
 from kpt_cli.bench.moe import Line, Refused, Shape
 from kpt_cli.main import app
@@ -109,3 +110,16 @@ def test_unknown_dtype_is_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "moe", "--dtype", "bfloat"])
     assert result.exit_code == 2
     assert "did you mean bfloat16 or" in result.stderr
+
+
+def test_a_busy_machine_is_told_and_times_agree_with_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "QUICK_SHAPES", (TINY,))
+    monkeypatch.setattr(kpt_optimize.Load, "others", lambda load: 0.5)
+    result = CliRunner().invoke(app, ["bench", "moe", "--quick", "--json", "--dtype", "float32"])
+    assert "the machine is busy: measure again" in result.stderr
+    report = json.loads(result.stdout)
+    assert report["machine"]["others"] == 0.5
+    (line,) = report["lines"]
+    kpt, *peers = line["results"]
+    for peer in peers:
+        assert peer["seconds"] / kpt["seconds"] == pytest.approx(peer["gain"])
