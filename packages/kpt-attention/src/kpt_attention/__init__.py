@@ -1,8 +1,8 @@
 """Attention under any mask: the mask is a value that composes, and the backward exists on every device."""
 
 from .functional import attention
+from .mask_algebra import Mask
 from .masks import (
-    Mask,
     block_sparse,
     causal,
     dense_mask,

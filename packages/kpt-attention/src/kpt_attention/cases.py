@@ -12,8 +12,8 @@ from torch import Tensor
 from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .dense import dense
+from .mask_algebra import Mask
 from .masks import (
-    Mask,
     causal,
     dense_mask,
     document,

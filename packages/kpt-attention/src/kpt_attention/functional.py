@@ -7,7 +7,7 @@ from torch import Tensor
 from kpt_core import InputError
 
 from .dense import dense
-from .masks import Mask
+from .mask_algebra import Mask
 from .plan import Plan
 
 

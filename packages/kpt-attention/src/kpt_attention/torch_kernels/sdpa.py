@@ -37,7 +37,7 @@ def _sees_all(call: Call) -> bool:
 
 
 def forward(call: Call) -> Any:
-    """The output alone."""
+    """Return the output alone."""
     q, k, v = call.q, call.k, call.v
     groups = q.shape[1] // k.shape[1]
     if _sees_all(call):  # queries of the heads of a group are rows of one head: no key is repeated

@@ -193,7 +193,7 @@ def _finite(*tensors: Tensor) -> bool:
 
 
 def forward(call: Call) -> Any:
-    """The output and the log-sum-exp; the output, the largest scores and the sums of exponentials are saved."""
+    """Return the output and the log-sum-exp; save the output, the largest scores and the sums of exponentials."""
     q, k, v = call.q, call.k, call.v
     wide = wide_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
@@ -244,7 +244,7 @@ def forward(call: Call) -> Any:
 def backward(
     call: Call, saved: tuple[Tensor, ...], grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Gradients of what the call wants them of."""
+    """Return the gradients of what the call wants them of."""
     out, highest, sums = saved
     q, k, v = call.q, call.k, call.v
     wide = wide_dtype(q.dtype)
@@ -279,7 +279,7 @@ def backward(
 
 @dataclass(slots=True)
 class _Rows:
-    """What the backward knows of a tile's rows.
+    """Hold what the backward knows of a tile's rows.
 
     Attributes:
         given: gradient of the output.
