@@ -63,4 +63,5 @@ class CPUBackend(Backend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel, also where none can run; no library is loaded."""
-        return tuple(importlib.import_module("kpt_backend_cpu.moe").KERNELS)
+        families = (importlib.import_module(f"kpt_backend_cpu.{family}") for family in ("moe", "attention"))
+        return tuple(kernel for family in families for kernel in family.KERNELS)
