@@ -13,7 +13,8 @@ NAME = "attention.dense"
 
 #: Packed rows are as long.
 _MOST_DIM = 256
-_LOWEST = torch.finfo(torch.float32).min
+#: Fewer queries of more keys leave most of a vector empty.
+_FEW_QUERIES, _MANY_KEYS = 8, 256
 #: What is left to kernels in plain PyTorch.
 _REFUSED = ("bias", "alibi_slopes", "relative_bias")
 
@@ -28,8 +29,12 @@ def unsupported(call: Call) -> Refusal | str | None:
     most = max(call.q.shape[3], call.v.shape[3])
     if most > _MOST_DIM:
         return Refusal("a dim of {dim}; this kernel takes at most {most}", dim=most, most=_MOST_DIM)
-    if max(call.q.shape[2] + abs(call.position), call.k.shape[2]) >= 2**31 - 256:
-        return Refusal("{keys} keys; this kernel counts them in 32 bits", keys=call.k.shape[2])
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    if queries < _FEW_QUERIES and keys >= _MANY_KEYS:
+        return Refusal("{queries} queries of many keys; this kernel computes with at least {least}", queries=queries,
+                       least=_FEW_QUERIES)  # fmt: skip
+    if max(queries + abs(call.position), keys) >= 2**31 - 256:
+        return Refusal("{keys} keys; this kernel counts them in 32 bits", keys=keys)
     return None
 
 
