@@ -63,4 +63,5 @@ class CPUBackend(Backend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel, also where none can run; no library is loaded."""
-        return tuple(importlib.import_module("kpt_backend_cpu.moe").KERNELS)
+        tables = (importlib.import_module(f"kpt_backend_cpu.{feature}") for feature in ("moe", "fp8"))
+        return tuple(kernel for table in tables for kernel in table.KERNELS)
