@@ -115,7 +115,7 @@ void zero_line(slot* panels, int64_t panel_depth, int64_t columns, int64_t line)
 
 enum State : uint8_t { kDead, kPartial, kFull };
 
-// Some keys of a block.
+// Some keys, or blocks of them.
 struct Span {
     int64_t begin, end;
 };
@@ -128,7 +128,8 @@ public:
           begins_(room.take<int32_t>(count_ * kTileQueries)), sizes_(room.take<int32_t>(count_ * kTileQueries)),
           states_(room.take<uint8_t>(blocks_ * kTilePanels)) {}
 
-    int64_t blocks() const { return blocks_; }
+    // The blocks that some query of the tile may see lie from the first to before the second.
+    Span blocks() const { return live_; }
     State state(int64_t block, int64_t panel) const { return static_cast<State>(states_[block * kTilePanels + panel]); }
 
     // Whether a query has an interval that is not empty.
@@ -140,11 +141,13 @@ public:
 
     // Look at the queries of a head from `first` on.
     void look(int64_t batch, int64_t head, int64_t first) {
+        live_ = {p_.keys, 0};
         for (int64_t q = 0; q < kTileQueries; q++) look_at_query(batch, head, first + q, q);
+        live_ = {live_.begin / kBlockKeys, (live_.end + kBlockKeys - 1) / kBlockKeys};
         if (p_.blocks != nullptr) {
             table_ = p_.blocks + batch * p_.blocks_stride_b + head * p_.blocks_stride_h + first / kTileQueries * blocks_;
         }
-        for (int64_t block = 0; block < blocks_; block++) {
+        for (int64_t block = live_.begin; block < live_.end; block++) {
             for (int64_t panel = 0; panel < kTilePanels; panel++) {
                 states_[block * kTilePanels + panel] = find_state(block, panel);
             }
@@ -248,6 +251,8 @@ private:
                 begin = given[2 * i] > 0 ? given[2 * i] : 0;
                 end = given[2 * i + 1] < limit ? given[2 * i + 1] : limit;
             }
+            if (begin < end && begin < live_.begin) live_.begin = begin;
+            if (begin < end && end > live_.end) live_.end = end;
             begins_[i * kTileQueries + q] = static_cast<int32_t>(begin < end ? begin : 0);
             sizes_[i * kTileQueries + q] = static_cast<int32_t>(begin < end ? end - begin : 0);
         }
@@ -275,6 +280,7 @@ private:
     int32_t *begins_, *sizes_;
     uint8_t* states_;
     const int32_t* table_ = nullptr;
+    Span live_{0, 0};
 };
 
 // Capped and scaled scores of a panel against the keys of a span, in place of products: -inf where a query does not see a

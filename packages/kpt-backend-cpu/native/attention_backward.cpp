@@ -39,7 +39,7 @@ public:
         with_float_type(p_.q.dtype, [&](auto type) { look_at_rows<decltype(type)>(batch, head, first); });
         pack_queries(batch, head, first);
         memset(grad_q_, 0, kTileQueries * pitch_ * sizeof(float));
-        for (int64_t block = 0; block < mask_.blocks(); block++) {
+        for (int64_t block = mask_.blocks().begin; block < mask_.blocks().end; block++) {
             int64_t from = 0, to = panels_;
             while (from < to && mask_.state(block, from) == kDead) from++;
             while (from < to && mask_.state(block, to - 1) == kDead) to--;
@@ -81,7 +81,9 @@ private:
         // Summed over all keys of a row, it cancels to the last digit where one has all of the weight.
         for (int64_t panel = 0; panel < panels_; panel++) {
             int64_t live = 0;
-            for (int64_t block = 0; block < mask_.blocks(); block++) live += mask_.state(block, panel) != kDead;
+            for (int64_t block = mask_.blocks().begin; block < mask_.blocks().end; block++) {
+                live += mask_.state(block, panel) != kDead;
+            }
             whole_[panel] = live == 1 && p_.sinks == nullptr;
         }
     }

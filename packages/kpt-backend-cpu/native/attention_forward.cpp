@@ -32,7 +32,7 @@ public:
         }
         const Factor k = factor_of(p_.k, batch, of_keys, true), v = factor_of(p_.v, batch, of_keys, false);
         const int64_t panels = (rows + kPanel - 1) / kPanel;
-        for (int64_t block = 0; block < mask_.blocks(); block++) {
+        for (int64_t block = mask_.blocks().begin; block < mask_.blocks().end; block++) {
             bool packed = false;
             for (int64_t panel = 0; panel < panels; panel++) {
                 if (mask_.state(block, panel) == kDead) continue;

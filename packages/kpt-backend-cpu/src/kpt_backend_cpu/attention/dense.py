@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kpt_backend_cpu import native
 from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
+from kpt_backend_cpu.native import asked_instruction_set
 from kpt_core import Call, Refusal
 
 NAME = "attention.dense"
@@ -15,6 +16,7 @@ NAME = "attention.dense"
 _MOST_DIM = 256
 #: Fewer queries of more keys leave most of a vector empty.
 _FEW_QUERIES, _MANY_KEYS = 8, 256
+_HAS_AMX = torch.cpu._is_amx_tile_supported()
 #: What is left to kernels in plain PyTorch.
 _REFUSED = ("bias", "alibi_slopes", "relative_bias")
 
@@ -33,9 +35,19 @@ def unsupported(call: Call) -> Refusal | str | None:
     if queries < _FEW_QUERIES and keys >= _MANY_KEYS:
         return Refusal("{queries} queries of many keys; this kernel computes with at least {least}", queries=queries,
                        least=_FEW_QUERIES)  # fmt: skip
+    if _HAS_AMX and call.q.dtype is torch.bfloat16 and not asked_instruction_set() and _is_plain(call):
+        return (
+            "bfloat16 on a processor with AMX, by which PyTorch's flash attention multiplies, and this kernel does not"
+        )
     if max(queries + abs(call.position), keys) >= 2**31 - 256:
         return Refusal("{keys} keys; this kernel counts them in 32 bits", keys=keys)
     return None
+
+
+def _is_plain(call: Call) -> bool:
+    """Return whether PyTorch's own flash attention may serve: inference, full or causal."""
+    masked = call.intervals is not None or call.blocks is not None or call.sinks is not None
+    return not (masked or call.needs or call.return_lse or call.softcap or call.q.shape[3] != call.v.shape[3])
 
 
 def forward(call: Call) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...]]:
@@ -97,9 +109,11 @@ def _readable_call(call: Call) -> Call:
     changes = {name: _rows(name, getattr(call, name)) for name in ("q", "k", "v")}
     for name in ("intervals", "blocks"):
         if (x := getattr(call, name)) is not None:
-            # Whole for each head; sequences and heads may be expanded.
             x = readable(NAME, name, x)
-            changes[name] = x if x[0, 0].is_contiguous() else x.contiguous()
+            # What is of one sequence and head must be whole; these may be expanded.
+            changes[name] = x if x.numel() > 0 and x[0, 0].is_contiguous() else x.contiguous()
+    if call.intervals is not None and call.intervals.shape[3] == 0:  # nothing is seen
+        changes["intervals"] = call.intervals.new_zeros((*call.intervals.shape[:3], 1, 2))
     if call.block_bits is not None:
         changes["block_bits"] = readable(NAME, "block_bits", call.block_bits, whole=True)
     if call.sinks is not None:
