@@ -64,6 +64,8 @@ def optimize(
     if not as_json:
         say(f"Measured with {inputs}.")
         _show_plan(plan)
+        if larger := plan.outlook("--max-error "):
+            say(larger)
     copied = real_copy is not None and bool(plan.kept)
     if real_copy is not None and copied:
         with progress() as tell, staged(real_copy, replace=force) as staging:
