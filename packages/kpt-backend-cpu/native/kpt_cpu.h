@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 2
+#define KPT_CPU_INTERFACE 3
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -134,6 +134,41 @@ struct kpt_top_k_gating_backward {
     struct kpt_rows grad_logits;
 };
 
+/* Numbers [batch, heads, tokens, dim]; dim is contiguous. */
+struct kpt_heads {
+    void* data;
+    int64_t stride_b, stride_h, stride_t;
+    int32_t dtype;
+};
+
+/* attention.dense of a dim and value_dim up to 256. What is given of the mask must all allow a key. Of each row the largest
+ * score (the lowest float32 where there is none) and the sum of the exponentials less that (1 where there is none) are
+ * written. All of [batch, heads, queries] is contiguous. */
+struct kpt_attention {
+    struct kpt_heads q, k, v, out;
+    float *largest, *total, *lse;            /* lse NULL where nobody asks */
+    const int32_t* intervals;                /* [.., queries, interval_count, 2], contiguous from queries on, or NULL */
+    int64_t intervals_stride_b, intervals_stride_h, interval_count;
+    const int32_t* blocks;                   /* [.., ceil(queries / 128), ceil(keys / 128)], likewise: 0 dead, 1 full, */
+    int64_t blocks_stride_b, blocks_stride_h; /* else 2 more than a place in block_bits */
+    const uint8_t* block_bits;               /* [n, 128, 16], the lowest bit first */
+    const float* sinks;                      /* [heads] or NULL */
+    int64_t batch, heads, kv_heads, queries, keys, dim, value_dim, position;
+    int32_t causal; /* query i sees the keys up to i + position */
+    float scale, softcap; /* softcap 0 for none */
+    int32_t threads;
+};
+
+/* The gradients of attention.dense. `forward` is as given to the forward, with out, largest and total; its lse is unused.
+ * What is not wanted has data NULL. */
+struct kpt_attention_backward {
+    struct kpt_attention forward;
+    struct kpt_heads grad;                   /* of out */
+    const float* grad_lse;                   /* or NULL */
+    float* common;                           /* [batch, heads, queries], written: what all scores of a row lose */
+    struct kpt_heads grad_q, grad_k, grad_v; /* of q's dtype */
+};
+
 #define KPT_EXPORT __attribute__((visibility("default")))
 
 KPT_EXPORT int kpt_grouped_mm(const struct kpt_grouped_mm*);
@@ -144,6 +179,9 @@ KPT_EXPORT int kpt_experts_backward(const struct kpt_experts_backward*);
 KPT_EXPORT int kpt_sort(const struct kpt_sort*);
 KPT_EXPORT int kpt_top_k_gating(const struct kpt_top_k_gating*);
 KPT_EXPORT int kpt_top_k_gating_backward(const struct kpt_top_k_gating_backward*);
+
+KPT_EXPORT int kpt_attention_forward(const struct kpt_attention*);
+KPT_EXPORT int kpt_attention_backward(const struct kpt_attention_backward*);
 
 /* KPT_CPU_INTERFACE as it was when the library was compiled. */
 KPT_EXPORT int32_t kpt_cpu_interface(void);

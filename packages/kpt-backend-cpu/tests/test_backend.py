@@ -39,16 +39,22 @@ def test_importing_it_and_naming_its_kernels_loads_no_library_and_no_kernel():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found["kernels"]) == 8
+    assert len(found["kernels"]) == 9
     assert not found["loaded"]
-    assert [name for name in found["new"] if name.startswith(("kpt_backend_cpu.moe.", "kpt_backend_cpu.fp8."))] == []
-    assert {name.partition(".")[0] for name in found["new"]}.isdisjoint({"kpt_moe", "triton", "transformers", "numpy"})
+    assert [
+        name
+        for name in found["new"]
+        if name.startswith(("kpt_backend_cpu.moe.", "kpt_backend_cpu.fp8.", "kpt_backend_cpu.attention."))
+    ] == []
+    assert {name.partition(".")[0] for name in found["new"]}.isdisjoint(
+        {"kpt_moe", "kpt_attention", "triton", "transformers", "numpy"}
+    )
 
 
 def test_every_op_of_moe_has_a_kernel():
     own = {kernel.op for kernel in BACKEND.kernels()}
     assert {name for name in own if name.startswith("moe.")} == {name for name in ops() if name.startswith("moe.")}
-    assert {"fp8.linear", "fp8.scaled_mm"} <= own
+    assert {"fp8.linear", "fp8.scaled_mm", "attention.dense"} <= own
 
 
 def test_capabilities_are_of_cpus_alone(kernels):

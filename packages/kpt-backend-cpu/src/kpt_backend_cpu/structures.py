@@ -10,7 +10,7 @@ from struct import Struct
 from typing import Any
 
 #: KPT_CPU_INTERFACE: libraries of another one are not used.
-INTERFACE = 2
+INTERFACE = 3
 
 #: What `scales_of` may be.
 SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
@@ -180,6 +180,67 @@ class TopKGatingBackward(Structure):
     _fields_ = (("forward", TopKGating), ("grad", c_void_p), ("grad_logits", Rows))
 
 
+class Heads(Structure):
+    """`struct kpt_heads`; all zero for none."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("stride_b", c_int64),
+        ("stride_h", c_int64),
+        ("stride_t", c_int64),
+        ("dtype", c_int32),
+    )
+
+
+class Attention(Structure):
+    """`struct kpt_attention`."""
+
+    _fields_ = (
+        ("q", Heads),
+        ("k", Heads),
+        ("v", Heads),
+        ("out", Heads),
+        ("largest", c_void_p),
+        ("total", c_void_p),
+        ("lse", c_void_p),
+        ("intervals", c_void_p),
+        ("intervals_stride_b", c_int64),
+        ("intervals_stride_h", c_int64),
+        ("interval_count", c_int64),
+        ("blocks", c_void_p),
+        ("blocks_stride_b", c_int64),
+        ("blocks_stride_h", c_int64),
+        ("block_bits", c_void_p),
+        ("sinks", c_void_p),
+        ("batch", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("queries", c_int64),
+        ("keys", c_int64),
+        ("dim", c_int64),
+        ("value_dim", c_int64),
+        ("position", c_int64),
+        ("causal", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("threads", c_int32),
+    )
+
+
+class AttentionBackward(Structure):
+    """`struct kpt_attention_backward`."""
+
+    _fields_ = (
+        ("forward", Attention),
+        ("grad", Heads),
+        ("grad_lse", c_void_p),
+        ("common", c_void_p),
+        ("grad_q", Heads),
+        ("grad_k", Heads),
+        ("grad_v", Heads),
+    )
+
+
 #: Name of a kernel to the structure that it takes.
 KERNELS: dict[str, type[Structure]] = {
     "kpt_grouped_mm": GroupedMM,
@@ -190,6 +251,8 @@ KERNELS: dict[str, type[Structure]] = {
     "kpt_sort": Sort,
     "kpt_top_k_gating": TopKGating,
     "kpt_top_k_gating_backward": TopKGatingBackward,
+    "kpt_attention_forward": Attention,
+    "kpt_attention_backward": AttentionBackward,
 }
 
 _CODES: dict[Any, str] = {c_void_p: "N", c_int64: "q", c_int32: "i", c_float: "f"}

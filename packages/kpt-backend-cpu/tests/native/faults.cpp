@@ -108,17 +108,19 @@ struct Work {
             threads};
     }
 
-    static constexpr int kinds = 8;
+    static constexpr int kinds = 10;
     static const char* name(int kind) {
         static const char* const names[kinds] = {
             "kpt_grouped_mm",     "kpt_grouped_mm of few rows", "kpt_grouped_mm_wgrad", "kpt_experts_forward",
-            "kpt_experts_decode", "kpt_experts_backward",       "kpt_top_k_gating",     "kpt_top_k_gating_backward"};
+            "kpt_experts_decode", "kpt_experts_backward",       "kpt_top_k_gating",     "kpt_top_k_gating_backward",
+            "kpt_attention_forward", "kpt_attention_backward"};
         return names[kind];
     }
     // How many numbers its result has.
     static int64_t size(int kind) {
         const int64_t sizes[kinds] = {rows * columns, rows * columns, experts * inner * columns, rows * inner,
-                                      few * inner,    rows * inner,   rows * 64 * top_k,         rows * 64 * 64};
+                                      few * inner,    rows * inner,   rows * 64 * top_k,         rows * 64 * 64,
+                                      rows * inner,   rows * inner};
         return sizes[kind];
     }
 
@@ -145,6 +147,7 @@ struct Work {
                 experts_arguments({}, threads, true, h.view()), grad.view(), as_rows, {}, {}, {}, {}, {}};
             return kernels.experts_backward(&args);
         }
+        if (kind >= 8) return run_attention(kind == 9, threads, out);
         std::vector<int64_t> chosen(rows * 64 * top_k);
         for (size_t i = 0; i < chosen.size(); i++) chosen[i] = static_cast<int64_t>(i % 2);
         std::vector<float> given(rows * 64 * top_k, 0.5f);
@@ -160,6 +163,30 @@ struct Work {
     }
 
 private:
+    // Two heads of 80 tokens: in one tile each, so that the number of threads changes no sum.
+    int run_attention(bool backward, int threads, float* out) const {
+        const auto heads = [](const void* data) {
+            return kpt_heads{const_cast<void*>(data), rows * inner, rows / 2 * inner, inner, KPT_FLOAT32};
+        };
+        std::vector<float> largest(rows), total(rows), common(rows), result(rows * inner), unused(rows * inner);
+        struct kpt_attention args {};
+        args.q = args.v = heads(x.memory.data());
+        args.k = heads(grad.memory.data());
+        args.out = heads(backward ? result.data() : out);
+        args.largest = largest.data();
+        args.total = total.data();
+        args.batch = 1;
+        args.heads = args.kv_heads = 2;
+        args.queries = args.keys = rows / 2;
+        args.dim = args.value_dim = inner;
+        args.causal = 1;
+        args.scale = 0.1f;
+        args.threads = threads;
+        if (!backward) return kernels.attention_forward(&args);
+        const struct kpt_attention_backward given{args, heads(grad.memory.data()), nullptr, common.data(), heads(out), {}, {}};
+        return kernels.attention_backward(&given);
+    }
+
     Array<int32_t> offsets_of_pairs;
 };
 

@@ -67,6 +67,8 @@ void load(const char* path) {
     find(library, "kpt_sort", kernels.sort);
     find(library, "kpt_top_k_gating", kernels.top_k_gating);
     find(library, "kpt_top_k_gating_backward", kernels.top_k_gating_backward);
+    find(library, "kpt_attention_forward", kernels.attention_forward);
+    find(library, "kpt_attention_backward", kernels.attention_backward);
     find(library, "kpt_cpu_interface", kernels.interface);
     find(library, "kpt_cpu_instruction_sets", kernels.instruction_sets);
     find(library, "kpt_cpu_use_openmp", kernels.use_openmp);
@@ -138,6 +140,7 @@ int main(int count, char** arguments) {
         {"experts_backward", test_experts_backward},
         {"top_k_gating", test_top_k_gating},
         {"top_k_gating_backward", test_top_k_gating_backward},
+        {"attention", test_attention},
         {"failing allocations and threads", test_failures},
         {"several callers, OpenMP", test_threads},
     };

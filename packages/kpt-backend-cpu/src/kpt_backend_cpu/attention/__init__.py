@@ -1,0 +1,17 @@
+"""The kernels for attention. Naming them imports nothing; a kernel's module is imported when it is chosen."""
+
+from kpt_core import Kernel
+
+_DENSE = "kpt_backend_cpu.attention.dense"
+
+KERNELS = (
+    Kernel(
+        "attention.dense",
+        forward=f"{_DENSE}:forward",
+        backward=f"{_DENSE}:backward",
+        unsupported=f"{_DENSE}:unsupported",
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        priority=20,
+        deterministic=True,
+    ),
+)
