@@ -1,14 +1,12 @@
 import json
-import warnings
 
 import pytest
 import torch
 
 import kpt_core
 from cli_kernels import Backend
-from kpt_cli import devices
-from kpt_cli.devices import Device, Present
 from kpt_core.registry import add_backend, remove_backend
+from kpt_optimize.machine import Device, Present
 
 
 @pytest.fixture
@@ -163,47 +161,13 @@ def test_accelerator_without_a_backend_gets_advice(kpt, monkeypatch):
         ),
         ("the driver is old",),
     )
-    monkeypatch.setattr("kpt_cli.doctor.present", lambda: there)
+    monkeypatch.setattr("kpt_optimize.machine.present", lambda: there)
     found = document(kpt)
     assert [device["device"] for device in found["devices"]] == ["cpu", "mtia:0", "mtia:1"]
     assert {each["device"] for each in found["ops"][-1]["servings"]} == {"cpu", "mtia:0"}
     assert any("A backend for mtia:0 would serve" in advice for advice in found["advice"])
     assert found["notes"] == ["the driver is old"]
     assert "the driver is old" in kpt("doctor").stdout
-
-
-class TestDevices:
-    def test_broken_driver_costs_a_note(self, monkeypatch):
-        def complain():
-            warnings.warn("CUDA initialization: the driver is too old", UserWarning, stacklevel=1)
-            raise RuntimeError("no")
-
-        monkeypatch.setattr(torch.cuda, "is_available", complain)
-        found = devices.present()
-        assert [device.device for device in found.devices][:1] == ["cpu"]
-        assert any("RuntimeError: no" in note for note in found.notes)
-        assert any("driver is too old" in note for note in found.notes)
-
-    def test_gpu_as_torch_tells_it(self, monkeypatch):
-        class Properties:
-            name, total_memory, major, minor = "H9000", 80 * 2**30, 9, 0
-
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-        found = [device for device in devices.present().devices if device.type == "cuda"]
-        assert [device.device for device in found] == ["cuda:0", "cuda:1"]
-        assert found[0].features == ("sm90",)
-        assert found[0].memory_bytes == 80 * 2**30
-
-    def test_older_torch(self, monkeypatch):
-        for name in [name for name in dir(torch.cpu) if name.startswith("_is_") and name.endswith("_supported")]:
-            monkeypatch.setattr(torch.cpu, name, lambda: False)
-        monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True, raising=False)
-        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-        found = devices.present()
-        assert "avx2" in found.devices[0].features
-        assert found.notes == ()
 
 
 @pytest.mark.parametrize(

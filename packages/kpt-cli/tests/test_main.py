@@ -22,7 +22,7 @@ def raising(monkeypatch, error):
 def test_help_lists_every_command(kpt):
     result = kpt("--help")
     assert result.exit_code == 0
-    for command in ("doctor", "kernels", "plan", "optimize", "bench", "demo"):
+    for command in ("doctor", "kernels", "plan", "optimize", "convert", "bench", "demo"):
         assert command in result.stdout
 
 
@@ -118,6 +118,8 @@ QUICK = {
     "doctor --help": 0,
     "optimize no/such/model": 2,
     "optimize . --level balancd": 2,
+    "convert in out --to fp9": 2,
+    "convert --help": 0,
     "lock --dtype float33": 2,
     "lock -o /proc/kpt.lock": 2,
     "tune -o /nowhere/table.json": 2,
@@ -141,7 +143,7 @@ for command, code in json.loads(sys.argv[1]).items():
     except SystemExit as end:
         ended = end.code or 0
     assert ended == code, (command, ended)
-    heavy = {"torch", "transformers", "kpt_core", "kpt_moe", "matplotlib"} & set(sys.modules)
+    heavy = {"torch", "transformers", "kpt_core", "kpt_fp8", "kpt_moe", "matplotlib"} & set(sys.modules)
     assert not heavy, (command, heavy)
 """
 

@@ -3,10 +3,12 @@
 
     python packages/kpt-fp8/benchmarks/linear.py --json linear.json
 
-Peers: `torch._scaled_mm` with a scale for each row, whose activations are quantised beforehand (which flatters it), and
-`nn.Linear` in bfloat16 and float32. Seconds are those that the process had the CPU, which other work on the machine
-changes little. A ratio is the peer's seconds over ours in the same round; beside its median stand two standard errors.
-Before anything is timed each result is compared with float64; where one is wrong, nothing is reported.
+Peers: `torch._scaled_mm` with a scale for each row, whose activations are quantised beforehand (which flatters it),
+codes that each call converts to bfloat16 (`.to` and a product), and `nn.Linear` in bfloat16 and float32. The kernel is
+the one that KPT chooses: `KPT_USE=torch` asks for plain PyTorch's where kpt-backend-cpu is installed. Seconds are those
+that the process had the CPU, which other work on the machine changes little. A ratio is the peer's seconds over ours in
+the same round; beside its median stand two standard errors. Before anything is timed each result is compared with
+float64; where one is wrong, nothing is reported.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+import kpt_core
 import kpt_fp8
 from kpt_fp8 import NativeFP8Linear
 from kpt_optimize import gain_of
@@ -31,7 +34,7 @@ SIZES, ROWS = (2048, 4096), (1, 8, 512)
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 #: What a converted layer may take of one with a bias in that dtype.
 MOST_BYTES = {torch.float32: 0.26, torch.bfloat16: 0.52}
-OURS, PEERS = "kpt-fp8", ("torch._scaled_mm", "nn.Linear")
+OURS, PEERS = "kpt-fp8", ("torch._scaled_mm", "nn.Linear", ".to(bfloat16)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,17 @@ def main() -> None:
                     for row in compare(size, rows, dtype, arguments.seconds):
                         found.append(row)
                         print(row, flush=True)
+    kernel = kpt_core.explain(
+        "fp8.linear", torch.ones(1, 128), *kpt_fp8.quantize(torch.ones(128, 128), granularity="row")
+    )
+    print(kernel)
     if arguments.json:
-        facts = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1}
+        facts = {
+            "cpu": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "threads": 1,
+            "kernel": str(kernel),
+        }
         document = facts | {"kpt-fp8": kpt_fp8.__version__, "rows": [asdict(row) for row in found]}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
@@ -88,7 +100,7 @@ def compare(size: int, rows: int, dtype: torch.dtype, seconds: float) -> list[Ro
     check(f"{OURS} {size} {rows}", functions[OURS](), x.double() @ ours.dequantize().double().t() + ours.bias)
     check(f"{PEERS[1]} {size} {rows}", functions[PEERS[1]](), x.double() @ theirs.weight.double().t() + theirs.bias)
     if dtype is torch.bfloat16:
-        functions[PEERS[0]] = scaled_mm(ours, x)
+        functions |= {PEERS[0]: scaled_mm(ours, x), PEERS[2]: widened(ours, x)}
     by_name = timed(functions, seconds)
     found = []
     for peer in (name for name in PEERS if name in by_name):
@@ -128,6 +140,12 @@ def scaled_mm(layer: NativeFP8Linear, x: Tensor) -> Callable[[], Tensor]:
     known = kpt_fp8.dequantize(codes, scale, granularity="row").double()
     check(f"{PEERS[0]} {list(x.shape)}", run(), known @ layer.dequantize().double().t() + layer.bias)
     return run
+
+
+def widened(layer: NativeFP8Linear, x: Tensor) -> Callable[[], Tensor]:
+    """What one writes without a library; it rounds twice, so its result is not compared."""
+    codes, scale, bias = layer.weight.codes, layer.weight.scale.to(x.dtype), layer.bias
+    return lambda: torch.addcmul(bias, x @ codes.to(x.dtype).t(), scale)
 
 
 def check(what: str, got: Tensor, wanted: Tensor) -> None:

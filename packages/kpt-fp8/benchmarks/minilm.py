@@ -33,6 +33,7 @@ from kpt_optimize import parameter_bytes
 MAX_ERROR = 0.03
 LEAST_COSINE = 0.999
 PLANNED, HELD_OUT = 16, 96
+COSTLIEST = 6
 
 
 class Encoder(nn.Module):
@@ -168,6 +169,9 @@ def main() -> None:
         found.append(measure(model, where, f"planned, {granularity}", applied, len(planning.plan.kept)))
         if found[-1].least_cosine < LEAST_COSINE:
             sys.exit(f"the worst cosine of {found[-1].name} is {found[-1].least_cosine:.5f}; expected {LEAST_COSINE}")
+        worst = planning.sensitivity.layers[:COSTLIEST]
+        costs = ", ".join(f"{layer.name.removeprefix('bert.')} {layer.error:.2%}" for layer in worst)
+        print(f"{granularity}: alone these layers move an embedding most: {costs}")
         if arguments.plot and granularity == "row":
             planning.sensitivity.plot(arguments.plot)
     for each in found:

@@ -174,7 +174,7 @@ def test_what_cant_be_exact_is_an_error_unless_it_is_asked_for(source, tmp_path)
     report = convert_checkpoint(tmp_path / "first", tmp_path / "second", to="fbgemm_fp8", requantize=True)
     assert not report.exact
     assert all(28 < each.sqnr < 50 for each in report.tensors)
-    assert "quantised anew per row  SQNR" in str(report)
+    assert "quantised anew per row, signal to noise" in str(report)
     assert "The bound of activations was None and is 1200.0 now." in report.notes
 
 

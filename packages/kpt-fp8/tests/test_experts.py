@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import kpt_core
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8 import (
     FP8InferenceEngine,
@@ -181,28 +182,60 @@ def test_the_engine_of_experts_alone_has_nothing_to_calibrate():
     assert isinstance(engine.model["experts"], NativeFP8Experts)
 
 
-def test_plans_name_the_experts_that_they_leave():
-    class Mixture(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts, self.out = Fused(), nn.Linear(64, 64)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_plan_weighs_experts_beside_linear_layers(family):
+    model, batches = model_of(family), [torch.randint(0, 96, (2, 12)) for _ in range(2)]
+    name = "model.layers.0.mlp.experts"
+    planning = plan_fp8(model, batches, max_error=1.0, granularities=["row", "128x128"])
+    told = {(layer.name, layer.granularity): layer for layer in planning.sensitivity.layers}
+    assert name not in planning.sensitivity.skipped
+    assert told[name, "row"].shape == tuple(model.get_submodule(name).gate_up_proj.shape)
+    assert told[name, "row"].error > 0
+    assert 25 < told[name, "row"].output.sqnr < 40
+    # What the plan says a conversion costs is what it costs.
+    alone = plan_fp8(model, batches, max_error=1.0, granularities=["row"], include="experts")
+    assert [entry.module for entry in alone.plan.kept] == [name]
+    converted = kpt_core.apply_plan(model, alone.plan).model
+    assert isinstance(converted.get_submodule(name), NativeFP8Experts)
+    with torch.no_grad():
+        pairs = [(converted(batch).logits.double(), model(batch).logits.double()) for batch in batches]
+    worst = max(float(((after - exact).norm(dim=-1) / exact.norm(dim=-1)).max()) for after, exact in pairs)
+    assert alone.plan.error == pytest.approx(worst, rel=1e-6)
+    assert (
+        alone.plan.bytes_before - alone.plan.bytes_after
+        == told[name, "row"].bytes_before - told[name, "row"].bytes_after
+    )
+    nothing = plan_fp8(
+        model, batches, max_error=told[name, "row"].error * 0.99, granularities=["row"], include="experts"
+    )
+    assert not nothing.plan.kept
 
-        def forward(self, x):
-            return self.out(x)
 
-    planning = plan_fp8(Mixture(), [torch.randn(4, 64)], max_error=1.0)
-    assert "convert_model_to_fp8 converts them" in planning.sensitivity.skipped["experts"]
-    assert str(planning).endswith("1 others are left, see planning.sensitivity.skipped")
-    with pytest.raises(InputError, match=r"no layer to convert.*experts: experts are not measured yet"):
-        plan_fp8(Mixture(), [torch.randn(4, 64)], include="experts")
+def test_a_plan_says_why_experts_are_left():
+    model = model_of("gpt_oss")
+    skipped = plan_fp8(model, [torch.randint(0, 96, (1, 8))], max_error=1.0).sensitivity.skipped
+    assert "op moe.experts has no such activation" in skipped["model.layers.0.mlp.experts"]
 
 
-def test_a_quality_report_of_experts_alone_tells_where_to_look():
-    model = nn.ModuleDict({"experts": Fused()})
-    with pytest.raises(
-        InputError, match=r"a ModuleDict without: convert it first, or see conversion_report for experts"
-    ):
-        quality_report(model, convert_model_to_fp8(model))
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_quality_report_has_both_weights_of_experts(family):
+    model = model_of(family)
+    converted = convert_model_to_fp8(model, include="experts")
+    report = quality_report(model, converted, [torch.randint(0, 96, (2, 12))])
+    name = "model.layers.0.mlp.experts"
+    assert {layer.name for layer in report.layers} == {f"{name}.gate_up_proj", f"{name}.down_proj"}
+    for layer in report.layers:
+        exact = model.get_parameter(layer.name).detach()
+        after = getattr(converted.get_submodule(name), layer.name.rpartition(".")[2]).dequantize()
+        errors = ((after - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten()
+        assert layer.shape == tuple(exact.shape)
+        assert [row.row for row in layer.worst_rows] == errors.topk(3).indices.tolist()
+        assert layer.relative_error == pytest.approx(float((after - exact).norm() / exact.norm()), rel=1e-4)
+        assert 25 < layer.output.sqnr < 40
+    with pytest.raises(InputError, match=r"original must have experts at 'experts'.*got a Linear of other numbers"):
+        quality_report(
+            nn.ModuleDict({"experts": nn.Linear(4, 4)}), convert_model_to_fp8(nn.ModuleDict({"experts": Fused()}))
+        )
 
 
 def test_in_place_and_by_patterns():

@@ -63,3 +63,12 @@ def test_memory_is_saved_where_the_budget_allows_and_given_back(llama, tmp_path,
         assert 0 < (after - before).abs().max() <= told["max_error"] * before.abs().max()
         applied.revert()
         assert torch.equal(model(ids).logits, before)
+
+
+def test_the_report_says_which_budgets_keep_more(llama, tmp_path, installed):
+    told = optimize(llama, tmp_path / "plan.json", "--max-error", 0.02)["plan"]
+    assert all(entry["error"] > 0 for entry in told["entries"])  # what each costs, though little is kept
+    *_, budget = told["budgets"]
+    assert budget["modules"] == budget["total"] == len({entry["module"] for entry in told["entries"]})
+    larger = optimize(llama, tmp_path / "larger.json", "--max-error", budget["max_error"] * 1.001)["plan"]
+    assert len({entry["module"] for entry in larger["entries"] if entry["kept"]}) == budget["modules"]

@@ -74,7 +74,9 @@ def test_table_json_and_plot(model, tmp_path):
 
 def test_wrong_input_is_a_sentence(model):
     converted = convert_model_to_fp8(model)
-    with pytest.raises(InputError, match="converted must have a NativeFP8Linear; got a Sequential without"):
+    with pytest.raises(
+        InputError, match="converted must have NativeFP8Linear or NativeFP8Experts; got a Sequential without"
+    ):
         quality_report(model, model)
     with pytest.raises(InputError, match=r"nn\.Linear of \[128, 64\] at '0'; got a NativeFP8Linear"):
         quality_report(converted, converted)

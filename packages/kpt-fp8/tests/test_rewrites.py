@@ -15,7 +15,7 @@ from kpt_fp8 import NativeFP8Linear
 from kpt_fp8.rewrites import REWRITES, WEIGHTS
 from kpt_optimize import RejectedError
 
-ROW, BLOCK, ACTIVATIONS = REWRITES
+ROW, BLOCK, ACTIVATIONS, *_ = REWRITES
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def installed(monkeypatch):
 
 
 def sites(model):
-    found = [[site.module for site in rewrite.sites(model)] for rewrite in REWRITES]
+    found = [[site.module for site in rewrite.sites(model)] for rewrite in (ROW, BLOCK, ACTIVATIONS)]
     assert found[0] == found[1] == found[2]
     return found[0]
 

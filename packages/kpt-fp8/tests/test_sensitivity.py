@@ -194,7 +194,7 @@ def test_infinity_is_null_in_json(tmp_path):
         ({"include": "query"}, r"include has 'query', which describes no nn\.Linear"),
         ({"min_features": 65}, "no layer to convert"),
         ({"model": torch.nn.Identity}, r"model must be an nn\.Module; got type"),
-        ({"include": "idle"}, "no linear layer was called"),
+        ({"include": "idle"}, "no layer was called"),
     ],
 )
 def test_wrong_input_is_a_sentence(model, options, message):

@@ -145,6 +145,35 @@ def test_rolls_back_until_the_whole_model_is_within_the_budget(
     assert isinstance(result.model.first, Slow) != isinstance(result.model.middle[1], Slow)
 
 
+@pytest.mark.parametrize("max_error", [0.01, 0.06])
+def test_larger_budgets_keep_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor, max_error: float
+) -> None:
+    install(monkeypatch, Swap(scale=1.05, lossless=False))
+    result = optimize(model, example_inputs=(x,), max_error=max_error)
+    assert [type(each) is Cast for each in (result.model.first, result.model.middle[1])].count(True) == len(
+        result.plan.kept
+    )
+    budgets = result.plan.budgets
+    assert [budget.modules for budget in budgets] == [count for count in (1, 2) if count > len(result.plan.kept)]
+    for budget in budgets:
+        larger = optimize(model, example_inputs=(x,), max_error=budget.max_error * 1.001).plan
+        assert len(larger.kept) >= budget.modules
+        assert budget.total == 2
+    assert larger.budgets == ()
+    assert larger.outlook() == ""
+
+
+@pytest.mark.parametrize(
+    "rewrite", [Swap(scale=1.05), Swap(lossless=False, slower=True), Swap(lossless=False, fails=True)]
+)
+def test_no_budget_keeps_what_is_lossless_slower_or_fails(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor, rewrite: Swap
+) -> None:
+    install(monkeypatch, rewrite)
+    assert optimize(model, example_inputs=(x,), max_error=0.01).plan.budgets == ()
+
+
 def test_rolls_everything_back_if_the_model_gets_slower(
     monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor
 ) -> None:

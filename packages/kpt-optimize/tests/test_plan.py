@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kpt_core import InputError, Plan
-from kpt_optimize import PlanEntry
+from kpt_optimize import Budget, PlanEntry
 
 ENTRY = PlanEntry("layers.0.experts", "moe.experts", "moe.experts", "reference", 1.25, 1e-7, True, "1.25x faster")
 PLAN = Plan(
@@ -25,6 +25,7 @@ PLAN = Plan(
     bytes_before=2**20,
     bytes_after=2**19,
     error=1e-7,
+    budgets=(Budget(0.0301, 2, 9), Budget(0.0302, 3, 9), Budget(0.25, 9, 9)),
 )
 
 
@@ -47,6 +48,15 @@ def test_table_names_every_entry_and_the_total() -> None:
     assert "layers.0.experts" in text
     assert "layers.1.experts" in text
     assert "200.00 ms before, 100.00 ms after" in text
+
+
+def test_outlook_rounds_budgets_up_and_names_each_once() -> None:
+    told = (
+        "Larger budgets, by the errors measured: max_error=0.031 would allow 3 of 9, max_error=0.25 would allow 9 of 9"
+    )
+    assert str(PLAN).endswith(f"{told} modules.")
+    smaller = replace(PLAN, objective="memory", budgets=PLAN.budgets[2:]).outlook("--max-error ")
+    assert smaller == "Larger budgets, by the errors measured: --max-error 0.25 would keep 9 of 9 modules."
 
 
 def test_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

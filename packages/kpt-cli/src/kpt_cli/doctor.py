@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import heading, out, print_json, say, say_all, some, table
-from .devices import Present, present
+from .console import heading, out, print_json, progress, say, say_all, some, table
+from .convert import fp8_checkpoints
+from .errors import CliError
 from .offers import DTYPES, serving, summary
 from .options import Json
 from .plugins import installed_version, packages
 
 if TYPE_CHECKING:
     from kpt_core import Backend
+    from kpt_optimize.machine import Present
 
 BROKEN = 1
 Document = dict[str, Any]  #: the report, or a part of it, as in JSON
@@ -36,20 +38,32 @@ END_OF_LIFE = {IPEX: "is archived upstream since March 2026 and gets no security
 
 
 def doctor(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(help="Only check this folder: its files, scales and 8-bit weights.", show_default=False),
+    ] = None,
     lock: Annotated[
         Path | None, typer.Option(help="Only compare with this lock file of `kpt lock`.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show devices, packages, which kernel serves what, and what is broken.
+    """Show devices, packages, which kernel serves what, and what is broken; or what is wrong with an FP8 checkpoint.
 
     Exit code: 0 all is well, 1 something is broken or differs from the lock file.
     """
+    if checkpoint is not None and lock is not None:
+        raise CliError(f"{checkpoint} and --lock {lock} ask for two reports; give one of them")
+    if checkpoint is not None:
+        _check(checkpoint, as_json)
+    elif lock is not None:
+        _compare(lock, as_json)
+    else:
+        _report(as_json)
+
+
+def _report(as_json: bool) -> None:
     import kpt_core
 
-    if lock is not None:
-        _compare(lock, as_json)
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kpt_core.PluginWarning)  # every one is among the report's problems
         report = examine()
@@ -64,16 +78,29 @@ def doctor(
 def _compare(path: Path, as_json: bool) -> None:
     from kpt_optimize.lock import read_lock
 
-    differences = read_lock(path).differences()
+    found = read_lock(path).differences()
+    document = {"lock": str(path), "differences": found}
+    _conclude(document, found, "difference", f"from {path}.", f"All is as in {path}.", as_json)
+
+
+def _check(path: Path, as_json: bool) -> None:
+    with progress() as tell:
+        found = fp8_checkpoints("kpt doctor CHECKPOINT").examine_checkpoint(path, progress=tell)
+    if not as_json:
+        say(str(found))
+    _conclude(found.as_dict(), found.faults, "fault", f"in {path}.", f"No fault in {path}.", as_json)
+
+
+def _conclude(document: Document, sentences: Sequence[str], noun: str, place: str, well: str, as_json: bool) -> None:
+    """Print the sentences and how many there are, or that all is well; leave with an exit code if there is one."""
     if as_json:
-        print_json({"ok": not differences, "lock": str(path), "differences": differences})
+        print_json({"ok": not sentences, **document})
     else:
-        for sentence in differences:
+        for sentence in sentences:
             say(sentence, style="red")
-        count = len(differences)
-        verdict = f"{count} difference{'' if count == 1 else 's'} from {path}." if count else f"All is as in {path}."
-        out().print(verdict, style="bold red" if differences else "bold green", soft_wrap=True)
-    if differences:
+        verdict = f"{len(sentences)} {noun}{'s' * (len(sentences) > 1)} {place}" if sentences else well
+        out().print(verdict, style="bold red" if sentences else "bold green", soft_wrap=True)
+    if sentences:
         raise typer.Exit(BROKEN)
 
 
@@ -87,6 +114,7 @@ def examine() -> Document:
     import kpt_core
     from kpt_core.contract import TORCH
     from kpt_core.registry import problems
+    from kpt_optimize.machine import present
 
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KPT_")}
     with _readable_variables() as faults:
@@ -126,7 +154,7 @@ def examine() -> Document:
     }
 
 
-def _backend(backend: "Backend", there: Present) -> Document:
+def _backend(backend: "Backend", there: "Present") -> Document:
     """Ask a backend why it can't run here, and what each device can do; it is `broken` if it raises."""
     import torch
 
@@ -191,7 +219,7 @@ def _fault() -> str | None:
     return None
 
 
-def _advice(there: Present, ops: Sequence[Document]) -> Iterator[str]:
+def _advice(there: "Present", ops: Sequence[Document]) -> Iterator[str]:
     if not ops:
         yield "No ops are installed; feature packages bring them: kpt-moe has some"
     missing: dict[str, dict[str, None]] = {}

@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.padding import Padding
 
 from .console import complain, heading, out, print_json, say, table
-from .devices import Device
 from .offers import DTYPES, Serving, serving, summary
 from .options import Json, op_names, require_name
 from .plugins import OPS
 
+if TYPE_CHECKING:
+    from kpt_optimize.machine import Device
 
-def op_row(name: str, devices: Sequence[Device]) -> dict[str, Any]:
+
+def op_row(name: str, devices: "Sequence[Device]") -> dict[str, Any]:
     """Look at one op; return it and its kernels, best first, those in plain PyTorch last, as in JSON.
 
     Evidence is what a run showed on a chip, with date and commit, as docs/support.md has it; `on` says what becomes of
@@ -95,8 +97,8 @@ def kernels(
     if op is not None and ours and "kpt_core" not in sys.modules:
         require_name("op", op, op_names())
     import kpt_core
-    from kpt_cli.devices import present
     from kpt_core.registry import problems
+    from kpt_optimize.machine import present
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kpt_core.PluginWarning)  # told below, each once

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from . import __version__
 from .bench.command import app as bench
 from .console import complain, plain_warnings
+from .convert import convert
 from .demo import demo
 from .doctor import doctor
 from .errors import sentence
@@ -82,7 +83,7 @@ def kpt(
     """Look at the kernels of this machine, optimise a model with them, and see what was chosen and why."""
 
 
-for command in (doctor, kernels, plan, optimize, tune, lock, demo, bisect):
+for command in (doctor, kernels, plan, optimize, convert, tune, lock, demo, bisect):
     app.command()(command)
 for name, group in {"new": new, "bench": bench, "validate": validate}.items():
     app.add_typer(group, name=name)

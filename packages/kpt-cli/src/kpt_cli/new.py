@@ -12,7 +12,7 @@ import typer
 from .console import print_json, say
 from .errors import CliError
 from .options import GROUP, Json
-from .output_file import check_folder, staged
+from .output_file import check_new_folder, staged
 from .plugins import installed_version
 
 #: Of KPT itself: what is no kernel, and the backends of its own repository.
@@ -101,12 +101,7 @@ def _range(distribution: str) -> str:
 
 def _write(skeleton: Skeleton, folder: Path) -> list[str]:
     """Write the repository into a folder that is new or empty; return its files, relative to it."""
-    real = folder.resolve()
-    if real.exists() and not real.is_dir():
-        raise CliError(f"{folder} is a file; name a folder that does not exist yet with --path")
-    if real.is_dir() and any(real.iterdir()):
-        raise CliError(f"{folder} exists and is not empty; name another folder with --path")
-    check_folder(real.parent, f"--path {folder}")
+    real = check_new_folder(folder, f"--path {folder}", "exists and is not empty; choose another folder")
     files = dict(_rendered(skeleton))
     with staged(real) as staging:
         for name, text in files.items():

@@ -40,6 +40,20 @@ def check_folder(folder: Path, what: str, size: int = 0) -> None:
         raise CliError(f"{what} {room}; make room or choose another disk")
 
 
+def check_new_folder(folder: Path, what: str, otherwise: str, size: int = 0) -> Path:
+    """Return the real path of a folder that `size` bytes can be written to; `CliError` if it is a file, or has no room.
+
+    Where it is not empty, the error says `otherwise`, if that is not empty.
+    """
+    real = folder.resolve()
+    if real.exists() and not real.is_dir():
+        raise CliError(f"{what} is a file; expected a folder that does not exist yet")
+    if otherwise and real.is_dir() and any(real.iterdir()):
+        raise CliError(f"{what} {otherwise}")
+    check_folder(real.parent, what, size)
+    return real
+
+
 @contextmanager
 def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """Make a folder that becomes `out`, a real path, at the end of the block, or vanishes if the block raises.

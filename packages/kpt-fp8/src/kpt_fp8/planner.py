@@ -12,7 +12,7 @@ from torch import nn
 from kpt_core import InputError
 
 from .pareto import Option, front_of
-from .rewrites import MIN_FEATURES, WEIGHTS
+from .rewrites import MIN_FEATURES
 from .selection import require_parent
 from .sensitivity import Candidate, LayerSensitivity, Progress, SensitivityReport, candidates_of, sensitivity_of
 from .trials import Effect, Loss, Trials, call, change_of_loss, each_batch, evaluating, mean_of
@@ -126,11 +126,10 @@ def plan_fp8(
     within the budget is found by bisection, and taken. At last the model is timed with it; a plan for latency that is
     slower as a whole converts nothing. Where nothing fits, the plan is empty, and `print` says why.
 
-    The model runs once for each layer, granularity and batch, and is left as it was. Fused experts are not planned yet:
-    `sensitivity.skipped` names them, and `convert_model_to_fp8` converts them.
+    The model runs once for each layer, granularity and batch, and is left as it was.
 
     Args:
-        model: with layers `nn.Linear`.
+        model: with layers `nn.Linear`, or experts as transformers fuses them (they need kpt-moe).
         data: batches, as `measure_sensitivity` takes them; the first is what is timed.
         objective: `memory`: bytes of weights; or `latency`: only layers that are faster by more than the noise.
         max_error: budget of the model's output: `|after - before| / |before|` of each row. 0.04 keeps the cosine of
@@ -175,7 +174,7 @@ def plan_fp8(
         effects: dict[int, Effect] = {}
         chosen, above, count = 0, len(steps) + 1, len(steps)
         while above - chosen > 1:
-            swaps = [(each.candidate.linear, each.candidate.layer) for each in _in_force(steps[:count])]
+            swaps = [(each.candidate.original, each.candidate.layer) for each in _in_force(steps[:count])]
             effect = mean_of([trials.with_layers(swaps, batch, trials.exact(batch)[0]) for batch in batches])
             effects[count] = effect
             fits = allowed(effect.error, change_of_loss(effect.loss, report.loss))
@@ -234,6 +233,7 @@ class _VersionTrial(kpt_optimize.ModuleTrial):
     """A version of a layer, which is refused for what it costs the model, and timed once for each shape."""
 
     cost = ""
+    granularity: str
     known: dict[tuple[int, str], Sequence[Sequence[float]]]
 
     def error(self, candidate: nn.Module) -> float:
@@ -245,7 +245,7 @@ class _VersionTrial(kpt_optimize.ModuleTrial):
 
     def times(self, before: nn.Module, after: nn.Module) -> Sequence[Sequence[float]]:
         """Return seconds of a call of each; layers of equal shapes share their call."""
-        key = id(self._call), str(after.granularity)
+        key = id(self._call), self.granularity
         if key not in self.known:
             self.known[key] = super().times(before, after)
         return self.known[key]
@@ -262,24 +262,24 @@ def _try_versions(
     """Try what the data reach, in the model's order."""
     told = {(layer.name, layer.granularity): layer for layer in report.layers}
     reached = {each: told[key] for each in candidates if (key := (each.name, each.granularity)) in told}
-    calls = _first_calls(model, {each.linear for each in reached}, batches)
+    calls = _first_calls(model, {each.original for each in reached}, batches)
     versions = []
     known: dict[tuple[int, str], Sequence[Sequence[float]]] = {}
     for each, layer in reached.items():
-        site = kpt_optimize.Site(each.name, "fp8.linear")
-        trial = _VersionTrial(model, each.linear, site, calls[each.linear], task)
-        trial.known = known
+        site = kpt_optimize.Site(each.name, each.op)
+        trial = _VersionTrial(model, each.original, site, calls[each.original], task)
+        trial.known, trial.granularity = known, each.granularity
         if layer not in within:
             loss = "" if layer.loss_change is None else f", loss {layer.loss_change:+.2g}"
             trial.cost = f"error {layer.error:.2%}{loss}"
         verdict, _ = kpt_optimize.attempt(
-            trial, partial(getattr, each, "layer"), each.linear, task.objective, lossless=False
+            trial, partial(getattr, each, "layer"), each.original, task.objective, lossless=False
         )
-        rewrite, gain = WEIGHTS[each.granularity].name, verdict.gain or 1.0
+        rewrite, gain = each.rewrite.name, verdict.gain or 1.0
         entry = kpt_optimize.PlanEntry(
             each.name, rewrite, site.op, trial.kernel, gain, layer.error, verdict.kept, verdict.reason, verdict.noise
         )
-        before, after = map(median, trial.times(each.linear, each.layer)) if verdict.kept else (0.0, 0.0)
+        before, after = map(median, trial.times(each.original, each.layer)) if verdict.kept else (0.0, 0.0)
         saved, seconds = layer.bytes_before - layer.bytes_after, before - after
         gained = saved if task.objective == "memory" else seconds
         versions.append(_Version(each.name, each.granularity, gained, layer.error, each, entry, saved, seconds))
@@ -287,18 +287,24 @@ def _try_versions(
 
 
 def _first_calls(
-    model: nn.Module, layers: Collection[nn.Linear], batches: Sequence[Any]
+    model: nn.Module, layers: Collection[nn.Module], batches: Sequence[Any]
 ) -> dict[nn.Module, kpt_optimize.Example]:
-    """Return each layer's first call, one for all of equal shapes: what a product costs does not depend on numbers."""
+    """Return each layer's first call.
+
+    Linear layers of equal shapes share one: what a product costs does not depend on numbers. What experts cost does, by
+    the routing.
+    """
     calls: dict[nn.Module, kpt_optimize.Example] = {}
     known: dict[tuple[Any, ...], kpt_optimize.Example] = {}
 
     def hook(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if layer not in calls:
-            x = args[0] if args else named["input"]
-            own = [(each.shape, each.dtype) for each in layer.parameters()]
-            key = (x.shape, x.stride(), x.dtype, x.device, *own)
-            calls[layer] = known.setdefault(key, kpt_optimize.Example((x,), {}))
+            example = kpt_optimize.Example(args, named)
+            if isinstance(layer, nn.Linear):
+                x = args[0] if args else named["input"]
+                own = [(each.shape, each.dtype) for each in layer.parameters()]
+                example = known.setdefault((x.shape, x.stride(), x.dtype, x.device, *own), example)
+            calls[layer] = example
 
     with ExitStack() as stack:
         for layer in layers:

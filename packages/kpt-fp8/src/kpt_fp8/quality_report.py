@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from kpt_core import InputError
 
+from .experts import NativeFP8Experts, is_fused_experts
+from .fp8_tensor import FP8Tensor
 from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter, sqnr
 from .report import Report
@@ -22,7 +24,10 @@ _OWNER = "quality_report"
 
 @dataclass(frozen=True, slots=True)
 class RowQuality:
-    """A row of a weight: its number, its SQNR in dB, and `|after - before| / |before|` in Euclidean norms."""
+    """A row of a weight: its number, its SQNR in dB, and `|after - before| / |before|` in Euclidean norms.
+
+    Rows of experts are counted through: row r of expert e is number `e * N + r`.
+    """
 
     row: int
     sqnr: float
@@ -31,22 +36,22 @@ class RowQuality:
 
 @dataclass(frozen=True, slots=True)
 class LayerQuality:
-    """A converted layer.
+    """A converted layer, or one of the two weights of converted experts.
 
     Attributes:
-        name: in the model.
+        name: in the model; of experts that of the weight.
         granularity: what shares a scale of its weight.
-        shape: of the weight, N and K.
+        shape: of the weight, N and K, or `[experts, N, K]`.
         weight: its quality.
         relative_error: of the weight, `|after - before| / |before|`.
         worst_rows: of the weight, worst first.
-        output: quality on the inputs that the layer has in the original model; None without data, or where they do not
-            reach it.
+        output: quality on the inputs that the layer, or the experts, have in the original model; None without data, or
+            where they do not reach it.
     """
 
     name: str
     granularity: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     weight: Quality
     relative_error: float
     worst_rows: tuple[RowQuality, ...]
@@ -88,52 +93,55 @@ class QualityReport(Report):
 def quality_report(
     original: nn.Module, converted: nn.Module, data: Iterable[Any] | None = None, *, rows: int = 3
 ) -> QualityReport:
-    """Compare the linear layers of a converted model with those that they were made from.
-
-    Fused experts are not in it; `conversion_report` has their weights' quality.
+    """Compare the linear layers and experts of a converted model with those that they were made from.
 
     Args:
-        original: with layers `nn.Linear` of the same names; it is left as it was.
+        original: with layers `nn.Linear`, or fused experts, of the same names; it is left as it was.
         converted: by `convert_model_to_fp8` or a plan.
         data: batches, as `calibrate` takes them; with them the original runs in evaluation mode, and outputs are
             compared as well, each layer's on the inputs that it has there.
         rows: how many of each weight's worst rows are told.
 
     Raises:
-        InputError: no layer was converted, the original has no `nn.Linear` of that name and shape, `data` has no
-            batch, or `rows` is negative.
+        InputError: no layer was converted, the original has no `nn.Linear` or experts of that name and shape, `data`
+            has no batch, or `rows` is negative.
     """
     if rows < 0:
         raise InputError(f"{_OWNER}: rows must be at least 0; got {rows}: 3 is usual")
     require_module(_OWNER, original)
     require_module(_OWNER, converted)
-    pairs: dict[str, tuple[nn.Linear, NativeFP8Linear]] = {}
-    linears = dict(original.named_modules(remove_duplicate=False))
+    pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
+    weights: dict[str, list[tuple[str, Tensor, FP8Tensor]]] = {}
+    modules = dict(original.named_modules(remove_duplicate=False))
     for name, layer in converted.named_modules():
         if isinstance(layer, NativeFP8Linear):
-            pairs[name] = _original_of(name, linears.get(name), layer), layer
+            linear = _original_of(name, modules.get(name), layer)
+            pairs[name], weights[name] = (linear, layer), [(name, linear.weight.detach(), layer.weight)]
+        elif isinstance(layer, NativeFP8Experts):
+            weights[name] = _weights_of(name, modules.get(name), layer)
+            pairs[name] = modules[name], layer
     if not pairs:
         got = type(converted).__name__
         raise InputError(
-            f"{_OWNER}: converted must have a NativeFP8Linear; got a {got} without: convert it first, or see "
-            "conversion_report for experts"
+            f"{_OWNER}: converted must have NativeFP8Linear or NativeFP8Experts; got a {got} without: convert it first"
         )
     outputs = {} if data is None else _outputs(original, pairs, list(each_batch(_OWNER, data, None)))
     layers = []
-    for name, (linear, layer) in pairs.items():
-        exact, after = linear.weight.detach(), layer.dequantize()
-        weight = sqnr(exact, after)
-        layers.append(
-            LayerQuality(
-                name,
-                layer.granularity,
-                (layer.out_features, layer.in_features),
-                weight,
-                float(10 ** (-weight.sqnr / 20)),
-                _worst_rows(exact, after, rows),
-                outputs.get(name),
+    for module, own in weights.items():
+        for name, exact, held in own:
+            before, after = exact.flatten(0, -2), held.dequantize().flatten(0, -2)
+            weight = sqnr(before, after)
+            layers.append(
+                LayerQuality(
+                    name,
+                    held.granularity,
+                    tuple(held.shape),
+                    weight,
+                    float(10 ** (-weight.sqnr / 20)),
+                    _worst_rows(before, after, rows),
+                    outputs.get(module),
+                )
             )
-        )
     layers.sort(key=lambda layer: ((layer.output or layer.weight).worst_row_sqnr, layer.name))
     return QualityReport(tuple(layers))
 
@@ -153,13 +161,29 @@ def _original_of(name: str, linear: nn.Module | None, layer: NativeFP8Linear) ->
     )
 
 
-def _outputs(
-    model: nn.Module, pairs: dict[str, tuple[nn.Linear, NativeFP8Linear]], batches: list[Any]
-) -> dict[str, Quality]:
+def _weights_of(name: str, experts: nn.Module | None, layer: NativeFP8Experts) -> list[tuple[str, Tensor, FP8Tensor]]:
+    """Return the names of the two weights, what they were, `[experts, N, K]`, and what they are."""
+    found = []
+    module: Any = experts
+    if experts is not None and is_fused_experts(experts):
+        for own in ("gate_up_proj", "down_proj"):
+            source = own if module.has_gate or own == "down_proj" else "up_proj"
+            exact = getattr(module, source).detach()
+            found.append((f"{name}.{own}", exact.mT if module.is_transposed else exact, getattr(layer, own)))
+    if not found or any(exact.shape != held.shape or exact.is_meta for _, exact, held in found):
+        got = "nothing" if experts is None else f"a {type(experts).__name__} of other numbers"
+        raise InputError(
+            f"{_OWNER}: original must have experts at {name!r} as those that converted has; got {got}: give the model "
+            "that converted was made from, not changed since"
+        )
+    return found
+
+
+def _outputs(model: nn.Module, pairs: dict[str, tuple[nn.Module, nn.Module]], batches: list[Any]) -> dict[str, Quality]:
     meters = {name: QualityMeter() for name in pairs}
     with evaluating(model), ExitStack() as stack:
-        for name, (linear, layer) in pairs.items():
-            stack.callback(watch_output(linear, layer, meters[name]))
+        for name, (module, layer) in pairs.items():
+            stack.callback(watch_output(module, layer, meters[name]))
         for batch in batches:
             call(model, batch)
     return {name: meter.result() for name, meter in meters.items() if meter.called}

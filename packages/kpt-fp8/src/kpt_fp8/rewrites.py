@@ -1,4 +1,4 @@
-"""What `kpt_core.optimize` may do to the linear layers of a model: hold their weights in 8 bits."""
+"""What `kpt_core.optimize` may do to linear layers and experts of a model: hold their weights in 8 bits."""
 
 import inspect
 import re
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import nn
 
 from kpt_core import InputError
 
+from .experts import NativeFP8Experts, is_fused_experts, refusal
 from .linear import NONE
 from .native_linear import NativeFP8Linear
 from .selection import select
@@ -69,6 +71,29 @@ class FP8Linear:
         return NativeFP8Linear.from_fp8(layer.weight, layer.bias, activations=self.activations).train(layer.training)
 
 
+@dataclass(frozen=True)
+class FP8Experts:
+    """Make experts as transformers fuses them `NativeFP8Experts`: kept where `FP8Linear` would be."""
+
+    name: str
+    granularity: str
+    level: str = "balanced"
+    lossless: bool = False
+    max_errors: ClassVar[Mapping[str, float]] = MappingProxyType(MAX_ERRORS)
+
+    def sites(self, model: nn.Module) -> "Iterator[Site]":
+        """Every module of experts that could be converted."""
+        from kpt_optimize import Site
+
+        for path, module in model.named_modules():
+            if path and is_fused_experts(module) and not refusal(module, self.granularity, torch.float8_e4m3fn):
+                yield Site(path, "moe.experts")
+
+    def replacement(self, module: nn.Module) -> nn.Module:
+        """Return the converted experts; raise `InputError` where the op can't stand for them."""
+        return NativeFP8Experts.from_experts(module, granularity=self.granularity)[0]
+
+
 def convertible(module: nn.Module) -> bool:
     """Tell whether a module is a layer that `convert_model_to_fp8` would convert, by itself."""
     if type(module) is not nn.Linear or module.weight.is_meta:
@@ -99,4 +124,13 @@ WEIGHTS = {
     "row": FP8Linear("fp8.linear", "row"),
     "128x128": FP8Linear("fp8.linear_128x128", "128x128", level="aggressive"),
 }
-REWRITES = (*WEIGHTS.values(), FP8Linear("fp8.linear_activations", "row", "row", level="aggressive"))
+#: The same of experts.
+EXPERTS = {
+    "row": FP8Experts("fp8.experts", "row"),
+    "128x128": FP8Experts("fp8.experts_128x128", "128x128", level="aggressive"),
+}
+REWRITES = (
+    *WEIGHTS.values(),
+    FP8Linear("fp8.linear_activations", "row", "row", level="aggressive"),
+    *EXPERTS.values(),
+)

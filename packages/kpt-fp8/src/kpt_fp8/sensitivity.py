@@ -4,16 +4,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from kpt_core import InputError, UnknownNameError
 
+from .experts import NativeFP8Experts, refusal
 from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter
 from .report import Report
-from .rewrites import MIN_FEATURES, WEIGHTS, weight_is_read
+from .rewrites import EXPERTS, MIN_FEATURES, WEIGHTS, FP8Experts, FP8Linear, weight_is_read
 from .selection import Chosen, Selection, patterns, require_module, require_some, select
 from .trials import Effect, Loss, Trials, change_of_loss, each_batch, evaluating, mean_of, watch_output
 from .weight_state import bytes_of
@@ -29,7 +31,7 @@ class LayerSensitivity:
     Attributes:
         name: in the model; the first one where the model shares the layer.
         granularity: what shares a scale of its weight.
-        shape: of the weight, N and K.
+        shape: of the weight, N and K; of experts that of all their first matrices, `[experts, N, K]`.
         bytes_before, bytes_after: of weight, scales and bias.
         output: quality of the layer's output on the inputs that it has in the model.
         error: of the model's output, `|after - before| / |before|` of the worst row.
@@ -38,7 +40,7 @@ class LayerSensitivity:
 
     name: str
     granularity: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     bytes_before: int
     bytes_after: int
     output: Quality
@@ -52,7 +54,7 @@ class SensitivityReport(Report):
 
     Attributes:
         layers: for each layer and granularity, by falling error of the model's output.
-        skipped: by name, why another `nn.Linear` is not among them.
+        skipped: by name, why another `nn.Linear`, or other experts, are not among them.
         loss: of the model as it is; None where it has none.
     """
 
@@ -84,12 +86,27 @@ class SensitivityReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layer, and what it would become."""
+    """A layer or a module of experts, and what it would become by a rewrite."""
 
-    linear: nn.Linear
-    layer: NativeFP8Linear
+    original: nn.Module
+    layer: NativeFP8Linear | NativeFP8Experts
     name: str
-    granularity: str
+    rewrite: FP8Linear | FP8Experts
+
+    @property
+    def granularity(self) -> str:
+        """Return what shares a scale of the weight."""
+        return self.rewrite.granularity
+
+    @property
+    def op(self) -> str:
+        """Return the op that runs it."""
+        return "fp8.linear" if isinstance(self.layer, NativeFP8Linear) else "moe.experts"
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight, of experts that of their first matrices."""
+        return self.layer.weight if isinstance(self.layer, NativeFP8Linear) else self.layer.gate_up_proj
 
 
 def measure_sensitivity(
@@ -104,14 +121,14 @@ def measure_sensitivity(
     max_batches: int | None = None,
     progress: Progress | None = None,
 ) -> SensitivityReport:
-    """Convert each linear layer by itself, and measure what that does to its output and to the model's.
+    """Convert each linear layer, and each module of experts, by itself; measure its output's error and the model's.
 
     The model runs in evaluation mode without gradients, once for each layer, granularity and batch, and is left as it
     was. Beside it, its layers' codes are in memory, once for each granularity. All rows of the output count, those of
     padding as well: give a model that returns what matters, such as sentence embeddings.
 
     Args:
-        model: with layers `nn.Linear`.
+        model: with layers `nn.Linear`, or experts as transformers fuses them (they need kpt-moe).
         data: batches: a tensor, which the model is called with; a mapping of keyword arguments; or a list or tuple of
             positional ones. They must be few enough to stay in memory.
         granularities: of `row` and `128x128`.
@@ -159,16 +176,22 @@ def candidates_of(
             skipped[each.names[0]] = "the module around it reads its weight"
         else:
             chosen.append(each)
-    # What `convert_model_to_fp8` would convert is not to be missed in silence.
-    for experts in found.experts:
-        skipped[experts.names[0]] = "experts are not measured yet; convert_model_to_fp8 converts them"
-    require_some(owner, Selection(chosen, skipped=skipped))
+    names = tuple(dict.fromkeys(granularities))
+    experts: list[Chosen[nn.Module]] = []
+    for stacked in found.experts:
+        reason = next(filter(None, (refusal(stacked.module, name, torch.float8_e4m3fn) for name in names)), "")
+        if reason:
+            skipped[stacked.names[0]] = reason
+        else:
+            experts.append(stacked)
+    require_some(owner, Selection(chosen, experts, skipped))
+    made: list[tuple[Chosen[Any], FP8Linear | FP8Experts]] = [
+        *((each, WEIGHTS[name]) for each in chosen for name in names),
+        *((each, EXPERTS[name]) for each in experts for name in names),
+    ]
     return [
-        Candidate(
-            each.module, NativeFP8Linear.from_linear(each.module, granularity=granularity), each.names[0], granularity
-        )
-        for each in chosen
-        for granularity in dict.fromkeys(granularities)
+        Candidate(each.module, cast(Any, rewrite.replacement(each.module)), each.names[0], rewrite)
+        for each, rewrite in made
     ], skipped
 
 
@@ -187,14 +210,14 @@ def sensitivity_of(
     for batch in batches:
         with ExitStack() as stack:
             for index, candidate in enumerate(candidates):
-                stack.callback(watch_output(candidate.linear, candidate.layer, meters[index]))
+                stack.callback(watch_output(candidate.original, candidate.layer, meters[index]))
             exact, loss = trials.exact(batch)
         losses.append(Effect(0.0, loss))
         for index, candidate in enumerate(candidates):
             if progress is not None:
                 progress(done, total, f"{candidate.name} ({candidate.granularity})")
             if meters[index].called:
-                effects[index].append(trials.with_layers([(candidate.linear, candidate.layer)], batch, exact))
+                effects[index].append(trials.with_layers([(candidate.original, candidate.layer)], batch, exact))
             done += 1
     if progress is not None:
         progress(total, total, "done")
@@ -209,8 +232,8 @@ def sensitivity_of(
             LayerSensitivity(
                 candidate.name,
                 candidate.granularity,
-                (candidate.linear.out_features, candidate.linear.in_features),
-                bytes_of(candidate.linear),
+                tuple(candidate.weight.shape),
+                bytes_of(candidate.original),
                 bytes_of(candidate.layer),
                 meters[index].result(),
                 effect.error,
@@ -218,6 +241,6 @@ def sensitivity_of(
             )
         )
     if not found:
-        raise InputError("measure_sensitivity: no linear layer was called: check the data and the model")
+        raise InputError("measure_sensitivity: no layer was called: check the data and the model")
     found.sort(key=lambda layer: (-layer.error, layer.name, layer.granularity))
     return SensitivityReport(tuple(found), skipped, base)

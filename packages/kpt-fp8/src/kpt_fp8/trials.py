@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from kpt_core import InputError
 
-from .native_linear import NativeFP8Linear
 from .quality import QualityMeter
 
 #: The loss of the model's output on a batch; less is better.
@@ -64,13 +63,13 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
-def watch_output(linear: nn.Linear, layer: NativeFP8Linear, meter: QualityMeter) -> Callable[[], None]:
+def watch_output(original: nn.Module, layer: nn.Module, meter: QualityMeter) -> Callable[[], None]:
     """Compare a layer with what it stands for on the inputs that this gets in its model; return what ends that."""
 
     def compare(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         meter.add(output, layer(*args, **named))
 
-    return linear.register_forward_hook(compare, with_kwargs=True).remove
+    return original.register_forward_hook(compare, with_kwargs=True).remove
 
 
 class Trials:
@@ -94,14 +93,12 @@ class Trials:
             )
         return rows, loss
 
-    def with_layers(
-        self, swaps: Sequence[tuple[nn.Linear, NativeFP8Linear]], batch: Any, exact: Sequence[Tensor]
-    ) -> Effect:
+    def with_layers(self, swaps: Sequence[tuple[nn.Module, nn.Module]], batch: Any, exact: Sequence[Tensor]) -> Effect:
         """Measure the effect on one batch of layers that answer in others' place."""
         with ExitStack() as stack:
-            for linear, layer in swaps:
+            for original, layer in swaps:
                 # A hook, so that no module is swapped while others may look at the model.
-                hook = linear.register_forward_hook(
+                hook = original.register_forward_hook(
                     lambda _, args, named, output, layer=layer: layer(*args, **named), with_kwargs=True
                 )
                 stack.callback(hook.remove)

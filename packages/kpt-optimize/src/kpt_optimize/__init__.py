@@ -7,7 +7,7 @@ from .attempt import ModuleTrial, Task
 from .changes import Changes
 from .measure import Load, device_of, gain_of, interleaved_times, parameter_bytes, relative_error, rounding
 from .optimize import Optimized, apply_plan, conclude, optimize
-from .plan import Plan, PlanEntry, table
+from .plan import Budget, Plan, PlanEntry, table
 from .rewrite import LEVELS, Rewrite, Site, check_level, check_max_error, check_model, check_objective, rewrites
 from .trial import (
     DEFAULT_MAX_ERROR,
@@ -29,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_MAX_ERROR",
     "LEVELS",
+    "Budget",
     "Changes",
     "Example",
     "Load",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kpt_core.errors import InputError, UnknownNameError
 
 from .attempt import Task, attempt_rewrite, sites_of
+from .budgets import larger_budgets
 from .changes import Changes
 from .measure import device_of, gain_of, parameter_bytes, relative_error, settled_times
 from .plan import Plan, PlanEntry
@@ -116,16 +117,19 @@ def optimize(
             kept = {entry.rewrite for entry in entries if entry.kept}
             own = [own_budgets(rewrite) for rewrite, _ in tries if rewrite.name in kept]
             budget = max(task.budget(expected), *(task.budget(expected, own=each) for each in own), 0.0)
-            entries, error = _settle(changes, entries, task, expected, budget)
+            settled, error = _settle(changes, entries, task, expected, budget)
             plan = conclude(
                 changes,
-                entries,
+                settled,
                 lambda: task.example(changes.model),
                 level=level,
                 objective=objective,
                 budget=budget,
                 error=error,
             )
+            if plan.kept or not any(entry.kept for entry in settled):  # else more of it would not pay either
+                found = larger_budgets(changes, [rewrite for rewrite, _ in tries], entries, settled, task, expected)
+                plan = replace(plan, budgets=found)
     except BaseException:
         changes.revert()
         raise

@@ -43,6 +43,21 @@ class PlanEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """How far a larger error budget reaches, measured.
+
+    Attributes:
+        max_error: the budget: the greatest error of these modules' outputs and of the model's with all of them.
+        modules: so many, or more, have a lossy rewrite within it.
+        total: that have one which was kept, or rolled back for its error.
+    """
+
+    max_error: float
+    modules: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Every rewrite that `optimize` tried, and the effect of the kept ones on the whole model.
 
@@ -61,6 +76,7 @@ class Plan:
         error: `max |after - before| / max |before|` of the model's first output.
         gain: the median over rounds of seconds before / seconds after.
         noise: standard error of `gain`.
+        budgets: what larger ones would allow, by rising error; they say nothing of speed.
     """
 
     model: str
@@ -77,6 +93,7 @@ class Plan:
     error: float
     gain: float = 1.0
     noise: float = 0.0
+    budgets: tuple[Budget, ...] = ()
     format: int = field(default=FORMAT)
 
     @property
@@ -115,9 +132,17 @@ class Plan:
             for part in (data, *data["entries"]):
                 part["error"] = math.inf if part["error"] is None else part["error"]
             entries = tuple(PlanEntry(**entry) for entry in data.pop("entries"))
-            return cls(entries=entries, **data)
+            budgets = tuple(Budget(**each) for each in data.pop("budgets", ()))
+            return cls(entries=entries, budgets=budgets, **data)
         except (KeyError, TypeError) as error:
             raise InputError(f"{path} is not a complete plan: {error}") from error
+
+    def outlook(self, option: str = "max_error=") -> str:
+        """Say which larger budgets, each after the name of the option, would keep more; empty where none would."""
+        verb = "would keep" if self.objective == "memory" else "would allow"
+        counts = {_rounded_up(each.max_error): f"{verb} {each.modules} of {each.total}" for each in self.budgets}
+        said = ", ".join(f"{option}{error} {count}" for error, count in counts.items())
+        return said and f"Larger budgets, by the errors measured: {said} modules."
 
     def __str__(self) -> str:
         head = ("module", "rewrite", "kernel", "gain", "error", "", "reason")
@@ -131,7 +156,13 @@ class Plan:
             f"{self.seconds_after * 1e3:.2f} ms after; {self.bytes_before / 2**20:.1f} MiB before, "
             f"{self.bytes_after / 2**20:.1f} MiB after; error {self.error:.1e} of at most {self.max_error:.1e}"
         )
-        return "\n".join(lines)
+        return "\n".join(filter(None, (*lines, self.outlook())))
+
+
+def _rounded_up(error: float) -> str:
+    """Return two digits of an error, which are not less than it."""
+    digits = 1 - math.floor(math.log10(error)) if error else 0
+    return f"{math.ceil(error * 10**digits) / 10**digits:g}"
 
 
 def table(*rows: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The command `kpt bench`."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,14 +27,14 @@ A forward and backward, with the gradients of tokens, routing weights and parame
 transformers' eager and grouped_mm take, and how many times more memory a step of theirs adds; ~ means within two
 standard errors of 1. Routing is the share of router and sorting in the forward of a whole layer."""
 
+_GATE = "No figures where KPT's results are less accurate than eager's against float64: marked, exit code 1."
+_MOE = "Experts of a MoE layer: KPT beside transformers' eager and grouped_mm, and a dense product of equal operations."
+_TRAINING = "A training step of experts: KPT beside transformers, with all gradients, memory and routing's share."
+
 WRONG = 1  #: exit code where a result is wrong
 DTYPES = ("float32", "bfloat16", "float16")
 
 Dtypes = Annotated[list[str] | None, one_of("dtype", DTYPES, f"{', '.join(DTYPES)}; may be repeated.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")]
-Seconds = Annotated[float, typer.Option(min=0.1, help="About how long the timing of each line takes.")]
-Seed = Annotated[int, typer.Option(help="Of weights, inputs and routings.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")]
 
 app = typer.Typer(help="Measure KPT beside its peers, in one run.", **GROUP)
 
@@ -43,49 +44,20 @@ def bench() -> None:
     """Measure KPT beside its peers, in one run."""
 
 
-@app.command()
+@app.command("moe-training", help=f"{_TRAINING}\n\n{_GATE}")
+@app.command(help=f"{_MOE}\n\n{_GATE}")
 def moe(
-    quick: Annotated[bool, typer.Option(help="Two small shapes, a few seconds.")] = False,
+    ctx: typer.Context,
+    quick: Annotated[bool, typer.Option(help="Small shapes, a few seconds.")] = False,
     dtype: Dtypes = None,
-    threads: Threads = None,
-    seconds: Seconds = 8.0,
-    seed: Seed = 0,
-    output: Output = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="About how long the timing of each line takes; 8, or 20 of training."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")] = None,
     as_json: Json = False,
-) -> None:
-    """Experts of a MoE layer: KPT beside transformers' eager and grouped_mm, and a dense product of equal operations.
-
-    No figures where KPT's result is less accurate than eager's against float64: that line is marked, exit code 1.
-    """
-    _measure("moe", quick, dtype, threads, seconds, seed, output, as_json)
-
-
-@app.command()
-def moe_training(
-    quick: Annotated[bool, typer.Option(help="One small shape, a few seconds.")] = False,
-    dtype: Dtypes = None,
-    threads: Threads = None,
-    seconds: Seconds = 20.0,
-    seed: Seed = 0,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
-    """A training step of experts: KPT beside transformers' eager and grouped_mm, with peak memory and routing's share.
-
-    No figures where an output or gradient is less accurate than eager's against float64: marked, exit code 1.
-    """
-    _measure("moe-training", quick, dtype, threads, seconds, seed, output, as_json)
-
-
-def _measure(
-    name: str,
-    quick: bool,
-    dtypes: list[str] | None,
-    threads: int | None,
-    seconds: float,
-    seed: int,
-    output: Path | None,
-    as_json: bool,
 ) -> None:
     """Run a benchmark, show its lines as they come, and write them."""
     check_output_file(output, "--output")
@@ -98,12 +70,12 @@ def _measure(
     from . import moe as of
     from .machine import machine
 
-    training = name == "moe-training"
+    name, training = str(ctx.info_name), ctx.info_name == "moe-training"
     if threads is not None:
         torch.set_num_threads(threads)
     shapes = (of.QUICK_SHAPES, of.QUICK_TRAINING_SHAPES) if quick else (of.SHAPES, of.TRAINING_SHAPES)
-    seconds = min(seconds, 1.0) if quick else seconds
-    running = of.run(shapes[training], dtypes_named(dtypes or DTYPES[:2]), seconds, seed, training=training)
+    seconds = min(seconds or (20.0 if training else 8.0), 1.0 if quick else math.inf)
+    running = of.run(shapes[training], dtypes_named(dtype or DTYPES[:2]), seconds, seed, training=training)
     lines: list[Line | Refused] = []
     load = Load()
     if as_json:

@@ -17,10 +17,10 @@ import psutil
 import torch
 
 import kpt_core
-from kpt_cli.devices import cpu_name
 from kpt_cli.plugins import packages
 from kpt_core.contract import TORCH
 from kpt_core.dispatch.settings import effective, scoped
+from kpt_optimize.tuning.tables import processor
 
 _STATUS = Path("/proc/self/status")
 
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
     from transformers import __version__ as transformers_version
 
     return {
-        "processor": cpu_name(),
+        "processor": processor(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -14,7 +14,7 @@ import typer
 from kpt_cli.console import print_json, say
 from kpt_cli.errors import CliError
 from kpt_cli.options import Level, MaxError, Objective
-from kpt_cli.output_file import check_folder, staged
+from kpt_cli.output_file import check_new_folder, staged
 
 from .settings import FULL, KIND, QUICK, REPORT, Settings
 
@@ -73,13 +73,8 @@ def demo(
 
 def check_output(output: Path, disk_bytes: int) -> Path:
     """Return the real path of a folder that is new, empty or of an earlier demo; else, or without room, `CliError`."""
-    real = output.resolve()
-    if real.exists() and not real.is_dir():
-        raise CliError(f"--output {output} is a file; expected a folder that is new, empty or of an earlier demo")
-    if real.is_dir() and any(real.iterdir()) and not is_demo(real):
-        raise CliError(f"--output {output} is not empty and holds no earlier demo; choose another folder")
-    check_folder(real.parent, f"--output {output}", disk_bytes)
-    return real
+    otherwise = "" if is_demo(output) else "is not empty and holds no earlier demo; choose another folder"
+    return check_new_folder(output, f"--output {output}", otherwise, disk_bytes)
 
 
 def is_demo(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kpt_cli.bench.machine import machine
 from kpt_cli.console import err, heading, out, progress, say, table
+from kpt_cli.optimize.command import plan_table
 from kpt_optimize import optimize
 
 from . import measure
@@ -155,11 +156,7 @@ def show_result(result: Figures) -> None:
             "made with: where two experts are almost equally likely, the least change sends a token to the other one."
         )
     heading(f"Plan: {len(plan.kept)} of {len(plan.entries)} rewrites kept ({plan.level}, {plan.objective})")
-    made = table("module", "rewrite", "gain", "error", "verdict", right=("gain", "error"))
-    for entry in plan.entries:
-        verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
-        made.add_row(entry.module, entry.rewrite, f"{entry.gain:.2f}x", f"{entry.error:.1e}", verdict)
-    out().print(made)
+    out().print(plan_table(plan))
     heading("Which kernel ran where")
     if result["kernels"]:
         made = table("module", "op", "kernel", "why")

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from kpt_cli.console import heading, out, print_json, progress, say, table
 from kpt_cli.errors import CliError
 from kpt_cli.options import Device, Force, Json, Level, MaxError, Objective, TextSeed, WeightDtype, usable_device
-from kpt_cli.output_file import check_folder, check_output_file, staged
+from kpt_cli.output_file import check_new_folder, check_output_file, staged
 from kpt_cli.plugins import REWRITES, packages
 
 from .model_directory import CONFIG, INDEX, WEIGHTS, ModelDirectory, read_model_directory
@@ -63,6 +64,8 @@ def optimize(
     if not as_json:
         say(f"Measured with {inputs}.")
         _show_plan(plan)
+        if larger := plan.outlook("--max-error "):
+            say(larger)
     copied = real_copy is not None and bool(plan.kept)
     if real_copy is not None and copied:
         with progress() as tell, staged(real_copy, replace=force) as staging:
@@ -122,15 +125,13 @@ def check_copy(to: Path, directory: ModelDirectory, *, force: bool) -> Path:
         raise CliError(f"--copy {to} lies inside the model's folder {directory.path}; choose a place outside of it")
     if real in model.parents:
         raise CliError(f"--copy {to} contains the model's folder {directory.path}; choose another place")
-    if real.exists() and not real.is_dir():
-        raise CliError(f"--copy {to} is a file; expected a folder that does not exist yet")
-    if real.is_dir() and any(real.iterdir()):
-        if not force:
-            raise CliError(f"--copy {to} exists and is not empty; choose another folder, or replace it with --force")
-        if not (real / CONFIG).is_file():
-            raise CliError(f"--copy {to} is not empty and holds no model, so --force does not replace it")
-    check_folder(real.parent, f"--copy {to}", sum(file.stat().st_size for file in _files(directory)))
-    return real
+    otherwise = "exists and is not empty; choose another folder, or replace it with --force"
+    if force:
+        otherwise = (
+            "" if (real / CONFIG).is_file() else "is not empty and holds no model, so --force does not replace it"
+        )
+    size = sum(file.stat().st_size for file in _files(directory))
+    return check_new_folder(to, f"--copy {to}", otherwise, size)
 
 
 def copy_model(directory: ModelDirectory, to: Path, dtype: str) -> None:
@@ -152,9 +153,8 @@ def _files(directory: ModelDirectory) -> list[Path]:
     return sorted(found - left | set(directory.weights))
 
 
-def _show_plan(plan: "Plan") -> None:
-    """Print what was tried on each module and what came of it, then the whole model before and after."""
-    heading(f"Plan for {plan.model}: {plan.level}, {plan.objective}, on {plan.device}")
+def plan_table(plan: "Plan") -> Table:
+    """Return a table of what was tried on each module and what came of it."""
     by_module: dict[str, list[PlanEntry]] = {}
     for entry in plan.entries:
         by_module.setdefault(entry.module, []).append(entry)
@@ -165,7 +165,13 @@ def _show_plan(plan: "Plan") -> None:
             verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
             gain = _gain(entry.gain, entry.noise)
             made.add_row("" if number else module, served, gain, f"{entry.error:.1e}", verdict)
-    out().print(made)
+    return made
+
+
+def _show_plan(plan: "Plan") -> None:
+    """Print what was tried on each module and what came of it, then the whole model before and after."""
+    heading(f"Plan for {plan.model}: {plan.level}, {plan.objective}, on {plan.device}")
+    out().print(plan_table(plan))
     if not plan.kept:
         say(f"\nNone of {len(plan.entries)} rewrites was kept; the model stays as it is.", style="bold")
         return

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kpt_cli.devices import present
 from kpt_cli.errors import CliError
 from kpt_optimize.judging import Call, Verdict, find_routing, judge, rounding
+from kpt_optimize.machine import present
 
 from .models import ORACLE, Arm
 from .observing import (

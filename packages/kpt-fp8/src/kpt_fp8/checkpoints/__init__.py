@@ -1,8 +1,16 @@
 """Checkpoints of other tools: converted, quantised file by file, and checked."""
 
 from .changing import ConvertedTensor
-from .checking import check_checkpoint
+from .checking import CheckpointExamination, check_checkpoint, examine_checkpoint
 from .converting import CheckpointReport, convert_checkpoint
 from .formats import FORMATS
 
-__all__ = ["FORMATS", "CheckpointReport", "ConvertedTensor", "check_checkpoint", "convert_checkpoint"]
+__all__ = [
+    "FORMATS",
+    "CheckpointExamination",
+    "CheckpointReport",
+    "ConvertedTensor",
+    "check_checkpoint",
+    "convert_checkpoint",
+    "examine_checkpoint",
+]

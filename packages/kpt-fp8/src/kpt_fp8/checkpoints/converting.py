@@ -1,8 +1,9 @@
 """Checkpoints from one format to another, or quantised for the first time: `convert_checkpoint`."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,24 @@ class CheckpointReport:
         """Tell whether every weight stands for the same numbers as before."""
         return all(each.exact for each in self.tensors)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        told = {"source": self.source, "target": self.target, "scheme": str(self.scheme), "bytes": self.bytes}
+        return {**told, "exact": self.exact, "tensors": [asdict(each) for each in self.tensors], "notes": self.notes}
+
     def __str__(self) -> str:
-        exact = sum(each.exact for each in self.tensors)
-        lines = [
-            f"{self.source} -> {self.target}: {self.scheme}",
-            f"{exact} of {len(self.tensors)} weights are bit-exact, {self.bytes} bytes in all",
-        ]
+        exact = Counter(each.how for each in self.tensors if each.exact)
         anew = sorted((each for each in self.tensors if not each.exact), key=lambda each: each.sqnr or 0.0)
-        lines += [f"{each.name}  {each.how}  SQNR {each.sqnr:.1f} dB" for each in anew]
-        return "\n".join([*lines, *self.notes])
+        wide = max((len(each.name) for each in anew), default=0)
+        return "\n".join(
+            [
+                f"{self.source} -> {self.target}: {self.scheme}",
+                f"{exact.total()} of {len(self.tensors)} weights are bit-exact, {self.bytes / 2**20:.1f} MiB in all",
+                *(f"bit-exact: {count} weights, {how}" for how, count in exact.items()),
+                *(f"{each.name:<{wide}}  {each.how}, signal to noise {each.sqnr:.1f} dB" for each in anew),
+                *self.notes,
+            ]
+        )
 
 
 def convert_checkpoint(
@@ -216,7 +226,7 @@ class _Work:
             if not self.requantize:
                 raise InputError(
                     f"{_OWNER}: {name} can't be written with the same numbers as {self.format.name} ({error}): pass "
-                    "requantize=True to quantise it anew, or choose another format"
+                    "requantize=True (--requantize) to quantise it anew, or choose another format"
                 ) from None
             return quantized_anew(name, weight.dequantize(), self.scheme, own)
 

@@ -73,16 +73,17 @@ def device_name(device: torch.device | str) -> str:
     device = torch.device(device)
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        return f"{_processor()} ({threads} thread{'' if threads == 1 else 's'})"
+        return f"{processor()} ({threads} thread{'' if threads == 1 else 's'})"
     return registry.backend_of(device).device_name(device)
 
 
 @cache
-def _processor() -> str:
+def processor() -> str:
+    """Return the maker's name of the CPU."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")
-            if name.strip() == "model name" and value.strip():
+            if name.strip() in ("model name", "Model", "Hardware") and value.strip():
                 return value.strip()
     return platform.processor() or platform.machine() or "CPU"
 

@@ -1,12 +1,18 @@
-"""The devices of this machine."""
+"""The devices of this machine, the CPU among them: `present`."""
 
+import os
 import platform
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+import torch
+
+from kpt_core import registry
+
+from .tuning.tables import processor
 
 #: Instruction sets worth naming, by how torch spells them.
 _INSTRUCTION_SETS = ("avx", "amx", "sve", "sme", "neon", "bf16", "i8mm", "dotprod", "asimd")
@@ -63,25 +69,11 @@ def present() -> Present:
     return Present(tuple(devices), tuple(notes))
 
 
-def cpu_name() -> str:
-    """Return the maker's name of the CPU."""
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else ():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine() or "CPU"
-
-
 def _ram() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().total)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpu() -> Iterator[Device]:
-    import torch
-
     found = {torch.backends.cpu.get_cpu_capability().lower()}
     tell: Any = getattr(torch.cpu, "get_capabilities", None)
     if tell is not None:
@@ -91,12 +83,10 @@ def _cpu() -> Iterator[Device]:
             if name.startswith("_is_") and name.endswith("_supported") and getattr(torch.cpu, name)():
                 found.add(name.removeprefix("_is_").removesuffix("_supported"))
     features = tuple(sorted(name for name in found if name.startswith(_INSTRUCTION_SETS) and name != "avx"))
-    yield Device(device="cpu", name=cpu_name(), memory_bytes=_ram(), features=features)
+    yield Device(device="cpu", name=processor(), memory_bytes=_ram(), features=features)
 
 
 def _of_torch(kind: str) -> Iterator[Device]:
-    import torch
-
     module: Any = getattr(torch, kind)
     for index in range(module.device_count() if module.is_available() else 0):
         found = module.get_device_properties(index)
@@ -107,15 +97,11 @@ def _of_torch(kind: str) -> Iterator[Device]:
 
 
 def _mps() -> Iterator[Device]:
-    import torch
-
     if torch.backends.mps.is_available():
         yield Device(device="mps", name=f"Apple {platform.machine()}", memory_bytes=_ram())
 
 
 def _other_accelerator() -> Iterator[Device]:
-    import torch
-
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     for index in range(torch.accelerator.device_count() if kind is not None else 0):
         yield Device(device=f"{kind}:{index}", name=str(kind))
@@ -123,11 +109,7 @@ def _other_accelerator() -> Iterator[Device]:
 
 def _of_backends() -> Iterator[Device]:
     """List device types that only a ready backend knows, for instance `xla`."""
-    import torch
-
-    import kpt_core
-
-    for backend in kpt_core.backends().values():
+    for backend in registry.backends().values():
         for kind in set(backend.device_types) - {"cpu"}:
             try:
                 torch.empty(0, device=kind)
