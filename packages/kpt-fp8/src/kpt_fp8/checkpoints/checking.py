@@ -36,10 +36,8 @@ class CheckpointExamination:
 
     def __str__(self) -> str:
         if self.format is None:
-            return (
-                f"{self.path} is no FP8 checkpoint: none of its {self.others} tensors is declared 8-bit. "
-                "convert_checkpoint (`kpt convert`) quantises it."
-            )
+            said = f"{self.path} is no FP8 checkpoint: none of its {self.others} tensors is declared 8-bit."
+            return said if self.faults else f"{said} convert_checkpoint (`kpt convert`) quantises it."
         held = f"{self.weights} weights are 8-bit, {self.others} tensors stay as they are"
         return f"{self.path} is {self.format}: {self.scheme or 'in no way that can be read'}; {held}"
 
