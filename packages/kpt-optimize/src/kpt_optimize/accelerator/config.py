@@ -148,8 +148,9 @@ def apply_settings(config: DeviceConfig) -> AppliedSettings:
         if config.deterministic is not None:
             _set_deterministic(stack, config.deterministic)
             changes.append(f"deterministic algorithms are {'' if config.deterministic else 'not '}required")
-        of = torch.get_device_module(config.device_type)
-        if config.memory_fraction is not None and of.is_available():
+        # Asked for here alone: not every device has a module of torch's.
+        of = None if config.memory_fraction is None else torch.get_device_module(config.device_type)
+        if config.memory_fraction is not None and of is not None and of.is_available():
             _set_memory_fraction(stack, of, config.memory_fraction, config.device)
             changes.append(f"this process may take {config.memory_fraction:.0%} of the device's memory")
         applied = stack.pop_all()

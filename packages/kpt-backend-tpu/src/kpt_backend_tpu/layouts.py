@@ -1,0 +1,25 @@
+"""What the functions of JAX are specialised for beside shapes and dtypes, as torch's side knows it; all hashable."""
+
+from typing import NamedTuple
+
+
+class Activation(NamedTuple):
+    """An activation of `moe.experts`, its parameters as there."""
+
+    name: str
+    alpha: float
+    beta: float
+    limit: float | None
+    interleaved: bool
+
+
+class Layout(NamedTuple):
+    """Of `moe.experts`.
+
+    Attributes:
+        activation: between the products.
+        transposed: whether matrices are stored as input by output.
+    """
+
+    activation: Activation
+    transposed: bool
