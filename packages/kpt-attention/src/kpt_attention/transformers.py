@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kpt_core import InputError
+from kpt_core import InputError, KptWarning
+from kpt_core.errors import warn_caller
 
 from .dense import dense
 from .masks import dense_mask, document
@@ -107,6 +108,8 @@ def kpt_attention_forward(
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         plan = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key, bool(causal))
+        if plan.causal and cu_seq_lens_q is None and query.shape[2] == key.shape[2]:
+            _warn_of_packing(kwargs.get("position_ids"))
     seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
     out, _ = dense(
         query, key, value, **plan.arguments(), bias=bias, sinks=s_aux, return_lse=False, scale=scaling,
@@ -125,6 +128,24 @@ def _packed(ends: Tensor | None, key_ends: Tensor | None, query: Tensor, key: Te
         raise InputError(f"{NAME}: packed sequences of other ends of keys ({key_ends.tolist()}) than of queries")
     plan = document(cu_seqlens=ends).plan(queries, device=query.device)
     return Plan(causal=causal, intervals=plan.intervals)
+
+
+def _warn_of_packing(positions: Any) -> None:
+    """Warn where positions restart within a row and no mask keeps the sequences apart (transformers#46634).
+
+    transformers makes such a mask only if it is given none, and no cache is used.
+    """
+    if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    if hasattr(positions, "_kpt_seen"):  # by another layer
+        return
+    positions._kpt_seen = True  # type: ignore[attr-defined]
+    if bool((positions.diff(dim=1) < 0).any()):
+        warn_caller(
+            f"{NAME}: positions restart within a row, but nothing keeps the packed sequences apart, so that each sees "
+            "those before it: leave out attention_mask, and set use_cache=False; or pass cu_seq_lens_q",
+            KptWarning,
+        )
 
 
 def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:
