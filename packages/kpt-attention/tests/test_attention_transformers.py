@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from kpt_attention import attention
+from kpt_attention import causal as kpt_causal
 from kpt_attention.transformers import kpt_attention_forward  # registers "kpt", too
 from kpt_core import InputError, KptWarning, record
 
@@ -186,6 +188,26 @@ def test_what_is_not_known_is_an_error() -> None:
     ):
         with pytest.raises((InputError, ValueError), match=message):
             model(tokens(), **given)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_ends_of_packed_sequences_keep_them_apart_and_are_lowered_once(causal: bool) -> None:
+    module, ends, key_ends = torch.nn.Module(), torch.tensor([0, 4, 9]), torch.tensor([0, 6, 11])
+    query, key, value = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8)
+    given = {"is_causal": causal, "cu_seq_lens_q": ends, "cu_seq_lens_k": key_ends}
+    out, _ = kpt_attention_forward(module, query, key, value, None, **given)
+    for first, last, begin, end in ((0, 4, 0, 6), (4, 9, 6, 11)):
+        rows = query[:, :, first:last], key[:, :, begin:end], value[:, :, begin:end]
+        one = attention(*rows, kpt_causal() if causal else None)
+        torch.testing.assert_close(out[:, first:last], one.transpose(1, 2))
+    plan = ends._kpt_plan[-1]  # type: ignore[attr-defined]
+    kpt_attention_forward(module, query, key, value, None, **given)
+    assert ends._kpt_plan[-1] is plan  # type: ignore[attr-defined]
+    key_ends[1] = 5
+    changed, _ = kpt_attention_forward(module, query, key, value, None, **given)
+    assert not torch.equal(changed, out)
+    with pytest.raises(InputError, match="end at 9 queries and 11 keys; got 9 and 10"):
+        kpt_attention_forward(module, query, key[:, :, 1:], value[:, :, 1:], None, **given)
 
 
 def test_packed_positions_under_a_mask_of_ones_are_told_once() -> None:

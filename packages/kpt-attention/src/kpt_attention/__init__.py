@@ -19,6 +19,7 @@ from .masks import (
     window,
 )
 from .merge import merge
+from .packed import attention_varlen, packed
 from .plan import Plan, live_blocks
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "Mask",
     "Plan",
     "attention",
+    "attention_varlen",
     "block_sparse",
     "causal",
     "dense_mask",
@@ -37,6 +39,7 @@ __all__ = [
     "live_blocks",
     "merge",
     "natten",
+    "packed",
     "padding",
     "predicate",
     "prefix_lm",

@@ -8,6 +8,7 @@ nothing, where the second one is missing. A model's mask is a bool tensor, as fo
 many ways; it is lowered once for all layers that share it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from kpt_core import InputError, KptWarning
 from kpt_core.errors import warn_caller
 
 from .dense import dense
-from .masks import dense_mask, document
+from .masks import causal, dense_mask
+from .packed import packed
 from .plan import BLOCK, Plan
 
 __all__ = ["NAME", "kpt_attention_forward", "kpt_attention_mask"]
@@ -118,16 +120,19 @@ def kpt_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(ends: Tensor | None, key_ends: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Plan:
+def _packed(ends: Tensor | None, key_ends: Tensor | None, query: Tensor, key: Tensor, causality: bool) -> Plan:
     """Return the plan where there is no mask: causality, within packed sequences if their ends are given."""
     queries, keys = query.shape[2], key.shape[2]
-    causal = causal and queries > 1
-    if ends is None or queries != keys:
-        return Plan(causal=causal)
-    if key_ends is not None and not torch.equal(ends, key_ends):
-        raise InputError(f"{NAME}: packed sequences of other ends of keys ({key_ends.tolist()}) than of queries")
-    plan = document(cu_seqlens=ends).plan(queries, device=query.device)
-    return Plan(causal=causal, intervals=plan.intervals)
+    causality = causality and queries > 1
+    if ends is None:
+        return Plan(causal=causality)
+    own = (ends,) if key_ends is None or key_ends is ends else (ends, key_ends)
+    mask = causal() if causality else None
+
+    def lowered() -> Plan:
+        return packed(ends, own[-1], mask).plan(queries, keys, offset=0, device=query.device)
+
+    return _once(own, (queries, keys, causality, query.device), lowered)
 
 
 def _warn_of_packing(positions: Any) -> None:
@@ -155,21 +160,33 @@ def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:
         raise InputError(f"{NAME}: a bool mask of {list(mask.shape)}; expected [B or 1, H or 1, {sizes[2]} or 1, keys]")
     if torch.compiler.is_compiling():
         return _all_blocks(mask[..., : sizes[3]].expand(-1, -1, sizes[2], -1))
-    # Tensors of inference mode count no changes: what they hold is compared.
-    state = mask.clone() if mask.is_inference() else mask._version
-    known = getattr(mask, "_kpt_plan", None)
-    if known is not None and known[0] == (sizes, query.device) and _is_same(state, known[1]):
-        return known[2]  # type: ignore[no-any-return]
     shown = mask[..., : sizes[3]]
-    plan = dense_mask(shown).plan(sizes[2], sizes[3], batch=sizes[0], heads=sizes[1], device=query.device, offset=0)
-    mask._kpt_plan = (sizes, query.device), state, plan  # type: ignore[attr-defined]
+
+    def lowered() -> Plan:
+        made = dense_mask(shown)
+        return made.plan(sizes[2], sizes[3], batch=sizes[0], heads=sizes[1], device=query.device, offset=0)
+
+    return _once((mask,), (sizes, query.device), lowered)
+
+
+def _once(tensors: tuple[Tensor, ...], sizes: object, make: Callable[[], Plan]) -> Plan:
+    """Make a plan once for the layers that share the tensors it is made of; the first of these keeps it."""
+    known = getattr(tensors[0], "_kpt_plan", None)
+    if known is not None and known[0] == sizes and len(known[2]) == len(tensors):
+        before = (tensors[0], *known[1])
+        if all(map(_is_unchanged, tensors, before, known[2])):
+            return known[3]  # type: ignore[no-any-return]
+    # Tensors of inference mode count no changes: what they hold is compared.
+    states = tuple(each.clone() if each.is_inference() else each._version for each in tensors)
+    plan = make()
+    tensors[0]._kpt_plan = sizes, tensors[1:], states, plan  # type: ignore[attr-defined]
     return plan
 
 
-def _is_same(one: Tensor | int, other: Tensor | int) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return one == other
+def _is_unchanged(one: Tensor, other: Tensor, state: Tensor | int) -> bool:
+    if one is not other:
+        return False
+    return torch.equal(one, state) if isinstance(state, Tensor) else not one.is_inference() and one._version == state
 
 
 def _all_blocks(mask: Tensor) -> Plan:
