@@ -7,8 +7,9 @@ from kpt_backend_tpu.layouts import Activation, Layout
 from kpt_backend_tpu.programs import Arguments, Program
 from kpt_backend_tpu.tiles import tile_of
 
-#: What XLA gives a kernel of a core's VMEM, on every chip.
-_CONTRACT = "mosaic, mxu of {dtype}, spills <= 4096 KiB, vmem <= 8 MiB"
+#: Half of what XLA gives a kernel of a core's VMEM; and how many bytes of sums may go there for lack of registers, over
+#: the whole code of a program, of which experts have several kernels.
+_CONTRACT = "mosaic, mxu of {dtype}, spills <= {spills} KiB, vmem <= 8 MiB"
 _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
 #: Whole tiles, tiles of few rows, and sizes that are no multiple of anything.
@@ -49,7 +50,7 @@ def _program(name: str, short: str, function: str, arguments: Any, **more: Any) 
         function=function,
         sizes=_SIZES,
         arguments=partial(arguments, _DTYPES[short], **more),
-        contract=_CONTRACT.format(dtype="bf16" if short == "bf16" else "f32"),
+        contract=_CONTRACT.format(dtype=short, spills=8192 if function.startswith("experts") else 2048),
     )
 
 
