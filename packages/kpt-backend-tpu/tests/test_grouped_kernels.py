@@ -7,7 +7,7 @@ import torch
 import kpt_core
 from kpt_backend_tpu import BACKEND
 from kpt_backend_tpu.moe import refusals
-from kpt_backend_tpu.tiles import MOST_ROWS, MOST_TILES
+from kpt_backend_tpu.tiles import MOST_TILES
 from kpt_core.dispatch import force
 
 jax = pytest.importorskip("jax")
@@ -118,8 +118,9 @@ def test_jax_counts_tiles_rightly_up_to_the_bound_alone(tiles, right):
 
 
 def test_what_the_kernels_do_not_do_is_refused_in_a_sentence():
-    assert refusals.too_many_rows(MOST_ROWS) is None
-    assert f"{MOST_ROWS + 1} rows; JAX's grouped kernels" in str(refusals.too_many_rows(MOST_ROWS + 1))
+    assert refusals.too_many_rows(1 << 20, 4) is None
+    assert refusals.too_many_rows(1 << 21, 2) is None
+    assert "1048577 rows; JAX's grouped kernels" in str(refusals.too_many_rows((1 << 20) + 1, 4))
     x, index, weights = torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)
     call = experts.bind(x, index, weights, torch.zeros(3, 8, 4), torch.zeros(3, 4, 4))
     assert refusals.experts(call) is None

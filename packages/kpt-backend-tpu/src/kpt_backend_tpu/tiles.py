@@ -1,6 +1,8 @@
 """How products are cut into tiles: by sizes and dtype alone, so that nothing of JAX is imported for it.
 
-A tile and its pipeline must fit in 16 MiB, what XLA gives a kernel of a core's VMEM by default on every chip.
+A tile and its pipeline fit in 16 MiB, what XLA gives a kernel of a core's VMEM by default on every chip. Tiles are as
+large as leaves most sums in registers: what is kept in VMEM for lack of them is bounded by the contracts of
+`kpt_backend_tpu.moe.programs`. None of it was measured: no TPU has run it.
 """
 
 from typing import NamedTuple
@@ -9,9 +11,7 @@ from typing import NamedTuple
 MOST_TILES = 4096
 #: Lanes of a vector register, and columns of the smallest matrix unit: inner sizes and columns come in these.
 LANES = 128
-_FEWEST_ROWS, _TALLEST = 32, 512
-#: Rows that JAX's grouped kernels multiply rightly.
-MOST_ROWS = MOST_TILES * _TALLEST
+_FEWEST_ROWS = 32
 
 
 class Tile(NamedTuple):
@@ -22,25 +22,33 @@ class Tile(NamedTuple):
     columns: int
 
 
+#: The largest tile by bytes of an element: float32 is multiplied in six passes.
+_LARGEST = {2: Tile(512, 512, 512), 4: Tile(256, 256, 128)}
+
+
+def most_rows(itemsize: int) -> int:
+    """Return how many rows JAX's grouped kernels multiply rightly, of elements of so many bytes."""
+    return MOST_TILES * _LARGEST[itemsize].rows
+
+
 def tile_of(rows: int, groups: int, inner: int, columns: int, itemsize: int) -> Tile:
     """Return the tile of a grouped product.
 
-    Rows are about those of a group, so that a group of few rows is not padded to many. None of it was measured: no TPU
-    has run it.
+    Rows are about those of a group, so that a group of few rows is not padded to many.
 
     Args:
-        rows: of all groups.
+        rows: of all groups, `most_rows` at most.
         groups: their number.
         inner: what is summed over.
         columns: of the result.
-        itemsize: bytes of an element of the operands.
+        itemsize: bytes of an element of the operands, 2 or 4.
     """
+    largest = _LARGEST[itemsize]
     per_group = -(-rows // max(groups, 1))
-    tall = min(max(_power_of_two(per_group), _FEWEST_ROWS), _TALLEST)
-    while -(-rows // tall) > MOST_TILES and tall < _TALLEST:
+    tall = min(max(_power_of_two(per_group), _FEWEST_ROWS), largest.rows)
+    while -(-rows // tall) > MOST_TILES and tall < largest.rows:
         tall *= 2
-    wide = 1024 if itemsize <= 2 else 512
-    return Tile(tall, _whole(inner, wide), _whole(columns, wide))
+    return Tile(tall, _whole(inner, largest.inner), _whole(columns, largest.columns))
 
 
 def _whole(size: int, most: int) -> int:

@@ -2,22 +2,21 @@
 
 import torch
 
-from kpt_backend_tpu.tiles import MOST_ROWS
+from kpt_backend_tpu.tiles import most_rows
 from kpt_core import Call, Refusal
 
 
-def too_many_rows(rows: int) -> Refusal | None:
+def too_many_rows(rows: int, itemsize: int) -> Refusal | None:
     """Return why so many rows are not for JAX's grouped kernels, or None."""
-    if rows <= MOST_ROWS:
+    most = most_rows(itemsize)
+    if rows <= most:
         return None
-    return Refusal(
-        "{rows} rows; JAX's grouped kernels count the tiles of {most} at most rightly", rows=rows, most=MOST_ROWS
-    )
+    return Refusal("{rows} rows; JAX's grouped kernels count the tiles of {most} at most rightly", rows=rows, most=most)
 
 
 def grouped(call: Call) -> Refusal | None:
     """Return why a call of `moe.grouped_mm` or `moe.grouped_mm_wgrad` is not for its kernel, or None."""
-    return too_many_rows(call.x.shape[0])
+    return too_many_rows(call.x.shape[0], call.x.element_size())
 
 
 def experts(call: Call) -> Refusal | str | None:
@@ -28,4 +27,4 @@ def experts(call: Call) -> Refusal | str | None:
         return "routing weights in float64; needs float32, bfloat16 or float16"
     if 0 in (*call.gate_up_proj.shape, *call.down_proj.shape):
         return "matrices without elements; needs some"
-    return too_many_rows(call.top_k_index.numel())
+    return too_many_rows(call.top_k_index.numel(), call.x.element_size())

@@ -15,6 +15,7 @@ def _kernel(op: str, module: str, suffix: str = "", **more: Any) -> Kernel:
         dtypes={"float32", "bfloat16"},
         priority=20,
         deterministic=True,
+        aot=f"{_HERE}.programs:{op.partition('.')[2]}",
         **more,
     )
 

@@ -11,7 +11,7 @@ import jax
 from jax import numpy as jnp
 
 from kpt_backend_tpu.layouts import Layout
-from kpt_backend_tpu.tiles import Tile, tile_of
+from kpt_backend_tpu.tiles import LANES, Tile, tile_of
 
 from .activations import activate
 from .grouped_mm import product, weight_gradient
@@ -65,8 +65,7 @@ def _weights_of(top_k_weights: jax.Array, of: _Rows) -> jax.Array:
 
 def _sum_choices(rows: jax.Array, of: _Rows, tokens: int) -> jax.Array:
     """Gather each token's rows and sum them in float32, in the order of its choices."""
-    places = jnp.zeros_like(of.order).at[of.order].set(jnp.arange(of.order.shape[0], dtype=of.order.dtype))
-    return rows[places].reshape(tokens, -1, rows.shape[1]).sum(1, dtype=jnp.float32)
+    return rows[jnp.argsort(of.order)].reshape(tokens, -1, rows.shape[1]).sum(1, dtype=jnp.float32)
 
 
 def forward(
@@ -159,18 +158,18 @@ def backward(
         if down_proj_bias is not None:
             rows = rows + (grad_y.astype(jnp.float32) * down_proj_bias[of.experts]).sum(1)
         rows = jnp.where(of.owned[:, 0], rows, 0)
-        of_pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(top_k_weights.shape)
+        of_pairs = rows[jnp.argsort(order)].reshape(top_k_weights.shape)
         found["top_k_weights"] = of_pairs.astype(top_k_weights.dtype)
     if "down_proj" in needs:
         weighted = (a * weights).astype(x.dtype)
         found["down_proj"] = _weight_gradient(weighted, grad_y, down_proj, offsets, layout, interpret)
     if "down_proj_bias" in needs:
-        found["down_proj_bias"] = _sum_by_expert(jnp.where(of.owned, grad_y * weights, 0), of).astype(x.dtype)
+        found["down_proj_bias"] = _sum_by_expert(grad_y * weights, of, interpret).astype(x.dtype)
     if {"x", "gate_up_proj", "gate_up_proj_bias"}.intersection(needs):
         (wide,) = pull(jnp.where(of.owned, grad_a * weights, 0))
         grad_h = wide.astype(x.dtype)
         if "gate_up_proj_bias" in needs:
-            found["gate_up_proj_bias"] = _sum_by_expert(jnp.where(of.owned, wide, 0), of).astype(x.dtype)
+            found["gate_up_proj_bias"] = _sum_by_expert(wide, of, interpret).astype(x.dtype)
         if "gate_up_proj" in needs:
             found["gate_up_proj"] = _weight_gradient(x[token], grad_h, gate_up_proj, offsets, layout, interpret)
         if "x" in needs:
@@ -186,5 +185,8 @@ def _weight_gradient(
     return weight_gradient(x, other, offsets, tile=_tile(x.shape[0], weight), interpret=interpret)
 
 
-def _sum_by_expert(rows: jax.Array, of: _Rows) -> jax.Array:
-    return jax.ops.segment_sum(rows, of.experts, of.offsets.shape[0], indices_are_sorted=True)
+def _sum_by_expert(rows: jax.Array, of: _Rows, interpret: bool) -> jax.Array:
+    """Sum the rows of each expert, in float32: by a product with ones, since TPUs scatter slowly."""
+    ones = jnp.ones((rows.shape[0], LANES), rows.dtype)
+    tile = tile_of(rows.shape[0], of.offsets.shape[0], LANES, rows.shape[1], rows.dtype.itemsize)
+    return weight_gradient(ones, rows, of.offsets, tile=tile, interpret=interpret)[:, 0]

@@ -39,6 +39,9 @@ def prepare(dump: Path) -> None:
             f"--xla_jf_dump_to={dump}",
             "--xla_jf_dump_llo_text=true",
             "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*",
+            # jaxlib 0.10.2 can't print programs that give these to SparseCores (v5p, v6e, 7x); kernels are the same.
+            *(f"--xla_tpu_enable_offloading_{each}_to_sparsecore=false" for each in ("gather", "scatter", "sort")),
+            "--xla_tpu_offload_gather_to_sparsecore=false",
         )
     )
 

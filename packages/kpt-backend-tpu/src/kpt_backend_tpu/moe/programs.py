@@ -1,0 +1,69 @@
+"""What of these kernels is compiled ahead of time, and the contract that each chip's code keeps."""
+
+from functools import partial
+from typing import Any
+
+from kpt_backend_tpu.layouts import Activation, Layout
+from kpt_backend_tpu.programs import Arguments, Program
+from kpt_backend_tpu.tiles import tile_of
+
+#: Half of what XLA gives a kernel of a core's VMEM; and how many bytes of sums may go there for lack of registers, over
+#: the whole code of a program, of which experts have several kernels.
+_CONTRACT = "mosaic, mxu of {dtype}, spills <= {spills} KiB, vmem <= 8 MiB"
+_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+
+#: Whole tiles, tiles of few rows, and sizes that are no multiple of anything.
+_SIZES: dict[str, dict[str, Any]] = {
+    "prefill": {"rows": 4096, "groups": 8, "inner": 2048, "columns": 1408},
+    "decode": {"rows": 64, "groups": 128, "inner": 2048, "columns": 768},
+    "odd": {"rows": 1001, "groups": 5, "inner": 193, "columns": 70},
+}
+
+
+def _product(dtype: str, transposed: bool, rows: int, groups: int, inner: int, columns: int) -> Arguments:
+    matrix = (columns, inner) if transposed else (inner, columns)
+    tile = tile_of(rows, groups, inner, columns, 2 if dtype == "bfloat16" else 4)
+    arrays = ((dtype, rows, inner), (dtype, groups, *matrix), ("int32", groups))
+    return arrays, {"tile": tile, "transposed": transposed}
+
+
+def _weight_gradient(dtype: str, rows: int, groups: int, inner: int, columns: int) -> Arguments:
+    tile = tile_of(rows, groups, inner, columns, 2 if dtype == "bfloat16" else 4)
+    return ((dtype, rows, inner), (dtype, rows, columns), ("int32", groups)), {"tile": tile}
+
+
+def _experts(dtype: str, rows: int, groups: int, inner: int, columns: int, backward: bool) -> Arguments:
+    tokens, biases = (rows // 2, 2), ((dtype, groups, 2 * columns), (dtype, groups, inner))
+    x = (dtype, tokens[0], inner)
+    weights = ((dtype, groups, 2 * columns, inner), (dtype, groups, inner, columns))
+    layout = Layout(Activation("swiglu", 1.0, 0.0, None, False), transposed=False)
+    if not backward:
+        return (x, ("int32", *tokens), ("float32", *tokens), *weights, *biases), {"layout": layout}
+    saved = ((dtype, tokens[0] * 2, 2 * columns), ("int32", tokens[0] * 2), ("int32", groups))
+    needs = ("x", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    return (x, ("float32", *tokens), *weights, *biases, *saved, x), {"layout": layout, "needs": needs}
+
+
+def _program(name: str, short: str, function: str, arguments: Any, **more: Any) -> Program:
+    return Program(
+        name=f"{name} {short}",
+        function=function,
+        sizes=_SIZES,
+        arguments=partial(arguments, _DTYPES[short], **more),
+        contract=_CONTRACT.format(dtype=short, spills=8192 if function.startswith("experts") else 2048),
+    )
+
+
+grouped_mm = tuple(
+    _program(name, short, "grouped_mm:product", _product, transposed=transposed)
+    for short in _DTYPES
+    for name, transposed in (("forward", False), ("backward of x", True))
+)
+grouped_mm_wgrad = tuple(
+    _program("forward", short, "grouped_mm:weight_gradient", _weight_gradient) for short in _DTYPES
+)
+experts = tuple(
+    _program(name, short, f"experts:{name}", _experts, backward=name == "backward")
+    for short in _DTYPES
+    for name in ("forward", "backward")
+)
