@@ -5,7 +5,7 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia amd xpu aot bench check clean
+.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia amd xpu tpu aot bench check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ amd: $(NOX) ## compile the kernels for AMD GPUs and check what they must be
 
 xpu: $(NOX) ## compile the kernels for Intel GPUs and check what they must be
 	$(NOX) -s xpu $(PASS)
+
+tpu: $(NOX) ## compile the kernels for TPUs, interpret them, and run them through torch-xla on a CPU
+	$(NOX) -s tpu $(PASS)
 
 aot: $(NOX) ## test the kit that compiles for chips that aren't here
 	$(NOX) -s aot $(PASS)

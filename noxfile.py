@@ -27,6 +27,7 @@ PINS = "constraints/cpu.txt"
 FLOORS = "constraints/lowest.txt"
 COMPILERS = "constraints/aot.txt"
 IPEX = "constraints/ipex.txt"
+TORCH_XLA = "constraints/tpu.txt"
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
@@ -78,9 +79,14 @@ def requirements(*packages: str) -> list[str]:
     return [*editable, *sorted(name for name in wanted if "[" in name or name_of(name) not in ours)]
 
 
+def extra_of(package: str, name: str) -> list[str]:
+    """Return what an extra of a package asks for."""
+    return list(project_file(package)["project"]["optional-dependencies"][name])
+
+
 def extra(name: str) -> list[str]:
     """Return what an extra of kpt-conformance asks for."""
-    return list(project_file("kpt-conformance")["project"]["optional-dependencies"][name])
+    return extra_of("kpt-conformance", name)
 
 
 @nox.session
@@ -390,6 +396,27 @@ def ipex(session: nox.Session) -> None:
     session.install("-c", IPEX, "--build-constraint", PINS, *wanted, "pytest-xdist")
     report = f"--kpt-report={asked.report.absolute() / 'ipex.json'}"
     session.run("pytest", "--kpt-backend=ipex", "-q", *SIDE_BY_SIDE, report, *asked.rest, env=ONE_THREAD)
+
+
+@nox.session(default=False, requires=["workspace"])
+def tpu(session: nox.Session) -> None:
+    """Prove of the Pallas kernels what this machine can. Not in CI: torch-xla's torch brings 3 GB of CUDA libraries.
+
+    They are compiled for v5e, with `--whole` for every TPU; interpreted by JAX under the suite; and run through
+    torch-xla on XLA's CPU: one step of training, and values of small cases.
+    """
+    asked = Asked(session)
+    rows(session, asked, "v5e", "kpt-backend-tpu")
+    by_jax = {"JAX_PLATFORMS": "cpu"}
+    prove(session, asked, "tpu", "interpreted", "--kpt-device=cpu", env=by_jax, values=False, trials=4)
+    if asked.for_part("xla"):
+        wanted = (*requirements("kpt-backend-tpu", "kpt-conformance"), *extra_of("kpt-backend-tpu", "xla"))
+        session.install("-c", TORCH_XLA, "--build-constraint", PINS, *wanted, "pytest-xdist")
+        env = {**ONE_THREAD, "PJRT_DEVICE": "CPU", "KPT_TPU_INTERPRET": "1"}
+        session.run("pytest", "packages/kpt-backend-tpu/tests/test_torch_xla.py", "-W", "default", env=env)
+        # XLA compiles every case anew. torch_xla is imported first: before that no tensor can lie on `xla`.
+        few = ("-p", "torch_xla", "-W", "default", "-k", "values and moe and small", *SIDE_BY_SIDE)
+        session.run("pytest", "--kpt-backend=tpu", "-q", *few, env=env)
 
 
 def on_gpu(session: nox.Session, asked: Asked) -> None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .chips import CHIPS
-
 #: Shape and dtype of each array, as in `("bfloat16", 8, 128)`, None for one that is left out; and what is static.
 Arguments = tuple[tuple[tuple[Any, ...] | None, ...], dict[str, Any]]
 
@@ -21,19 +19,14 @@ class Program:
         function: `module:function` there.
         sizes: of each configuration, by its name.
         arguments: what a configuration's sizes make of arguments.
-        contract: of every chip.
+        contracts: of each chip, by its name.
     """
 
     name: str
     function: str
     sizes: Mapping[str, Mapping[str, Any]]
     arguments: Callable[..., Arguments]
-    contract: str
-
-    @property
-    def contracts(self) -> Mapping[str, str]:
-        """Return the contract of each chip."""
-        return dict.fromkeys(CHIPS, self.contract)
+    contracts: Mapping[str, str]
 
     def configurations(self, chip: str) -> Mapping[str, Mapping[str, Any]]:
         """Return the sizes that it is compiled for: tiles follow from them."""

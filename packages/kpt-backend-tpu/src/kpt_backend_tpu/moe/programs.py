@@ -3,13 +3,14 @@
 from functools import partial
 from typing import Any
 
+from kpt_backend_tpu.chips import CHIPS
 from kpt_backend_tpu.layouts import Activation, Layout
 from kpt_backend_tpu.programs import Arguments, Program
 from kpt_backend_tpu.tiles import tile_of
 
-#: Half of what XLA gives a kernel of a core's VMEM; and how many bytes of sums may go there for lack of registers, over
+#: As a rule half of what XLA gives a kernel of a core's VMEM; and how many bytes of sums may go there for lack of registers, over
 #: the whole code of a program, of which experts have several kernels.
-_CONTRACT = "mosaic, mxu of {dtype}, spills <= {spills} KiB, vmem <= 8 MiB"
+_CONTRACT = "mosaic, mxu of {dtype}, spills <= {spills} KiB, vmem <= {vmem} MiB"
 _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
 #: Whole tiles, tiles of few rows, and sizes that are no multiple of anything.
@@ -44,13 +45,20 @@ def _experts(dtype: str, rows: int, groups: int, inner: int, columns: int, backw
     return (x, ("float32", *tokens), *weights, *biases, *saved, x), {"layout": layout, "needs": needs}
 
 
+def _contract(function: str, dtype: str, chip: str) -> str:
+    several = function.startswith("experts")
+    # In the whole program the compiler gives the same kernel up to 18 MiB of the 64 that a core of this chip has.
+    vmem = 32 if several and chip == "tpu7x" else 8
+    return _CONTRACT.format(dtype=dtype, spills=8192 if several else 2048, vmem=vmem)
+
+
 def _program(name: str, short: str, function: str, arguments: Any, **more: Any) -> Program:
     return Program(
         name=f"{name} {short}",
         function=function,
         sizes=_SIZES,
         arguments=partial(arguments, _DTYPES[short], **more),
-        contract=_CONTRACT.format(dtype=short, spills=8192 if function.startswith("experts") else 2048),
+        contracts={chip: _contract(function, short, chip) for chip in CHIPS},
     )
 
 

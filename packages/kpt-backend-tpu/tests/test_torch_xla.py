@@ -1,0 +1,50 @@
+"""Through the real torch-xla, on XLA's CPU where there is no TPU: `nox -s tpu` runs this, elsewhere it is skipped."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+import kpt_core
+from kpt_backend_tpu import BACKEND, memory_stats
+from kpt_core import InputError
+from kpt_moe import MoEConfig, MoELayer
+
+pytest.importorskip("torch_xla")
+if BACKEND.unavailable() is not None:
+    pytest.skip(str(BACKEND.unavailable()), allow_module_level=True)
+
+
+def step(layer, x):
+    """Return the output and the gradients of one step, and train by it."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    out = layer(x)
+    out.square().mean().backward()
+    grads = [parameter.grad for parameter in layer.parameters()]
+    optimizer.step()
+    return out, grads
+
+
+def test_a_layer_trains_a_step_as_it_does_on_the_cpu():
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(hidden_size=64, num_experts=8, top_k=2, intermediate_size=96))
+    x, there = torch.randn(33, 64), copy.deepcopy(layer).to("xla")
+    before = copy.deepcopy(layer.state_dict())
+    out, grads = step(layer, x)
+    with kpt_core.record() as selections:
+        found, found_grads = step(there, x.to("xla"))
+    BACKEND.synchronize(found.device)
+    assert ("moe.experts", "tpu") in {(each.op, each.backend) for each in selections}
+    torch.testing.assert_close(found.cpu(), out, rtol=1e-5, atol=1e-5)
+    for one, other in zip(found_grads, grads, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-6)
+    for name, value in layer.state_dict().items():
+        torch.testing.assert_close(there.state_dict()[name].cpu(), value, rtol=1e-4, atol=1e-6)
+    assert any(not torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.skipif(os.environ.get("PJRT_DEVICE") != "CPU", reason="a TPU tells its memory")
+def test_a_platform_that_does_not_tell_its_memory_is_named():
+    with pytest.raises(InputError, match="xla:0 does not tell its memory"):
+        memory_stats()
