@@ -8,6 +8,9 @@ namespace {
 
 using Given = struct kpt_attention_backward;
 
+// So many blocks are looked at twice, since short rows are where one key may have all of the weight.
+constexpr int64_t kFewBlocks = 3;
+
 template <class Kind>
 class Tile {
 public:
@@ -39,6 +42,7 @@ public:
         with_float_type(p_.q.dtype, [&](auto type) { look_at_rows<decltype(type)>(batch, head, first); });
         pack_queries(batch, head, first);
         memset(grad_q_, 0, kTileQueries * pitch_ * sizeof(float));
+        sum_changes(batch, of_keys);
         for (int64_t block = mask_.blocks().begin; block < mask_.blocks().end; block++) {
             int64_t from = 0, to = panels_;
             while (from < to && mask_.state(block, from) == kDead) from++;
@@ -85,6 +89,7 @@ private:
                 live += mask_.state(block, panel) != kDead;
             }
             whole_[panel] = live == 1 && p_.sinks == nullptr;
+            few_[panel] = live > 1 && live <= kFewBlocks && p_.sinks == nullptr;
         }
     }
 
@@ -141,8 +146,8 @@ private:
             (all.end - all.begin + Kind::per_slot - 1) / Kind::per_slot, grad_q_ + first * pitch_, pitch_, true);
     }
 
-    // Weights of a panel against the keys of a span, and the gradients of its scores.
-    void weigh(int64_t block, int64_t panel, Span span) {
+    // Scores of a panel against the keys of a span, and how the result changes with their weights.
+    void score(int64_t block, int64_t panel, Span span) {
         const int64_t place = panel * kPanel, count = span.end - span.begin;
         const bool full = mask_.state(block, panel) == kFull;
         multiply_block<Kind, kPitch, 1>(
@@ -153,22 +158,62 @@ private:
             changes_ + span.begin * kPanel, kPanel, false);
         vf most[2] = {};
         finish_scores(p_, mask_, block, panel, span, full, scores_, most);
+    }
+
+    // A function that gives the weights of a key.
+    auto weights_of(int64_t place, int64_t lane) const {
+        const vf largest = load(largest_ + place + lane), total = load(total_ + place + lane), inverse = 1.0f / total;
+        const float* scores = scores_ + lane;
+        return [=](int64_t key) {
+            const vf e = exp_of_loss(load(scores + key * kPanel) - largest), p = e * inverse;
+            return p + (e - p * total) * inverse;  // as a division rounds
+        };
+    }
+
+    template <class Weight>
+    vf changes_of(const Weight& weight, int64_t lane, Span span) const {
+        vf sum = {};
+        for (int64_t key = span.begin; key < span.end; key++) {
+            const vf p = weight(key);
+            sum += select(p == 0.0f, vf{}, p * load(changes_ + key * kPanel + lane));
+        }
+        return sum;
+    }
+
+    // Where a panel sees a few blocks, sum beforehand what all its scores' gradients lose.
+    void sum_changes(int64_t batch, int64_t head) {
+        bool any = false;
+        for (int64_t panel = 0; panel < panels_; panel++) {
+            any |= few_[panel];
+            for (int64_t q = 0; few_[panel] && q < kPanel; q++) common_[panel * kPanel + q] = -returned_[panel * kPanel + q];
+        }
+        for (int64_t block = mask_.blocks().begin; any && block < mask_.blocks().end; block++) {
+            const int64_t begin = block * kBlockKeys, keys = mask_.end_of(block) - begin;
+            pack_lines<Kind>(factor_of(p_.k, batch, head, true), begin, keys, 0, p_.dim, k_);
+            pack_lines<Kind>(factor_of(p_.v, batch, head, true), begin, keys, 0, p_.value_dim, v_);
+            for (int64_t panel = 0; panel < panels_; panel++) {
+                if (!few_[panel] || mask_.state(block, panel) == kDead) continue;
+                const Span span = span_of<Kind>(mask_, block, panel);
+                if (span.begin >= span.end) continue;
+                score(block, panel, span);
+                for (int64_t lane = 0; lane < kPanel; lane += W) {
+                    float* common = common_ + panel * kPanel + lane;
+                    store(common, load(common) + changes_of(weights_of(panel * kPanel, lane), lane, span));
+                }
+            }
+        }
+    }
+
+    // Weights of a panel against the keys of a span, and the gradients of its scores.
+    void weigh(int64_t block, int64_t panel, Span span) {
+        const int64_t place = panel * kPanel;
+        const bool full = mask_.state(block, panel) == kFull;
+        score(block, panel, span);
         for (int half = 0; half < 2; half++) {
             const int64_t lane = half * W;
-            const vf largest = load(largest_ + place + lane), total = load(total_ + place + lane), inverse = 1.0f / total;
-            vf common = load(common_ + place + lane);
-            const auto weight = [&](int64_t key) {
-                const vf e = exp_of_loss(load(scores_ + key * kPanel + lane) - largest), p = e * inverse;
-                return p + (e - p * total) * inverse;  // as a division rounds
-            };
-            if (whole_[panel]) {
-                vf sum = {};
-                for (int64_t key = span.begin; key < span.end; key++) {
-                    const vf p = weight(key);
-                    sum += select(p == 0.0f, vf{}, p * load(changes_ + key * kPanel + lane));
-                }
-                common = sum - load(returned_ + place + lane);
-            }
+            const auto weight = weights_of(place, lane);
+            const vf common = whole_[panel] ? changes_of(weight, lane, span) - load(returned_ + place + lane)
+                                            : load(common_ + place + lane);
             for (int64_t key = span.begin; key < span.end; key += Kind::per_slot) {
                 vf slopes[Kind::per_slot] = {};
                 for (int j = 0; j < Kind::per_slot && key + j < span.end; j++) {
@@ -224,7 +269,7 @@ private:
     slot *weights_, *slopes_, *slopes_across_;
     float *grad_q_, *largest_, *total_, *common_, *returned_;
     int64_t size_, rows_ = 0, panels_ = 0, lines_depth_ = 0;
-    bool whole_[kTilePanels];
+    bool whole_[kTilePanels], few_[kTilePanels];
 };
 
 // Sums [keys, pitch] of the parts of a head of keys, in their order.

@@ -63,6 +63,10 @@ def forward(call: Call) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...
     lse = torch.empty_like(largest) if call.return_lse else None
     if largest.numel() > 0:
         native.run("kpt_attention_forward", *_numbers(call, out, largest, total, lse))
+    if call.sinks is not None and (spoiled := call.sinks.isnan()).any():  # rows without a key are not computed
+        for each in (out, lse):
+            if each is not None:
+                each[:, spoiled] = math.nan
     return (out, lse), (out, largest, total) if call.needs else ()
 
 
