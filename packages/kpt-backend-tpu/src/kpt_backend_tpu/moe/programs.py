@@ -8,8 +8,8 @@ from kpt_backend_tpu.layouts import Activation, Layout
 from kpt_backend_tpu.programs import Arguments, Program
 from kpt_backend_tpu.tiles import tile_of
 
-#: As a rule half of what XLA gives a kernel of a core's VMEM; and how many bytes of sums may go there for lack of registers, over
-#: the whole code of a program, of which experts have several kernels.
+#: As a rule half of what XLA gives a kernel of a core's VMEM; and how many bytes of sums may go there for lack of
+#: registers, over the whole code of a program, of which experts have several kernels.
 _CONTRACT = "mosaic, mxu of {dtype}, spills <= {spills} KiB, vmem <= {vmem} MiB"
 _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
