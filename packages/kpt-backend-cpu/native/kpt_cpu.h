@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 3
+#define KPT_CPU_INTERFACE 4
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -169,6 +169,31 @@ struct kpt_attention_backward {
     struct kpt_heads grad_q, grad_k, grad_v; /* of q's dtype */
 };
 
+/* Keys or values in pages; dim is contiguous. */
+struct kpt_pages {
+    const void* data;
+    int64_t stride_page, stride_token, stride_head;
+    int32_t dtype; /* enum kpt_dtype */
+};
+
+/* attention.paged, and attention.dense of few queries. Queries are [tokens, heads, dim], those of a sequence behind one
+ * another. A key `j` of sequence `s` is row `j % page_size` of page `table[s][j / page_size]`, or without a table row `j`
+ * of page `s`. */
+struct kpt_attention_paged {
+    struct kpt_heads q, out; /* stride_b unused */
+    struct kpt_pages k, v;   /* of one dtype */
+    float* lse;              /* [tokens, heads] contiguous, or NULL */
+    const int32_t* table;    /* or NULL */
+    int64_t table_stride, page_size;
+    const int32_t* ends;  /* [sequences + 1]: where the queries of each end, from 0 */
+    const int32_t* spans; /* of each query the first key that it sees, and the first after these */
+    const float* sinks;             /* [heads] or NULL */
+    const float *k_scale, *v_scale; /* [kv_heads] or NULL */
+    int64_t sequences, heads, kv_heads, dim, value_dim;
+    float scale, softcap; /* softcap 0 for none */
+    int32_t threads;
+};
+
 #define KPT_EXPORT __attribute__((visibility("default")))
 
 KPT_EXPORT int kpt_grouped_mm(const struct kpt_grouped_mm*);
@@ -182,6 +207,7 @@ KPT_EXPORT int kpt_top_k_gating_backward(const struct kpt_top_k_gating_backward*
 
 KPT_EXPORT int kpt_attention_forward(const struct kpt_attention*);
 KPT_EXPORT int kpt_attention_backward(const struct kpt_attention_backward*);
+KPT_EXPORT int kpt_attention_paged(const struct kpt_attention_paged*);
 
 /* KPT_CPU_INTERFACE as it was when the library was compiled. */
 KPT_EXPORT int32_t kpt_cpu_interface(void);

@@ -255,6 +255,10 @@ KPT_INLINE void store(float* p, vf value, int64_t count) {
 KPT_INLINE float sum_of(vf value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)value);
+#elif defined(__AVX2__)
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)value), _mm256_extractf128_ps((__m256)value, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float parts[W];
     store(parts, value);

@@ -88,7 +88,10 @@ X = torch.randn(1, 2, 12, 8)
         ({"relative_bias": torch.zeros(2, 3)}, "relative_bias is given"),
         ({"dropout": 0.5}, "dropout is asked for"),
         ({"v": torch.randn(1, 2, 12, 257)}, "a dim of 257; this kernel takes at most 256"),
-        ({"q": X[:, :, :2], **dict.fromkeys("kv", X.repeat(1, 1, 30, 1))}, "2 queries of many keys"),
+        (
+            {"q": X[:, :, :2].clone().requires_grad_(), **dict.fromkeys("kv", X.repeat(1, 1, 30, 1))},
+            "2 queries of many keys",
+        ),
     ],
     ids=["bias", "alibi", "relative bias", "dropout", "dim", "few queries"],
 )

@@ -1,6 +1,7 @@
 """Attention under any mask: the mask is a value that composes, and the backward exists on every device."""
 
 from .functional import attention
+from .kv_cache import PagedCache
 from .mask_algebra import Mask
 from .masks import (
     block_sparse,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Mask",
+    "PagedCache",
     "Plan",
     "attention",
     "attention_varlen",

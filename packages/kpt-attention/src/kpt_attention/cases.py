@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes, WrongInput
+from kpt_optimize.cases import Accuracy, Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 from .dense import dense
 from .mask_algebra import Mask
@@ -233,6 +233,9 @@ DENSE = CaseTable(
             sinks=lambda _: torch.zeros(2, device="meta")),
     ),
     gradients=("q", "k", "v", "bias", "alibi_slopes", "relative_bias", "sinks"),
+    # Matrix units take probabilities and gradients of scores in the inputs' dtype, as FlashAttention-2's backward does;
+    # the reference rounds other factors. On average that is no worse, but the worst element of a few thousand is.
+    tolerances={f"gradient of {name}": Accuracy(1.1, 2.5, "both factors of its products are rounded") for name in "qk"},
     padding=_unseen,
     specified=_specified,
     reduction=lambda arguments: max(

@@ -4,12 +4,15 @@ from kpt_core import Kernel
 
 from .dense import dense
 from .merge import merge
+from .paged import paged, update_cache
 
 _HERE = f"{__package__}.torch_kernels"
 
 OPS = (
     dense,
     merge,
+    paged,
+    update_cache,
     Kernel(
         "attention.dense",
         forward=f"{_HERE}.sdpa:forward",
@@ -23,4 +26,5 @@ OPS = (
         backward=f"{_HERE}.tiles:backward",
         deterministic=True,
     ),
+    Kernel("attention.paged", forward=f"{_HERE}.paged:forward", deterministic=True),
 )

@@ -10,7 +10,7 @@ from struct import Struct
 from typing import Any
 
 #: KPT_CPU_INTERFACE: libraries of another one are not used.
-INTERFACE = 3
+INTERFACE = 4
 
 #: What `scales_of` may be.
 SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
@@ -241,6 +241,46 @@ class AttentionBackward(Structure):
     )
 
 
+class Pages(Structure):
+    """`struct kpt_pages`."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("stride_page", c_int64),
+        ("stride_token", c_int64),
+        ("stride_head", c_int64),
+        ("dtype", c_int32),
+    )
+
+
+class AttentionPaged(Structure):
+    """`struct kpt_attention_paged`."""
+
+    _fields_ = (
+        ("q", Heads),
+        ("out", Heads),
+        ("k", Pages),
+        ("v", Pages),
+        ("lse", c_void_p),
+        ("table", c_void_p),
+        ("table_stride", c_int64),
+        ("page_size", c_int64),
+        ("ends", c_void_p),
+        ("spans", c_void_p),
+        ("sinks", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
+        ("sequences", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("value_dim", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("threads", c_int32),
+    )
+
+
 #: Name of a kernel to the structure that it takes.
 KERNELS: dict[str, type[Structure]] = {
     "kpt_grouped_mm": GroupedMM,
@@ -253,6 +293,7 @@ KERNELS: dict[str, type[Structure]] = {
     "kpt_top_k_gating_backward": TopKGatingBackward,
     "kpt_attention_forward": Attention,
     "kpt_attention_backward": AttentionBackward,
+    "kpt_attention_paged": AttentionPaged,
 }
 
 _CODES: dict[Any, str] = {c_void_p: "N", c_int64: "q", c_int32: "i", c_float: "f"}

@@ -2,7 +2,7 @@
 
 from kpt_core import Kernel
 
-_DENSE = "kpt_backend_cpu.attention.dense"
+_DENSE, _PAGED = (f"{__name__}.{each}" for each in ("dense", "paged"))
 
 KERNELS = (
     Kernel(
@@ -10,6 +10,14 @@ KERNELS = (
         forward=f"{_DENSE}:forward",
         backward=f"{_DENSE}:backward",
         unsupported=f"{_DENSE}:unsupported",
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        priority=20,
+        deterministic=True,
+    ),
+    Kernel(
+        "attention.paged",
+        forward=f"{_PAGED}:forward",
+        unsupported=f"{_PAGED}:unsupported",
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         priority=20,
         deterministic=True,

@@ -1,11 +1,13 @@
 """`attention.dense` natively: a running softmax over the blocks of keys that queries see, and its gradients."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
+from kpt_backend_cpu.attention import paged
 from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
 from kpt_backend_cpu.native import asked_instruction_set
 from kpt_core import Call, Refusal
@@ -14,7 +16,7 @@ NAME = "attention.dense"
 
 #: Packed rows are as long.
 _MOST_DIM = 256
-#: Fewer queries of more keys leave most of a vector empty.
+#: So few queries of so many keys leave most of a tile empty.
 _FEW_QUERIES, _MANY_KEYS = 8, 256
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
 #: What is left to kernels in plain PyTorch.
@@ -32,16 +34,68 @@ def unsupported(call: Call) -> Refusal | str | None:
     if most > _MOST_DIM:
         return Refusal("a dim of {dim}; this kernel takes at most {most}", dim=most, most=_MOST_DIM)
     queries, keys = call.q.shape[2], call.k.shape[2]
-    if queries < _FEW_QUERIES and keys >= _MANY_KEYS:
-        return Refusal("{queries} queries of many keys; this kernel computes with at least {least}", queries=queries,
-                       least=_FEW_QUERIES)  # fmt: skip
-    if _HAS_AMX and call.q.dtype is torch.bfloat16 and not asked_instruction_set() and _is_plain(call):
+    if queries < _FEW_QUERIES and keys >= _MANY_KEYS and not _reads_once(call):
+        return Refusal("{queries} queries of many keys, under such a mask or with a gradient; this kernel computes "
+                       "with at least {least}", queries=queries, least=_FEW_QUERIES)  # fmt: skip
+    if (
+        _HAS_AMX
+        and not _reads_once(call)
+        and call.q.dtype is torch.bfloat16
+        and not asked_instruction_set()
+        and _is_plain(call)
+    ):
         return (
             "bfloat16 on a processor with AMX, by which PyTorch's flash attention multiplies, and this kernel does not"
         )
     if max(queries + abs(call.position), keys) >= 2**31 - 256:
         return Refusal("{keys} keys; this kernel counts them in 32 bits", keys=keys)
     return None
+
+
+def _reads_once(call: Call) -> bool:
+    """Return whether few queries of many keys may go to the kernel that reads each key once, as decoding wants."""
+    _, heads, queries, _ = call.q.shape
+    keys, intervals = call.k.shape[2], call.intervals
+    if queries >= _FEW_QUERIES or keys < _MANY_KEYS or call.needs or call.blocks is not None or heads == 0:
+        return False
+    return intervals is None or (queries == 1 and intervals.shape[1] == 1 and intervals.shape[3] == 1)
+
+
+def _read_once(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the log-sum-exp of few queries."""
+    batch, heads, queries, _ = call.q.shape
+    keys = call.k.shape[2]
+    out = call.q.new_empty((batch, queries, heads, call.v.shape[3]))
+    lse = call.q.new_empty((batch, queries, heads), dtype=torch.float32) if call.return_lse else None
+    ends = torch.arange(batch + 1, dtype=torch.int32) * queries
+    past = torch.full((queries,), keys, dtype=torch.int32)
+    if call.causal:
+        past = (torch.arange(queries, dtype=torch.int32) + (call.position + 1)).clamp_(0, keys)
+    spans = torch.stack((torch.zeros_like(past), past), 1).repeat(batch, 1)
+    if call.intervals is not None:
+        given = call.intervals[:, 0, 0, 0].clamp(0, keys)
+        spans = torch.stack((given[:, 0].expand(batch), given[:, 1].minimum(spans[:, 1])), 1)
+    q, k, v = (_rows(name, getattr(call, name)) for name in ("q", "k", "v"))
+    paged.run(
+        Few(
+            q.transpose(1, 2).flatten(0, 1), k.transpose(1, 2), v.transpose(1, 2), call.sinks, call.scale, call.softcap
+        ),
+        out.flatten(0, 1), None if lse is None else lse.flatten(0, 1), ends, spans, None, NAME,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None if lse is None else lse.transpose(1, 2).contiguous()
+
+
+class Few(NamedTuple):
+    """Hold what `paged.run` takes of a call: a sequence's keys are a page."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    sinks: Tensor | None
+    scale: float | None
+    softcap: float
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def _is_plain(call: Call) -> bool:
@@ -56,6 +110,8 @@ def forward(call: Call) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...
     In bfloat16, where the processor multiplies it, exponentials are rounded to it for their product with the values;
     their sums are of the unrounded ones.
     """
+    if _reads_once(call):
+        return _read_once(call), ()
     call = _readable_call(call)
     q = call.q
     out = q.new_empty((*q.shape[:3], call.v.shape[3]))

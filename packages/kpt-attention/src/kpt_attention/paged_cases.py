@@ -1,0 +1,270 @@
+"""What the ops on paged caches are tried on, for the entry-point group `kpt.cases`."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_core import InputError
+from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes
+
+from .cases import _case, _normal, _wrong
+from .paged import FP8, paged, spans
+
+_CACHES = (None, *FP8)
+
+
+def _caches(
+    generator: torch.Generator, pages: int, page_size: int, kv_heads: int, dims: tuple[int, int], dtype: Any
+) -> dict[str, Tensor]:
+    found = {}
+    for name, dim in zip(("k_cache", "v_cache"), dims, strict=True):
+        cache = _normal(generator, pages, page_size, kv_heads, dim)
+        found[name] = cache if dtype is None else cache.float().to(dtype)
+    return found
+
+
+def _scales(generator: torch.Generator, kv_heads: int) -> dict[str, Tensor]:
+    return {name: torch.rand(kv_heads, generator=generator) + 0.5 for name in ("k_scale", "v_scale")}
+
+
+def _build(
+    generator: torch.Generator,
+    sequences: int = 3,
+    kv_heads: int = 2,
+    groups: int = 1,
+    page_size: int = 4,
+    most_pages: int = 5,
+    queries: int = 1,
+    head_dim: int = 8,
+    value_dim: int = 8,
+    lengths: str = "any",
+    cache: torch.dtype | None = None,
+    scales: bool = False,
+    sinks: bool = False,
+    **settings: Any,
+) -> Arguments:
+    most = page_size * most_pages
+    pages = sequences * most_pages + 1
+    made = torch.full((sequences,), most, dtype=torch.int32)
+    if lengths == "any":
+        made = torch.randint(0, most + 1, (sequences,), generator=generator, dtype=torch.int32)
+    table = torch.randperm(pages, generator=generator)[: sequences * most_pages].view(sequences, most_pages).int()
+    if most_pages and sequences > 1:
+        table[1:, 0] = table[0, 0]  # what begins alike is there once
+    used = -(-made // page_size)
+    table = table.masked_fill(torch.arange(most_pages) >= used[:, None], -1)
+    given: Arguments = {}
+    tokens = sequences
+    if queries > 1:
+        each = torch.randint(0, queries + 1, (sequences,), generator=generator)
+        each[:1] = queries
+        given["cu_seqlens_q"] = torch.cat((torch.zeros(1, dtype=torch.int64), each.cumsum(0))).int()
+        tokens = int(each.sum())
+    if scales:
+        given |= _scales(generator, kv_heads)
+    if sinks:
+        given["sinks"] = _normal(generator, kv_heads * groups)
+    return {
+        "q": _normal(generator, tokens, kv_heads * groups, head_dim),
+        **_caches(generator, pages, page_size, kv_heads, (head_dim, value_dim), cache),
+        "block_table": table,
+        "lengths": made,
+        **given,
+        **settings,
+    }
+
+
+def _unseen(arguments: Arguments) -> Mapping[str, Tensor]:
+    """Mark the places of the caches that no query sees."""
+    call = paged.bind(**arguments)
+    pages, size = call.k_cache.shape[:2]
+    sequence, first, past = spans(call)
+    seen = torch.zeros(pages * size, dtype=torch.bool)
+    for table, begin, end in zip(call.block_table[sequence], first, past, strict=True):
+        keys = torch.arange(int(begin), int(end))
+        seen[table[keys // size].long() * size + keys % size] = True
+    return dict.fromkeys(("k_cache", "v_cache"), ~seen.view(pages, size, 1, 1))
+
+
+def _specified(arguments: Arguments) -> bool:
+    """Return False where the op refuses, or numbers that are not finite are seen: kernels may spread them."""
+    try:
+        paged.check(paged.bind(**arguments))  # type: ignore[misc]
+    except InputError:
+        return False
+    finite = (arguments[name].to(torch.float32).isfinite() | unseen for name, unseen in _unseen(arguments).items())
+    return all(bool(each.all()) for each in finite)
+
+
+def _affordable(values: Mapping[str, Any]) -> bool:
+    """Return whether the reference, which repeats keys for each query and head, needs no more than megabytes."""
+    some = ("sequences", "queries", "page_size", "most_pages", "kv_heads", "groups")
+    dim = max(values.get("head_dim", 1), values.get("value_dim", 1))
+    return bool(math.prod(values.get(name, 1) for name in some) * dim <= 4_000_000)
+
+
+_LLAMA: dict[str, Any] = {"kv_heads": 8, "groups": 4, "page_size": 16, "head_dim": 64, "value_dim": 64}
+_paged, _update = (partial(_wrong, f"attention.{name}") for name in ("paged", "update_cache"))
+
+# fmt: off
+PAGED = CaseTable(
+    op="attention.paged",
+    build=_build,
+    cases=(
+        _case("a step"),
+        _case("a step, with the log-sum-exp", return_lse=True, groups=3),
+        _case("no sequences", sequences=0),
+        _case("no pages", most_pages=0, return_lse=True),
+        _case("one token", sequences=1, page_size=1, most_pages=1, lengths="all"),
+        _case("63 keys, odd sizes", sequences=1, page_size=7, most_pages=9, lengths="all", head_dim=5, value_dim=7),
+        _case("several queries", queries=4, return_lse=True, groups=2),
+        _case("more queries than keys", queries=30, most_pages=2, return_lse=True),
+        _case("prefills", queries=23, most_pages=9, groups=2),
+        _case("a window", window=5, most_pages=9),
+        _case("a window of one", window=1, queries=3),
+        _case("a window over prefills", window=6, queries=20, most_pages=9, return_lse=True),
+        _case("not causal", causal=False, queries=3),
+        _case("sinks", sinks=True, return_lse=True, groups=2),
+        _case("softcap", softcap=1.5, scale=0.4),
+        _case("e4m3", cache=torch.float8_e4m3fn, scales=True, groups=2, queries=2),
+        _case("e5m2", cache=torch.float8_e5m2),
+        _case("scales of the caches' own dtype", scales=True, return_lse=True),
+        _case("past a split of keys", sequences=2, page_size=64, most_pages=20, kv_heads=1, groups=5, head_dim=16,
+            value_dim=24, lengths="all"),
+        _case("llama-3.2-1b, a step of 4", sequences=4, most_pages=20, **_LLAMA, model=True),
+        _case("llama-3.2-1b, a step of 4, 8 bits", sequences=4, most_pages=20, cache=torch.float8_e4m3fn, scales=True,
+            **_LLAMA, model=True),
+    ),
+    wrong=(
+        _paged("a batch", r"q must be .*\[tokens, heads, head_dim\]; got torch\.float32 \[1, 3, 2, 8\]",
+            q=lambda t: t[None]),
+        _paged("another head_dim", r"q needs caches of head_dim 7 and 8; got k_cache \[16, 4, 2, 8\]",
+            q=lambda t: t[..., 1:]),
+        _paged("fewer pages of values", r"caches must be \[pages, page_size, heads, head_dim\], as many",
+            v_cache=lambda t: t[1:]),
+        _paged("caches of another dtype", r"caches must both have q's dtype torch\.float32, or float8",
+            k_cache=Tensor.double, v_cache=Tensor.double),
+        _paged("heads that do not divide", r"heads of the caches \(2\) must divide those of q \(3\)",
+            q=lambda t: t[:, :1].repeat(1, 3, 1)),
+        _paged("a table of int64", r"block_table must be int32 \[sequences, pages\].*got torch\.int64",
+            block_table=Tensor.long),
+        _paged("lengths of fewer", r"block_table has 3 sequences, lengths \[2\]", lengths=lambda t: t[1:]),
+        _paged("a query more", r"without cu_seqlens_q each sequence has one query; got 4 queries of 3",
+            q=lambda t: torch.cat((t, t[:1]))),
+        _paged("a page that is not there", r"block_table says page 99 at \[0, 0\], which query 0 sees; .* 16 pages",
+            block_table=lambda t: t.masked_fill(t == t[0, 0], 99), lengths=lambda t: t.clamp(min=1)),
+        _paged("a page that was given back", r"block_table says page -1 at \[0, 4\]",
+            block_table=lambda t: torch.cat((t[:, :4].clamp(min=0), torch.full_like(t[:, 4:], -1)), 1),
+            lengths=lambda t: torch.full_like(t, 20)),
+        _paged("a length past the table", r"lengths must be between 0 and 20, .*got 21 to 21",
+            lengths=lambda t: torch.full_like(t, 21)),
+        _paged("ends of other sequences", r"cu_seqlens_q must be int32 \[4\]; got torch\.int32 \[3\]",
+            cu_seqlens_q=lambda _: torch.zeros(3, dtype=torch.int32)),
+        _paged("ends that fall", r"cu_seqlens_q must rise from 0 to 3; got \[0, 2, 1, 3\]",
+            cu_seqlens_q=lambda _: torch.tensor([0, 2, 1, 3], dtype=torch.int32)),
+        _paged("a negative window", r"window must be positive, of causal attention, or 0 for none; got -1",
+            window=lambda _: -1),
+        _paged("a window of full attention", r"window must be positive, of causal attention, .*causal=False",
+            window=lambda _: 3, causal=lambda _: False),
+        _paged("a scale too many", r"k_scale must be float32 \[2\], one for each head",
+            k_scale=lambda _: torch.ones(3)),
+        _paged("sinks of other heads", r"sinks must be floating \[2\]", sinks=lambda _: torch.ones(3)),
+        _paged("a negative softcap", r"softcap must be positive, or 0 for none; got -1\.0", softcap=lambda _: -1.0),
+        _paged("two devices", r"all tensors must be on one device; got q on cpu and lengths on meta",
+            lengths=lambda t: t.to("meta")),
+    ),
+    gradients=("q",),
+    padding=_unseen,
+    specified=_specified,
+    reduction=lambda arguments: max(
+        arguments["block_table"].shape[1] * arguments["k_cache"].shape[1], arguments["q"].shape[2]
+    ),
+    rare=(torch.float64,),
+    domain=Domain(
+        sizes={
+            "sequences": Sizes(), "kv_heads": Sizes(1), "groups": Sizes(1), "page_size": Sizes(1),
+            "most_pages": Sizes(), "queries": Sizes(1), "head_dim": Sizes(1), "value_dim": Sizes(1),
+        },
+        options={
+            "lengths": ("any", "all"),
+            "cache": _CACHES,
+            "scales": (False, True),
+            "sinks": (False, True),
+            "return_lse": (False, True),
+            "causal": (True, False),
+            "window": (0, 3, 40),
+            "softcap": (0.0, 2.0),
+            "scale": (None, 0.2),
+        },
+        allowed=lambda values: _affordable(values) and (values["causal"] or not values["window"]),
+    ),
+)
+
+
+def _build_update(
+    generator: torch.Generator,
+    tokens: int = 5,
+    pages: int = 3,
+    page_size: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    value_dim: int = 8,
+    cache: torch.dtype | None = None,
+    scales: bool = False,
+    left_out: bool = True,
+) -> Arguments:
+    slots = torch.randperm(max(pages * page_size, tokens), generator=generator)[:tokens]
+    slots = slots.masked_fill(slots >= pages * page_size, -1)
+    if left_out and tokens:
+        slots[0] = -1
+    return {
+        **_caches(generator, pages, page_size, kv_heads, (head_dim, value_dim), cache),
+        "k": _normal(generator, tokens, kv_heads, head_dim),
+        "v": _normal(generator, tokens, kv_heads, value_dim),
+        "slots": slots,
+        **(_scales(generator, kv_heads) if scales else {}),
+    }
+
+
+UPDATE_CACHE = CaseTable(
+    op="attention.update_cache",
+    build=_build_update,
+    cases=(
+        _case("some rows"),
+        _case("no rows", tokens=0),
+        _case("no pages", pages=0),
+        _case("one row of one", tokens=1, pages=1, page_size=1, left_out=False),
+        _case("63 rows", tokens=63, pages=20, head_dim=5, value_dim=7),
+        _case("e4m3", cache=torch.float8_e4m3fn, scales=True),
+        _case("e5m2", cache=torch.float8_e5m2),
+        _case("scaled", scales=True),
+        _case("llama-3.2-1b, a prefill of 64", tokens=64, pages=9, page_size=16, kv_heads=8, head_dim=64, value_dim=64,
+            model=True),
+    ),
+    wrong=(
+        _update("rows of other heads", r"k has 3 heads, the caches 2",
+            k=lambda t: t[:, :1].repeat(1, 3, 1), v=lambda t: t[:, :1].repeat(1, 3, 1)),
+        _update("fewer values", r"k and v must be \[tokens, heads, head_dim\] of one dtype", v=lambda t: t[1:]),
+        _update("slots of fewer rows", r"slots must be int64 \[5\]; got torch\.int64 \[4\]", slots=lambda t: t[1:]),
+        _update("a slot that is not there", r"slot 12; the caches have 12, in pages of 4",
+            slots=lambda t: t.index_fill(0, torch.tensor([3]), 12)),
+        _update("caches of another dtype", r"caches must both have k's dtype torch\.float32",
+            k_cache=Tensor.half, v_cache=Tensor.half),
+    ),
+    exact=True,
+    rare=(torch.float64,),
+    domain=Domain(
+        sizes={
+            "tokens": Sizes(), "pages": Sizes(), "page_size": Sizes(1), "kv_heads": Sizes(1), "head_dim": Sizes(1),
+            "value_dim": Sizes(1),
+        },
+        options={"cache": _CACHES, "scales": (False, True), "left_out": (True, False)},
+    ),
+)
+# fmt: on
+
+TABLES = (PAGED, UPDATE_CACHE)

@@ -1,0 +1,231 @@
+"""The paged cache: what sequences read is what they wrote, whatever is shared, given back, copied or undone."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kpt_attention import attention, causal
+from kpt_attention.kv_cache import CacheFullError, PagedCache
+from kpt_core import InputError
+
+HEADS, DIM, SIZE = 2, 4, 4
+#: Of a cache with and without a window: some steps do not fit.
+PAGES = {0: 14, 6: 6}
+
+
+def rows_of(tokens: list[int]) -> torch.Tensor:
+    """Return keys and values that say which tokens there are, and at which place, `[tokens, heads, dim]`."""
+    places = torch.arange(len(tokens), dtype=torch.float64)
+    seed = torch.tensor(tokens, dtype=torch.float64) * 1.7 + places * 0.31
+    return torch.sin(seed[:, None, None] * torch.arange(1, HEADS * DIM + 1).view(HEADS, DIM))
+
+
+def poison(cache: PagedCache) -> None:
+    """Overwrite each page that no sequence holds and that nobody may find again."""
+    for page in cache._free:
+        cache.k[:, page] = cache.v[:, page] = torch.nan
+
+
+class Checked:
+    """A cache beside a plain list of tokens for each sequence."""
+
+    def __init__(self, window: int, seed: int) -> None:
+        self.window, self.random = window, random.Random(seed)
+        self.cache = PagedCache(
+            layers=1,
+            pages=PAGES[window],
+            kv_heads=HEADS,
+            head_dim=DIM,
+            page_size=SIZE,
+            window=window,
+            dtype=torch.float64,
+        )
+        self.texts: dict[int, list[int]] = {}
+        self.full = self.shared = 0
+
+    def run(self, new: dict[int, list[int]], fails: bool = False) -> None:
+        """Take a step, and compare each query's output with attention over the plain list."""
+        try:
+            with self.cache.step(new) as step:
+                poison(self.cache)
+                whole = {number: self.texts[number] + new[number] for number in new}
+                rows = torch.cat([rows_of(whole[number])[len(self.texts[number]) :] for number in new])
+                step.update(0, rows, rows.flip(-1))
+                q = rows.repeat_interleave(2, 1) + 0.1
+                out = step.attend(0, q)
+                self.compare(new, whole, q, out)
+                if fails:
+                    raise RuntimeError("the model failed")
+        except CacheFullError:
+            self.full += 1
+            return
+        except RuntimeError:
+            return
+        self.texts.update(whole)
+
+    def compare(self, new, whole, q, out) -> None:
+        first = 0
+        for number in new:
+            count, keys = len(new[number]), rows_of(whole[number]).repeat_interleave(2, 1).transpose(0, 1)
+            back = torch.arange(len(whole[number]) - count, len(whole[number]))[:, None] - torch.arange(keys.shape[1])
+            mask = (back >= 0) & (back < (self.window or 10**6))
+            own = q[first : first + count].transpose(0, 1)
+            wanted = scaled_dot_product_attention(own, keys, keys.flip(-1), mask).transpose(0, 1)
+            torch.testing.assert_close(out[first : first + count], wanted)
+            first += count
+
+    def act(self) -> None:
+        """Do something at random that a server does."""
+        pick = self.random
+        action = pick.choice(["add", "add", "step", "step", "step", "step", "fork", "free", "cut", "fail"])
+        numbers = list(self.texts)
+        if action == "add" or not numbers:
+            tokens = [pick.randrange(3) for _ in range(pick.randrange(20))]
+            if numbers and pick.random() < 0.7:
+                other = self.texts[pick.choice(numbers)]
+                tokens = other[: pick.randrange(len(other) + 1)] + tokens[:3]
+            number = self.cache.add(tokens)
+            there = self.cache.length(number)
+            self.shared += there
+            assert there <= max(len(tokens) - 1, 0)
+            self.texts[number] = tokens[:there]
+            if len(tokens) > there:
+                self.run({number: tokens[there:]})
+        elif action in ("step", "fail"):
+            some = pick.sample(numbers, pick.randrange(1, len(numbers) + 1))
+            self.run({each: [pick.randrange(3) for _ in range(pick.randrange(4))] for each in some}, action == "fail")
+        elif action == "fork":
+            number = pick.choice(numbers)
+            self.texts[self.cache.fork(number)] = [*self.texts[number]]
+        elif action == "free":
+            self.cache.free(number := pick.choice(numbers))
+            del self.texts[number]
+        else:
+            number = pick.choice(numbers)
+            length = max(len(self.texts[number]) - pick.randrange(6), 0)
+            try:
+                self.cache.truncate(number, length)
+            except InputError:
+                assert self.window
+            else:
+                self.texts[number] = self.texts[number][:length]
+
+    def account(self) -> None:
+        """Compare what the cache counts with what its sequences hold."""
+        held = [page for own in self.cache._sequences.values() for page in own.pages if page >= 0]
+        usage = self.cache.usage()
+        assert usage.free + usage.kept + usage.used == PAGES[self.window]
+        assert usage.used == len({*held})
+        assert usage.shared == sum(held.count(page) > 1 for page in {*held})
+        assert not {*held} & {*self.cache._free}
+        for number, text in self.texts.items():
+            assert self.cache.length(number) == len(text)
+            pages = -(-len(text) // SIZE)
+            visible = pages - (max(len(text) + 1 - self.window, 0) // SIZE if self.window else 0)
+            assert sum(page >= 0 for page in self.cache._of(number).pages) == max(visible, 0)
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_a_cache_is_a_list_of_tokens_for_each_sequence(window):
+    full = shared = 0
+    for seed in range(100):
+        checked = Checked(window, seed)
+        for _ in range(12):
+            checked.act()
+            checked.account()
+        full, shared = full + checked.full, shared + checked.shared
+        for number in [*checked.texts]:
+            checked.cache.free(number)
+        assert checked.cache.usage().used == 0
+    assert full > 5  # steps that did not fit
+    assert shared > 50  # tokens that were there already
+
+
+def test_what_begins_alike_is_computed_once_and_given_up_when_room_is_short():
+    cache = PagedCache(layers=2, pages=4, kv_heads=1, head_dim=2, page_size=2)
+    one = cache.add([1, 2, 3, 4, 5])
+    with cache.step({one: [1, 2, 3, 4, 5]}) as step:
+        assert step.positions.tolist() == [0, 1, 2, 3, 4]
+    two = cache.add([1, 2, 3, 4])
+    assert cache.length(two) == 2  # a token is left to compute
+    assert cache.length(cache.add([1, 2, 9, 4, 5])) == 2
+    assert cache.usage().shared == 1
+    for number in (0, 1, 2):
+        cache.free(number)
+    assert (cache.usage().kept, cache.usage().free) == (2, 2)
+    with cache.step({cache.add(): 7}):
+        pass
+    assert (cache.usage().kept, cache.usage().used) == (0, 4)
+    assert cache.length(cache.add([1, 2, 3, 4, 5])) == 0
+
+
+def test_a_fork_copies_a_page_when_it_writes_and_a_failed_step_leaves_all_as_it_was():
+    cache = PagedCache(layers=1, pages=4, kv_heads=1, head_dim=2, page_size=4)
+    one = cache.add()
+    with cache.step({one: 3}) as step:
+        step.update(0, torch.ones(3, 1, 2), torch.ones(3, 1, 2))
+    two = cache.fork(one)
+    assert cache.usage().used == 1
+    with pytest.raises(InputError, match="one dtype"), cache.step({two: 1}) as step:
+        step.update(0, torch.zeros(1, 1, 2), torch.zeros(2, 1, 2))
+    assert (cache.usage().used, cache.usage().shared, cache.length(two)) == (1, 1, 3)
+    with cache.step({two: 1}) as step:
+        step.update(0, torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
+        assert step.attend(0, torch.zeros(1, 1, 2)).tolist() == [[[0.75, 0.75]]]
+    assert (cache.usage().used, cache.usage().shared) == (2, 0)
+    with cache.step({one: 1}) as step:
+        step.update(0, torch.full((1, 1, 2), 5.0), torch.full((1, 1, 2), 5.0))
+        assert step.attend(0, torch.zeros(1, 1, 2)).tolist() == [[[2.0, 2.0]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_caches_of_fewer_bits_hold_what_these_can_say(dtype):
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([[0.02, 0.03]])
+    cache = PagedCache(layers=1, pages=3, kv_heads=2, head_dim=8, dtype=dtype, k_scale=scale, v_scale=scale * 2)
+    k, v, q = (torch.randn(20, heads, 8, generator=generator).to(torch.bfloat16) for heads in (2, 2, 4))
+    one = cache.add()
+    with cache.step({one: 20}) as step:
+        step.update(0, k, v)
+        out, lse = step.attend(0, q, return_lse=True)
+    stored = [(each / s[0, :, None]).to(dtype).float() * s[0, :, None] for each, s in ((k, scale), (v, scale * 2))]
+    heads = [each.double().transpose(0, 1)[None] for each in (q, *stored)]
+    wanted, sums = attention(*heads, causal(), return_lse=True)
+    torch.testing.assert_close(out.double(), wanted[0].transpose(0, 1), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), sums[0].transpose(0, 1), atol=1e-2, rtol=1e-2)
+    assert cache.k.element_size() == dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda cache: PagedCache(layers=1, pages=0, kv_heads=1, head_dim=4), "pages must be at least 1; got 0"),
+        (lambda cache: PagedCache(layers=1, pages=1, kv_heads=1, head_dim=4, window=-2), "window must be positive"),
+        (
+            lambda cache: PagedCache(layers=1, pages=1, kv_heads=1, head_dim=4, dtype=torch.int8),
+            "dtype must be float32",
+        ),
+        (
+            lambda cache: PagedCache(layers=2, pages=1, kv_heads=1, head_dim=4, k_scale=torch.ones(2)),
+            r"k_scale must be float32 \[2, 1\]; got torch\.float32 \[2\]",
+        ),
+        (lambda cache: cache.length(7), r"there is no sequence 7; there are \[0\]"),
+        (lambda cache: cache.truncate(0, 9), "sequence 0 has 5 keys; it can't be cut to 9"),
+        (lambda cache: cache.truncate(0, 1), "can't be cut to 1 keys: those in the window of 2 before are given back"),
+        (lambda cache: cache.step({0: -1}).__enter__(), "new tokens must be counts or lists of ids"),
+        (lambda cache: cache.step({0: 50}).__enter__(), "needs 12 pages of 4 tokens, and 3 of 4 are free: free"),
+        (
+            lambda cache: [step := cache.step({0: 1}), step.__enter__(), cache.free(0)],
+            "free inside of a step: end the step first",
+        ),
+    ],
+)
+def test_wrong_use_is_a_sentence(action, message):
+    cache = PagedCache(layers=1, pages=4, kv_heads=1, head_dim=4, page_size=4, window=2)
+    one = cache.add()
+    with cache.step({one: 5}):
+        pass
+    with pytest.raises((InputError, CacheFullError), match=message):
+        action(cache)

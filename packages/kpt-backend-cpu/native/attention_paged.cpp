@@ -1,0 +1,319 @@
+// Few queries of many keys: each task goes once through some keys of one head and one sequence, with all its queries. What
+// limits it is reading the keys and values, so rows of four queries share what is loaded, and what comes next is
+// prefetched.
+#include <float.h>
+
+#include <type_traits>
+
+#include "exponential.h"
+#include "parallel.h"
+#include "scratch.h"
+
+using namespace kpt;
+
+namespace {
+
+// Keys whose scores are computed before their values are read, and keys of a task: a fixed number, so that results
+// depend neither on the other sequences nor on the threads.
+constexpr int64_t kChunk = 64, kSplit = 1024;
+constexpr int kRows = 4;
+
+struct Part {
+    int64_t sequence, head, begin, end;
+};
+
+// Keys of a sequence, in how many parts of a head they are read, rows of a head, and what comes before them.
+struct Sequence {
+    int64_t begin, end, splits, rows, first_part, first_row;
+};
+
+KPT_INLINE void prefetch(const char* at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+}
+
+class Kernel {
+public:
+    explicit Kernel(const struct kpt_attention_paged& p)
+        : p_(p), groups_(p.heads / p.kv_heads), pitch_(round_up(p.dim)), value_pitch_(round_up(p.value_dim)),
+          per_row_(value_pitch_ + 2) {}
+
+    int run() {
+        Layout own, whole;
+        const auto sequences = whole.add<Sequence>(p_.sequences);
+        const Scratch known(whole.size());
+        if (known.get() == nullptr) return KPT_NO_MEMORY;
+        sequences_ = sequences.in(known);
+        int64_t parts = 0, most_rows = 0, all_rows = 0;
+        for (int64_t s = 0; s < p_.sequences; s++) {
+            Sequence& one = sequences_[s];
+            one = look_at(s);
+            one.first_part = parts;
+            one.first_row = all_rows;
+            parts += one.splits * p_.kv_heads;
+            all_rows += one.splits * p_.kv_heads * one.rows;
+            if (one.rows > most_rows) most_rows = one.rows;
+        }
+        most_rows = (most_rows + kRows - 1) / kRows * kRows;
+        const auto q = own.add<float>(most_rows * pitch_);
+        const auto scores = own.add<float>(most_rows * kChunk);
+        const int64_t own_size = own.size();
+        Layout layout;
+        const auto of_threads = layout.add<char>(own_size * p_.threads);
+        const auto partial = layout.add<float>(all_rows * per_row_);
+        const Scratch space(layout.size());
+        if (space.get() == nullptr) return KPT_NO_MEMORY;
+        float* results = partial.in(space);
+        const int threads = parts < p_.threads ? static_cast<int>(parts > 0 ? parts : 1) : p_.threads;
+        Tasks reading, merging;
+        parallel(threads, [&](int rank) {
+            char* mine = of_threads.in(space) + rank * own_size;
+            float* mine_q = reinterpret_cast<float*>(mine + q.at);
+            float* mine_scores = reinterpret_cast<float*>(mine + scores.at);
+            reading.all(parts, [&](int64_t task) {
+                int64_t low = 0, high = p_.sequences - 1;  // the last whose parts begin at the task or before it
+                while (low < high) {
+                    const int64_t middle = (low + high + 1) / 2;
+                    if (sequences_[middle].first_part <= task) low = middle;
+                    else high = middle - 1;
+                }
+                const Sequence& one = sequences_[low];
+                const int64_t number = task - one.first_part, begin = one.begin + number % one.splits * kSplit;
+                const Part part{low, number / one.splits, begin, begin + kSplit < one.end ? begin + kSplit : one.end};
+                with_type(p_.k.dtype, [&](auto kind) {
+                    attend<decltype(kind)>(
+                        part, one.rows, mine_q, mine_scores, results + (one.first_row + number * one.rows) * per_row_);
+                });
+            });
+            merging.all(p_.sequences * p_.kv_heads, [&](int64_t task) {
+                const Sequence& one = sequences_[task / p_.kv_heads];
+                const int64_t head = task % p_.kv_heads, first = one.first_row + head * one.splits * one.rows;
+                merge(task / p_.kv_heads, head, one.rows, results + first * per_row_, one.splits);
+            });
+        });
+        return KPT_OK;
+    }
+
+private:
+    static int64_t round_up(int64_t size) { return (size + W - 1) / W * W; }
+
+    const int32_t* span_of(int64_t query) const { return p_.spans + query * 2; }
+
+    // The keys that some query of a sequence sees, and in how many parts.
+    Sequence look_at(int64_t s) const {
+        Sequence found{INT64_MAX, 0, 0, (p_.ends[s + 1] - p_.ends[s]) * groups_, 0, 0};
+        for (int64_t query = p_.ends[s]; query < p_.ends[s + 1]; query++) {
+            const int32_t* span = span_of(query);
+            if (span[0] >= span[1]) continue;
+            if (span[0] < found.begin) found.begin = span[0];
+            if (span[1] > found.end) found.end = span[1];
+        }
+        if (found.end == 0) found.begin = 0;
+        found.splits = (found.end - found.begin + kSplit - 1) / kSplit;
+        return found;
+    }
+
+    template <class T>
+    KPT_INLINE const T* line(const Kernel& self, const kpt_pages& x, int64_t sequence, int64_t key, int64_t head) {
+        const int64_t size = self.p_.page_size;
+        const int64_t page = self.p_.table != nullptr ? self.p_.table[sequence * self.p_.table_stride + key / size] : sequence;
+        const int64_t place = self.p_.table != nullptr ? key % size : key;
+        return static_cast<const T*>(x.data) + page * x.stride_page + place * x.stride_token + head * x.stride_head;
+    }
+
+    // Of each row: the output, not divided yet, the largest score, and the sum of the exponentials less that.
+    template <class T>
+    void attend(const Part& part, int64_t rows, float* q, float* scores, float* result) const {
+        const int64_t begin = p_.ends[part.sequence], per_row = per_row_;
+        const int64_t padded = (rows + kRows - 1) / kRows * kRows;
+        for (int64_t row = 0; row < padded; row++) {
+            float* to = q + row * pitch_;
+            for (int64_t i = 0; i < pitch_; i += W) store(to + i, vf{});
+            if (row >= rows) continue;
+            const int64_t query = begin + row / groups_, head = part.head * groups_ + row % groups_;
+            with_float_type(p_.q.dtype, [&](auto kind) {
+                using Q = decltype(kind);
+                const Q* from = static_cast<const Q*>(p_.q.data) + query * p_.q.stride_t + head * p_.q.stride_h;
+                for (int64_t i = 0; i < p_.dim; i += W) store(to + i, load(from + i, p_.dim - i), p_.dim - i);
+            });
+        }
+        for (int64_t row = 0; row < rows; row++) {
+            float* own = result + row * per_row;
+            for (int64_t i = 0; i < value_pitch_; i += W) store(own + i, vf{});
+            own[value_pitch_] = -__builtin_inff();
+            own[value_pitch_ + 1] = 0.0f;
+        }
+        const float scale = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[part.head] : 1.0f);
+        const T* keys[kChunk];
+        const T* values[kChunk];
+        for (int64_t from = part.begin; from < part.end; from += kChunk) {
+            const int64_t count = part.end - from < kChunk ? part.end - from : kChunk;
+            for (int64_t j = 0; j < count; j++) {
+                keys[j] = line<T>(*this, p_.k, part.sequence, from + j, part.head);
+                values[j] = line<T>(*this, p_.v, part.sequence, from + j, part.head);
+            }
+            for (int64_t row = 0; row < rows; row += kRows) {
+                with_rows(rows - row, [&](auto height) {
+                    multiply<T, height()>(*this, keys, values, count, q + row * pitch_, scores + row * kChunk, row == 0);
+                });
+            }
+            for (int64_t row = 0; row < rows; row++) {
+                weigh(span_of(begin + row / groups_), from, count, scale, scores + row * kChunk, result + row * per_row);
+            }
+            for (int64_t row = 0; row < rows; row += kRows) {
+                with_rows(rows - row, [&](auto height) {
+                    add<T, height()>(*this, values, count, scores + row * kChunk, result + row * per_row);
+                });
+            }
+        }
+    }
+
+    // Call `body` with how many rows are computed at once, of which there must be room.
+    template <class Body>
+    KPT_INLINE void with_rows(int64_t rows, Body&& body) {
+        if (rows >= kRows) body(std::integral_constant<int, kRows>{});
+        else if (rows == 3) body(std::integral_constant<int, 3>{});
+        else if (rows == 2) body(std::integral_constant<int, 2>{});
+        else body(std::integral_constant<int, 1>{});
+    }
+
+    // Products of some rows with some keys.
+    template <class T, int R>
+    KPT_INLINE void multiply(
+        const Kernel& self, const T* const* keys, const T* const* values, int64_t count, const float* q, float* scores,
+        bool first) {
+        const int64_t dim = self.p_.dim, pitch = self.pitch_;
+        for (int64_t j = 0; j < count; j += 2) {
+            const T* one = keys[j];
+            const T* two = keys[j + 1 < count ? j + 1 : j];
+            if (first) {  // the other rows find them in the cache
+                for (int64_t next = j; next < j + 2 && next < count; next++) {
+                    prefetch(reinterpret_cast<const char*>(values[next]), self.p_.value_dim * sizeof(T));
+                    if (next + 8 < count) prefetch(reinterpret_cast<const char*>(keys[next + 8]), dim * sizeof(T));
+                }
+            }
+            vf sums[2][R] = {};
+            const auto step = [&](int64_t i, vf a, vf b) {
+                for (int row = 0; row < R; row++) {
+                    const vf x = load(q + row * pitch + i);
+                    sums[0][row] += a * x;
+                    sums[1][row] += b * x;
+                }
+            };
+            int64_t i = 0;
+            for (; i + W <= dim; i += W) step(i, load(one + i), load(two + i));
+            if (i < dim) step(i, load(one + i, dim - i), load(two + i, dim - i));
+            for (int row = 0; row < R; row++) {
+                scores[row * kChunk + j] = sum_of(sums[0][row]);
+                scores[row * kChunk + j + 1] = sum_of(sums[1][row]);
+            }
+        }
+    }
+
+    // Turn products of a row into weights, and fade what it has so far.
+    void weigh(const int32_t* span, int64_t from, int64_t count, float scale, float* scores, float* result) const {
+        float* state = result + value_pitch_;
+        vf most = splat(state[0]);
+        vi places;
+        for (int i = 0; i < W; i++) places[i] = i;
+        for (int64_t j = 0; j < kChunk; j += W) {
+            vf score = load(scores + j) * scale;
+            if (p_.softcap > 0.0f) score = tanh(score / p_.softcap) * p_.softcap;
+            const vi place = places + static_cast<int32_t>(from + j);
+            const vi seen = (place >= span[0]) & (place < span[1]) & (place < static_cast<int32_t>(from + count));
+            score = select(seen, score, splat(-__builtin_inff()));
+            most = larger(most, score);
+            store(scores + j, score);
+        }
+        float largest = most[0];
+        for (int i = 1; i < W; i++) largest = most[i] > largest ? most[i] : largest;
+        const float base = largest > -FLT_MAX ? largest : -FLT_MAX;
+        vf total = {};
+        for (int64_t j = 0; j < kChunk; j += W) {
+            const vf weight = exp_of_loss(load(scores + j) - base);
+            total += weight;
+            store(scores + j, weight);
+        }
+        const float fading = state[0] == largest ? 1.0f : exp_of_loss(splat(state[0] - base))[0];
+        state[0] = largest;
+        state[1] = state[1] * fading + sum_of(total);
+        if (fading == 1.0f) return;
+        for (int64_t i = 0; i < value_pitch_; i += W) store(result + i, load(result + i) * fading);
+    }
+
+    // Add the weighted values to some rows, two vectors of them at a time.
+    template <class T, int R>
+    KPT_INLINE void add(const Kernel& self, const T* const* values, int64_t count, const float* weights, float* result) {
+        const int64_t dim = self.p_.value_dim;
+        int64_t i = 0;
+        for (; i + 2 * W <= dim; i += 2 * W) {
+            vf sums[R][2] = {};
+            for (int64_t j = 0; j < count; j++) {
+                const vf a = load(values[j] + i), b = load(values[j] + i + W);
+                for (int row = 0; row < R; row++) {
+                    const vf weight = splat(weights[row * kChunk + j]);
+                    sums[row][0] += a * weight;
+                    sums[row][1] += b * weight;
+                }
+            }
+            for (int row = 0; row < R; row++) {
+                float* to = result + row * self.per_row_ + i;
+                store(to, load(to) + sums[row][0]);
+                store(to + W, load(to + W) + sums[row][1]);
+            }
+        }
+        for (; i < dim; i += W) {
+            for (int row = 0; row < R; row++) {
+                vf sum = {};
+                for (int64_t j = 0; j < count; j++) sum += load(values[j] + i, dim - i) * splat(weights[row * kChunk + j]);
+                float* to = result + row * self.per_row_ + i;
+                store(to, load(to) + sum);
+            }
+        }
+    }
+
+    // Join the parts of a sequence and a head of keys, the sink among them, and write the results.
+    void merge(int64_t s, int64_t kv_head, int64_t rows, const float* parts, int64_t splits) const {
+        const int64_t per_row = per_row_;
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t query = p_.ends[s] + row / groups_, head = kv_head * groups_ + row % groups_;
+            float largest = p_.sinks != nullptr ? p_.sinks[head] : -__builtin_inff();
+            for (int64_t split = 0; split < splits; split++) {
+                const float own = parts[(split * rows + row) * per_row + value_pitch_];
+                if (own > largest || own != own) largest = own;
+            }
+            const float base = largest < -FLT_MAX ? -FLT_MAX : largest;
+            float total = p_.sinks != nullptr ? weight_of(p_.sinks[head] - base) : 0.0f;
+            for (int64_t split = 0; split < splits; split++) {
+                const float* own = parts + (split * rows + row) * per_row + value_pitch_;
+                total += own[1] * weight_of(own[0] - base);
+            }
+            const bool dead = total == 0.0f;
+            const float factor = (p_.v_scale != nullptr ? p_.v_scale[kv_head] : 1.0f) / (dead ? 1.0f : total);
+            if (p_.lse != nullptr) {
+                p_.lse[query * p_.heads + head] = dead ? -__builtin_inff() : base + __builtin_logf(total);
+            }
+            with_float_type(p_.out.dtype, [&](auto kind) {
+                using Out = decltype(kind);
+                Out* to = static_cast<Out*>(p_.out.data) + query * p_.out.stride_t + head * p_.out.stride_h;
+                for (int64_t i = 0; i < p_.value_dim; i += W) {
+                    vf sum = {};
+                    for (int64_t split = 0; split < splits; split++) {
+                        const float* own = parts + (split * rows + row) * per_row;
+                        sum += load(own + i) * weight_of(own[value_pitch_] - base);
+                    }
+                    store(to + i, sum * factor, p_.value_dim - i);
+                }
+            });
+        }
+    }
+
+    static float weight_of(float x) { return exp_of_loss(splat(x))[0]; }
+
+    const struct kpt_attention_paged& p_;
+    const int64_t groups_, pitch_, value_pitch_, per_row_;
+    Sequence* sequences_ = nullptr;
+};
+
+}  // namespace
+
+extern "C" int kpt_attention_paged(const struct kpt_attention_paged* given) { return Kernel(*given).run(); }
