@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kpt_attention import attention
 from kpt_attention import causal as kpt_causal
-from kpt_attention.transformers import kpt_attention_forward  # registers "kpt", too
+from kpt_attention.transformers import enable_continuous_batching, kpt_attention_forward  # registers "kpt", too
 from kpt_core import InputError, KptWarning, record
 
 SMALL = {
@@ -232,3 +232,19 @@ def test_one_graph_serves_all_lengths() -> None:
             mask[0, :3] = 0
             got, want = (each(tokens(2, length) % 60, attention_mask=mask).logits for each in (compiled, model))
             torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GptOss"])
+def test_continuous_batching_gives_the_tokens_of_generate(family: str) -> None:
+    model = decoder(family, "kpt")
+    prompts = [tokens(1, length)[0].tolist() for length in (3, 17, 30, 9)]
+    told = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1)
+    wanted = [
+        model.generate(torch.tensor([prompt]), generation_config=told)[0, len(prompt) :].tolist() for prompt in prompts
+    ]
+    found = enable_continuous_batching(model).generate_batch(prompts, generation_config=told)
+    assert [found[f"req_{place}"].generated_tokens for place in range(4)] == wanted
+    with pytest.raises(ValueError, match="kpt is not supported for continuous batching"):  # a model that was not asked
+        decoder(family, "kpt").generate_batch(prompts, generation_config=told)
+    with pytest.raises(InputError, match="attn_implementation is 'eager': load it with"):
+        enable_continuous_batching(decoder(family, "eager"))

@@ -13,25 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kpt_core import InputError, KptWarning
 from kpt_core.errors import warn_caller
 
 from .dense import dense
-from .masks import causal, dense_mask
+from .masks import causal, dense_mask, sliding_window
 from .packed import packed
+from .paged import paged
 from .plan import BLOCK, Plan
 
-__all__ = ["NAME", "kpt_attention_forward", "kpt_attention_mask"]
+__all__ = ["NAME", "enable_continuous_batching", "kpt_attention_forward", "kpt_attention_mask"]
 
 NAME = "kpt"
 
 #: What models pass along that says nothing of the scores, or that the mask has already.
 _KNOWN = frozenset({
-    "cache_position", "deterministic", "labels", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
+    "cache_position", "deterministic", "labels", "logits_indices", "logits_processor_args", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "position_ids", "read_index", "return_dict", "sliding_window", "use_cache", "write_index",
 })  # fmt: skip
 
 
@@ -74,7 +76,8 @@ def kpt_attention_forward(
         softcap: cap of the scores.
         s_aux: `[Hq]` sinks.
         position_bias: added to the scores.
-        cache: of continuous batching, which is refused.
+        cache: of continuous batching: it is given the new keys and values, and gives all (transformers 5.23; newer
+            models do this themselves).
         cu_seq_lens_q: where packed sequences end, of which none sees another.
         cu_seq_lens_k: likewise, of keys; as those of queries.
         output_attentions: refused where it is true.
@@ -95,11 +98,18 @@ def kpt_attention_forward(
     if output_attentions:
         raise InputError(f"{NAME}: no attention weights are computed: load with attn_implementation='eager' for them")
     if cache is not None:
-        raise InputError(f"{NAME}: continuous batching is not served yet: load with attn_implementation='sdpa' for it")
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        cu_seq_lens_k = kwargs["cu_seq_lens_k"]
     if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = key.to(query.dtype), value.to(query.dtype)
     if query.shape[0] != key.shape[0]:
         query, key, value = (each.expand(max(len(query), len(key)), -1, -1, -1) for each in (query, key, value))
+    if "write_index" in kwargs:  # continuous batching: what models make of the queries' positions is no mask for it
+        attention_mask = None
+        if kwargs.get("max_length_q") == 1 and position_bias is None and dropout == 0:
+            options = {"scale": scaling, "softcap": softcap or 0.0, "window": kwargs.get("sliding_window") or 0}
+            return _decoded(query, key, value, cu_seq_lens_q, cu_seq_lens_k, s_aux, options), None
     bias = position_bias
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         additive = attention_mask[..., : key.shape[2]]
@@ -109,7 +119,9 @@ def kpt_attention_forward(
         plan = _lowered(attention_mask, query, key)
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        plan = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key, bool(causal))
+        # A window is in the mask, and an argument beside it; continuous batching gives no mask.
+        window = kwargs.get("sliding_window") if "write_index" in kwargs else None
+        plan = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key, bool(causal), window)
         if plan.causal and cu_seq_lens_q is None and query.shape[2] == key.shape[2]:
             _warn_of_packing(kwargs.get("position_ids"))
     seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
@@ -120,7 +132,22 @@ def kpt_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(ends: Tensor | None, key_ends: Tensor | None, query: Tensor, key: Tensor, causality: bool) -> Plan:
+def _decoded(
+    query: Tensor, key: Tensor, value: Tensor, ends: Any, key_ends: Any, sinks: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """Return the output `[1, Q, Hq, Dv]` of a step of decoding, at most one query a sequence, by `attention.paged`."""
+    rows, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    lengths = key_ends.diff().int()
+    # A page is one key: those of a sequence lie behind one another.
+    table = key_ends[:-1, None] + torch.arange(int(lengths.max()), device=key.device)
+    table = table.clamp(max=len(k) - 1).int()
+    out, _ = paged(rows, k.unsqueeze(1), v.unsqueeze(1), table, lengths, ends.int(), sinks, **options)
+    return out.unsqueeze(0)
+
+
+def _packed(
+    ends: Tensor | None, key_ends: Tensor | None, query: Tensor, key: Tensor, causality: bool, window: int | None
+) -> Plan:
     """Return the plan where there is no mask: causality, within packed sequences if their ends are given."""
     queries, keys = query.shape[2], key.shape[2]
     causality = causality and queries > 1
@@ -128,11 +155,13 @@ def _packed(ends: Tensor | None, key_ends: Tensor | None, query: Tensor, key: Te
         return Plan(causal=causality)
     own = (ends,) if key_ends is None or key_ends is ends else (ends, key_ends)
     mask = causal() if causality else None
+    if window:
+        mask = causal() & sliding_window(window)
 
     def lowered() -> Plan:
         return packed(ends, own[-1], mask).plan(queries, keys, offset=0, device=query.device)
 
-    return _once(own, (queries, keys, causality, query.device), lowered)
+    return _once(own, (queries, keys, causality, window, query.device), lowered)
 
 
 def _warn_of_packing(positions: Any) -> None:
@@ -206,6 +235,54 @@ def _all_blocks(mask: Tensor) -> Plan:
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
     packed = (bits.unflatten(-1, (BLOCK // 8, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
     return Plan(blocks=blocks, block_bits=packed.flatten(0, 3))
+
+
+def enable_continuous_batching(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model that was loaded with `attn_implementation="kpt"` serve by continuous batching, and return it.
+
+    transformers refuses names that it does not know there. This model's `init_continuous_batching`, and with it
+    `generate_batch` and `continuous_batching_context_manager`, then accept `"kpt"`; other models stay as they are.
+
+    Raises:
+        InputError: the model has another attention implementation.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kpt")
+        outputs = enable_continuous_batching(model).generate_batch(prompts, max_new_tokens=64)
+    """
+    if model.config._attn_implementation != NAME:
+        raise InputError(
+            f"{NAME}: the model's attn_implementation is {model.config._attn_implementation!r}: load it with "
+            f"attn_implementation={NAME!r}, or call model.set_attn_implementation({NAME!r})"
+        )
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    class Manager(ContinuousBatchingManager):  # type: ignore[misc]
+        """The manager of transformers, for a model whose attention serves paged caches itself."""
+
+        def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+            if model.config._attn_implementation != NAME:
+                super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
+
+    @torch.no_grad()
+    def start(
+        generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> ContinuousBatchingManager:
+        cached = getattr(model, "_cached_continuous_batching_manager", None)
+        if cached is not None:
+            return cached
+        generation = generation_config if generation_config is not None else model.generation_config
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1
+        settings = continuous_batching_config or ContinuousBatchingConfig()
+        return Manager(
+            model=model, generation_config=generation, continuous_batching_config=settings,
+            workload_hints=workload_hints,
+        )  # fmt: skip
+
+    model.init_continuous_batching = start  # type: ignore[method-assign]
+    return model
 
 
 AttentionInterface.register(NAME, kpt_attention_forward)
