@@ -30,7 +30,7 @@ from kpt_conformance.subject import Subject
 from kpt_conformance.suite import trials
 from kpt_conformance.trial import Trial
 from kpt_optimize.cases import CaseTable, case_tables
-from mutants import MUTANTS, attention, coming_ops, fp8, top_k_gating
+from mutants import MUTANTS, attention, coming_ops, fp8, paged, top_k_gating
 from mutants.mutant import Functions, Mutant, Parts, combined
 from sample_ops import SAMPLES
 from scaled_mm import SCALED_MM
@@ -49,6 +49,7 @@ RIGHT: dict[str, tuple[Functions, dict[str, object]]] = {
     "sample.quantise_rows": (SAMPLES["sample.quantise_rows"][0], {}),
     "moe.top_k_gating": ((top_k_gating.Gating(),), {"differentiable": True}),
     "attention.dense": (attention.right(), {}),
+    **{f"attention.{op}": (paged.right(f"attention.{op}"), {}) for op in ("paged", "update_cache")},
     **{f"fp8.{op}": (fp8.right(f"fp8.{op}"), {}) for op in ("quantize", "dequantize", "scaled_mm", "linear")},
 }
 #: Faults at a time, and how many such kernels.

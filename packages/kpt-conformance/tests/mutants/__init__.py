@@ -10,6 +10,7 @@ from . import (
     grouped_mm,
     grouped_mm_gradients,
     grouped_mm_wgrad,
+    paged,
     scaled_grouped_mm,
     seldom,
     state,
@@ -31,6 +32,7 @@ MODULES = (
     coming_ops,
     fp8,
     attention,
+    paged,
 )
 MUTANTS: list[Mutant] = [mutant for module in MODULES for mutant in module.MUTANTS]
 if interpreting():
