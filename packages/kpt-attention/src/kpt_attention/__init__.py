@@ -1,5 +1,6 @@
 """Attention under any mask: the mask is a value that composes, and the backward exists on every device."""
 
+from .flex import flex_attention
 from .functional import attention
 from .kv_cache import PagedCache
 from .mask_algebra import Mask
@@ -20,12 +21,16 @@ from .masks import (
     window,
 )
 from .merge import merge
+from .modules import Attention, FlashAttention3, FlexAttention
 from .packed import attention_varlen, packed
 from .plan import Plan, live_blocks
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attention",
+    "FlashAttention3",
+    "FlexAttention",
     "Mask",
     "PagedCache",
     "Plan",
@@ -37,6 +42,7 @@ __all__ = [
     "dilated",
     "document",
     "everything",
+    "flex_attention",
     "global_tokens",
     "live_blocks",
     "merge",

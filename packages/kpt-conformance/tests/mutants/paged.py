@@ -1,4 +1,4 @@
-"""Faults that kernels over paged caches have: in pages, lengths, positions, windows, heads, scales, splits and slots."""
+"""Faults that kernels over paged caches have: in pages, lengths, positions, windows, heads, scales and slots."""
 
 import math
 from collections.abc import Callable

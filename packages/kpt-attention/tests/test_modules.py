@@ -1,0 +1,167 @@
+"""Layers and `flex_attention`: beside PyTorch's own attention, with and without caches."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import kpt_core
+from kpt_attention import Attention, FlashAttention3, FlexAttention, PagedCache, causal, flex_attention, prefix_lm
+from kpt_attention.modules import PATTERNS
+from kpt_core import InputError
+
+X = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def expected(layer: Attention, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what PyTorch makes of the layer's parameters, and the probabilities."""
+    q, k, v = (
+        each(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+        for each in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    if layer.rotary_base is not None:
+        rates = layer.rotary_base ** -(torch.arange(0, layer.head_dim, 2, dtype=x.dtype) / layer.head_dim)
+        angles = (torch.arange(x.shape[1])[:, None] * rates).repeat(1, 2)[None]
+        q, k = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+    k, v = (each.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for each in (k, v))
+    identity = torch.eye(x.shape[1], dtype=x.dtype).expand(*q.shape[:2], -1, -1)
+    out, weights = (scaled_dot_product_attention(q, k, each, mask) for each in (v, identity))
+    return layer.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"causal": True}, {"causal": True, "window": 4}, {"num_kv_heads": 2}, {"rotary_base": 100.0, "causal": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_layer_is_what_pytorch_makes_of_its_parameters(settings, backend):
+    torch.manual_seed(0)
+    layer = FlashAttention3(32, 4, **settings, dtype=torch.float64)
+    places = torch.arange(12)
+    back = places[:, None] - places
+    mask = (back >= 0) & (back < (layer.window or 99)) if layer.causal else None
+    with kpt_core.use("torch") if backend == "torch" else kpt_core.use():
+        out, weights = layer(X, need_weights=True)
+    wanted, probabilities = expected(layer, X, mask)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(weights, probabilities)
+    assert torch.equal(layer(X), out)
+    padding = torch.ones(2, 12, dtype=torch.bool)
+    padding[1, 8:] = False
+    hidden = padding[:, None, None] if mask is None else padding[:, None, None] & mask
+    torch.testing.assert_close(layer(X, padding), expected(layer, X, hidden)[0])
+    torch.testing.assert_close(layer(X, prefix_lm(12)), wanted)  # which hides nothing
+
+
+def test_dropout_is_drawn_in_training_alone():
+    layer = FlashAttention3(32, 4, dropout=0.5, dtype=torch.float64)
+    torch.manual_seed(1)
+    one, two = layer(X), layer(X)
+    torch.manual_seed(1)
+    assert torch.equal(layer(X), one)
+    assert not torch.equal(one, two)
+    torch.testing.assert_close(layer.eval()(X), expected(layer, X, None)[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 5}, {"softcap": 2.0, "sinks": True, "num_kv_heads": 1}], ids=str)
+def test_a_cache_gives_what_the_whole_sequence_gives(settings):
+    torch.manual_seed(0)
+    layer = Attention(32, 4, causal=True, rotary_base=100.0, **settings, dtype=torch.float64)
+    if layer.sinks is not None:
+        nn.init.normal_(layer.sinks)
+    cache = PagedCache(
+        layers=2, pages=12, kv_heads=layer.num_kv_heads, head_dim=8, page_size=3, window=layer.window,
+        dtype=torch.float64,
+    )  # fmt: skip
+    wanted = layer(X)
+    found = [[], []]
+    one, two = cache.add(), cache.add()
+    with torch.no_grad():
+        for first, second in ((7, 2), (1, 9), (1, 1), (3, 0)):
+            starts = cache.length(one), cache.length(two)
+            rows = torch.cat((X[0, starts[0] :][:first], X[1, starts[1] :][:second]))
+            with cache.step({one: first, two: second}) as step:
+                out = layer(rows, step=step, layer=1)
+            for own, part in zip(found, out.split((first, second)), strict=True):
+                own.append(part)
+    for own, whole in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.cat(own), whole)
+
+
+SETTINGS = {
+    "sliding_window": {"size": 4}, "prefix_lm": {"length": 3}, "document": {"ids": torch.arange(12) // 5},
+    "dilated": {"size": 3, "step": 2}, "global_tokens": {"size": 2, "count": 1},
+    "block_sparse": {"layout": torch.eye(3, dtype=torch.bool), "block": 4},
+    "natten": {"height": 3, "width": 4, "kernel": 3}, "tree": {"parents": (torch.arange(12) - 1) // 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_hides_what_its_mask_says(pattern):
+    layer = FlexAttention(32, 4, pattern, SETTINGS.get(pattern), dtype=torch.float64)
+    mask = layer.pattern.dense(12)
+    assert pattern == "full" or not mask.all()
+    torch.testing.assert_close(layer(X), expected(layer, X, mask)[0])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_functions_of_scores_give_what_torchs_give_and_their_gradient():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 140, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    slope = torch.rand(4, generator=generator, dtype=torch.float64)
+
+    def bent(score, b, h, i, j):
+        return torch.tanh(score) * 3 - slope[h] * (i - j).abs() + b
+
+    def seen(b, h, i, j):
+        return (i >= j) & (i - j < 50 + h)
+
+    mask = create_block_mask(seen, None, 4, 140, 140, device="cpu")
+    wanted, aux = torch_flex(q, k, v, bent, mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    for given in (seen, mask):
+        out, lse = flex_attention(q, k, v, bent, given, return_lse=True)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(lse, aux.lse)
+    torch.testing.assert_close(
+        flex_attention(q, k, v, mask=causal()), flex_attention(q, k, v, lambda s, *_: s, causal())
+    )
+    leaves = [each[:1, :, :5].clone().requires_grad_() for each in (q, k, v)]
+
+    def of_slopes(slopes, *tensors):
+        return flex_attention(
+            *tensors, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), ~causal(), return_lse=False
+        )
+
+    assert torch.autograd.gradcheck(of_slopes, (slope.clone().requires_grad_(), *leaves))
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda: FlashAttention3(30, 4), r"num_heads \(4\) must divide embed_dim \(30\)"),
+        (lambda: Attention(32, 4, num_kv_heads=3), r"num_kv_heads \(3\) must divide num_heads \(4\)"),
+        (lambda: Attention(12, 4, rotary_base=1e4), "a rotary embedding turns pairs; got head_dim 3"),
+        (lambda: FlashAttention3(32, 4, dropout=1.0), r"dropout must be in \[0, 1\); got 1\.0"),
+        (lambda: Attention(32, 4, window=3), "window must be positive, of causal attention; got 3 with causal=False"),
+        (lambda: Attention(32, 4)(X[0]), r"x must be \[batch, tokens, 32\]; got \[12, 32\]"),
+        (lambda: Attention(32, 4, dtype=X.dtype)(X, X[0]), r"a tensor as mask must be bool; got torch\.float64"),
+        (lambda: FlexAttention(32, 4, "striped"), "pattern must be one of full, causal, .*; got 'striped'"),
+        (lambda: FlexAttention(32, 4, "dilated", {"size": 2}), "settings of 'dilated' do not fit: .*'step'"),
+        (lambda: flex_attention(X, X, X, lambda s, *_: s), r"q, k and v must be \[batch, heads, tokens, head_dim\]"),
+        (
+            lambda: flex_attention(X[None], X[None], X[None], mask=3),
+            "mask must be a Mask, a Plan, a BlockMask or a func",
+        ),
+        (
+            lambda: flex_attention(X[None], X[None], X[None], lambda s, *_: s[0]),
+            r"score_mod must give \[1, 2, 12, 12\]",
+        ),
+    ],
+)
+def test_wrong_use_is_a_sentence(action, message):
+    with pytest.raises(InputError, match=message):
+        action()
