@@ -51,7 +51,7 @@ public:
             one.first_row = all_rows;
             parts += one.splits * p_.kv_heads;
             all_rows += one.splits * p_.kv_heads * one.rows;
-            if (one.rows > most_rows) most_rows = one.rows;
+            if (one.splits > 0 && one.rows > most_rows) most_rows = one.rows;
         }
         most_rows = (most_rows + kRows - 1) / kRows * kRows;
         const auto q = own.add<float>(most_rows * pitch_);

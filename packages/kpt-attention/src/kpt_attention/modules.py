@@ -183,8 +183,9 @@ class Attention(nn.Module):
         tokens = x.shape[1]
         return mask.plan(tokens, tokens, batch=len(x), heads=self.num_heads, device=x.device)
 
-    def _weights(self, q: Tensor, k: Tensor, plan: Plan, lse: Tensor) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor, plan: Plan, lse: Tensor | None) -> Tensor:
         """Return the probabilities, of the scores and their log-sum-exp."""
+        assert lse is not None
         wide, tokens = wide_dtype(q.dtype), range(q.shape[2])
         scores = (q.to(wide) / math.sqrt(self.head_dim)) @ k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1).mT
         scores = self.softcap * (scores / self.softcap).tanh() if self.softcap else scores

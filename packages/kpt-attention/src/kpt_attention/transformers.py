@@ -258,30 +258,30 @@ def enable_continuous_batching(model: PreTrainedModel) -> PreTrainedModel:
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-    class Manager(ContinuousBatchingManager):  # type: ignore[misc]
+    class Manager(ContinuousBatchingManager):
         """The manager of transformers, for a model whose attention serves paged caches itself."""
 
         def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
             if model.config._attn_implementation != NAME:
                 super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
+    served: Any = model
+
     @torch.no_grad()
-    def start(
-        generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
-    ) -> ContinuousBatchingManager:
-        cached = getattr(model, "_cached_continuous_batching_manager", None)
+    def start(generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
+        cached = getattr(served, "_cached_continuous_batching_manager", None)
         if cached is not None:
             return cached
-        generation = generation_config if generation_config is not None else model.generation_config
+        generation = generation_config if generation_config is not None else served.generation_config
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
         settings = continuous_batching_config or ContinuousBatchingConfig()
         return Manager(
-            model=model, generation_config=generation, continuous_batching_config=settings,
+            model=served, generation_config=generation, continuous_batching_config=settings,
             workload_hints=workload_hints,
         )  # fmt: skip
 
-    model.init_continuous_batching = start  # type: ignore[method-assign]
+    served.init_continuous_batching = start
     return model
 
 

@@ -8,21 +8,13 @@ from torch import Tensor
 from kpt_attention.dense import dense, wide_dtype
 from kpt_attention.masks import causal as causal_mask
 from kpt_attention.masks import sliding_window
-from kpt_attention.paged import FP8, paged
+from kpt_attention.paged import FP8
 from kpt_attention.plan import Plan
 from kpt_core import Call
-
-#: Queries of a sequence that kernels for steps of decoding serve.
-_FEW = 8
 
 
 def forward(call: Call) -> Any:
     """Return the output and, where it is asked for, the log-sum-exp."""
-    if call.cu_seqlens_q is not None:
-        counts = call.cu_seqlens_q.diff()
-        few = counts <= _FEW
-        if few.any() and not few.all():
-            return _apart(call, counts, few)
     q, wide = call.q, wide_dtype(call.q.dtype)
     out = q.new_zeros((*q.shape[:2], call.v_cache.shape[3]))
     lse = q.new_empty(q.shape[:2], dtype=wide) if call.return_lse else None
@@ -32,23 +24,6 @@ def forward(call: Call) -> Any:
         if rows.start == rows.stop:
             continue
         found, sums = _sequence(call, q[rows], call.block_table[number], length)
-        out[rows] = found
-        if lse is not None:
-            lse[rows] = sums
-    return out, lse
-
-
-def _apart(call: Call, counts: Tensor, few: Tensor) -> Any:
-    """Attend with sequences of few queries in one call, which another kernel may serve, and with the others here."""
-    out = call.q.new_empty((*call.q.shape[:2], call.v_cache.shape[3]))
-    lse = call.q.new_empty(call.q.shape[:2], dtype=wide_dtype(call.q.dtype)) if call.return_lse else None
-    for chosen in (few, ~few):
-        rows, own = chosen.repeat_interleave(counts), counts[chosen].cumsum(0, dtype=torch.int32)
-        ends = torch.nn.functional.pad(own, (1, 0))
-        changes = {"q": call.q[rows], "block_table": call.block_table[chosen], "lengths": call.lengths[chosen]}
-        some = call._replace(**changes, cu_seqlens_q=ends)
-        given = {name: getattr(some, name) for name in paged.parameters}
-        found, sums = paged(**given) if chosen is few else forward(some)
         out[rows] = found
         if lse is not None:
             lse[rows] = sums

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.attention import paged
+from kpt_backend_cpu.attention.few import run
 from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
 from kpt_backend_cpu.native import asked_instruction_set
 from kpt_core import Call, Refusal
@@ -15,7 +15,7 @@ from kpt_core import Call, Refusal
 NAME = "attention.dense"
 
 #: Packed rows are as long.
-_MOST_DIM = 256
+MOST_DIM = 256
 #: So few queries of so many keys leave most of a tile empty.
 _FEW_QUERIES, _MANY_KEYS = 8, 256
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
@@ -31,8 +31,8 @@ def unsupported(call: Call) -> Refusal | str | None:
     if call.dropout:
         return "dropout is asked for; this kernel has none"
     most = max(call.q.shape[3], call.v.shape[3])
-    if most > _MOST_DIM:
-        return Refusal("a dim of {dim}; this kernel takes at most {most}", dim=most, most=_MOST_DIM)
+    if most > MOST_DIM:
+        return Refusal("a dim of {dim}; this kernel takes at most {most}", dim=most, most=MOST_DIM)
     queries, keys = call.q.shape[2], call.k.shape[2]
     if queries < _FEW_QUERIES and keys >= _MANY_KEYS and not _reads_once(call):
         return Refusal("{queries} queries of many keys, under such a mask or with a gradient; this kernel computes "
@@ -76,17 +76,16 @@ def _read_once(call: Call) -> tuple[Tensor, Tensor | None]:
         given = call.intervals[:, 0, 0, 0].clamp(0, keys)
         spans = torch.stack((given[:, 0].expand(batch), given[:, 1].minimum(spans[:, 1])), 1)
     q, k, v = (_rows(name, getattr(call, name)) for name in ("q", "k", "v"))
-    paged.run(
-        Few(
-            q.transpose(1, 2).flatten(0, 1), k.transpose(1, 2), v.transpose(1, 2), call.sinks, call.scale, call.softcap
-        ),
-        out.flatten(0, 1), None if lse is None else lse.flatten(0, 1), ends, spans, None, NAME,
-    )  # fmt: skip
+    few = Few(
+        q.transpose(1, 2).flatten(0, 1), k.transpose(1, 2), v.transpose(1, 2), call.sinks, call.scale, call.softcap
+    )
+    sums = None if lse is None else lse.flatten(0, 1)
+    run(NAME, few, out.flatten(0, 1), sums, ends, spans, None)
     return out.transpose(1, 2).contiguous(), None if lse is None else lse.transpose(1, 2).contiguous()
 
 
 class Few(NamedTuple):
-    """Hold what `paged.run` takes of a call: a sequence's keys are a page."""
+    """Hold what `run` takes of a call: a sequence's keys are a page."""
 
     q: Tensor
     k_cache: Tensor

@@ -1,27 +1,15 @@
 """`attention.paged` natively: keys and values are read once, where they lie; long prefills go to `attention.dense`."""
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kpt_backend_cpu import native
-from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
-from kpt_core import Call, Refusal
+from kpt_backend_cpu.attention import dense
+from kpt_backend_cpu.attention.few import run
+from kpt_core import Call, get_op
 
 NAME = "attention.paged"
 #: Where a sequence has more queries, bringing its pages together costs less than reading them for a few at a time.
 _MOST_QUERIES = 8
-
-
-def unsupported(call: Call) -> Refusal | str | None:
-    """Return why a call is not for this kernel, or None."""
-    ends = call.cu_seqlens_q
-    if ends is not None and len(call.q) and int(ends.diff().max()) > _MOST_QUERIES:
-        return Refusal("a sequence with {queries} queries; this kernel is for {most} at most: others come "
-                       "together", queries=int(ends.diff().max()), most=_MOST_QUERIES)  # fmt: skip
-    return None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -41,59 +29,44 @@ def forward(call: Call) -> tuple[Tensor, Tensor | None]:
         position = lengths - ends[sequence + 1] + rows
     past = position + 1 if call.causal else lengths
     first = (position + 1 - call.window).clamp_(min=0) if call.window else torch.zeros_like(past)
-    run(call, out, lse, ends, torch.stack((first, past), 1), call.block_table)
+    spans = torch.stack((first, past), 1)
+    many: list[int] = []
+    if len(q) > _MOST_QUERIES and max(q.shape[2], out.shape[2]) <= dense.MOST_DIM:
+        many = (ends.diff() > _MOST_QUERIES).nonzero().flatten().tolist()
+    parts = [(number, slice(int(ends[number]), int(ends[number + 1]))) for number in many]
+    own = spans.clone() if parts else spans
+    for _, some in parts:
+        own[some] = 0
+    if len(parts) < len(ends) - 1:
+        run(NAME, call, out, lse, ends, own, call.block_table)
+    for number, some in parts:
+        _together(call, some, spans[some], call.block_table[number], out, lse)
     return out, lse
 
 
-def run(
-    call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spans: Tensor, table: Tensor | None, name: str = NAME
-) -> None:
-    """Run the native kernel.
-
-    Args:
-        call: has q `[tokens, Hq, D]`, k_cache, v_cache, sinks, k_scale, v_scale, scale and softcap.
-        out: `[tokens, Hq, Dv]`, written.
-        lse: float32 `[tokens, Hq]`, written.
-        ends: int32 `[sequences + 1]`: where each sequence's queries end.
-        spans: int32 `[tokens, 2]`: keys that each query sees.
-        table: int32 `[sequences, pages]`; without it page `s` has all keys of sequence `s`.
-        name: of the op, for errors.
-    """
-    q, k, v = (_rows(name, part, getattr(call, part)) for part in ("q", "k_cache", "v_cache"))
-    spans, ends = spans.contiguous(), ends.contiguous()
-    table = table if table is None or table.stride(1) == 1 else table.contiguous()
-    sinks = None if call.sinks is None else readable(name, "sinks", call.sinks.detach().float(), whole=True)
-    scales = [None if each is None else readable(name, "a scale", each.detach().float(), whole=True)
-              for each in (call.k_scale, call.v_scale)]  # fmt: skip
-    native.run(
-        "kpt_attention_paged",
-        *_heads(q),
-        *_heads(out),
-        *_pages(k),
-        *_pages(v),
-        address(lse),
-        address(table),
-        0 if table is None else table.stride(0),
-        k.shape[1],
-        *(ends.data_ptr(), spans.data_ptr(), address(sinks), *map(address, scales)),
-        *(len(ends) - 1, q.shape[1], k.shape[2], q.shape[2], v.shape[3]),
-        float(call.scale) if call.scale is not None else 1 / math.sqrt(q.shape[2]),
-        call.softcap,
-        torch.get_num_threads(),
-    )
-
-
-def _rows(name: str, part: str, x: Tensor) -> Tensor:
-    """Return `x` with a contiguous last dim; caches, which are large, are never copied for anything else."""
-    x = readable(name, part, x)
-    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
-
-
-def _heads(x: Tensor) -> tuple[int, ...]:
-    """Return the numbers of `structures.Heads` of `[tokens, heads, dim]`."""
-    return x.data_ptr(), 0, x.stride(1), x.stride(0), DTYPES[x.dtype]
-
-
-def _pages(x: Tensor) -> tuple[int, ...]:
-    """Return the numbers of `structures.Pages`."""
-    return x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype]
+def _together(call: Call, rows: slice, spans: Tensor, table: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    """Attend with many queries of one sequence, to its pages brought together, as `attention.dense` does."""
+    size, groups = call.k_cache.shape[1], call.q.shape[1] // call.k_cache.shape[2]
+    live = spans[spans[:, 0] < spans[:, 1]]
+    begin, end = (int(live[:, 0].min()) // size, -(-int(live[:, 1].max()) // size)) if len(live) else (0, 0)
+    q = call.q[rows]
+    if call.k_scale is not None:
+        q = q * call.k_scale.repeat_interleave(groups)[:, None]
+    pages = table[begin:end].long()
+    k, v = (
+        (cache.view(torch.uint8)[pages].view(cache.dtype) if cache.itemsize == 1 else cache[pages])
+        .flatten(0, 1).to(q.dtype).transpose(0, 1)[None]
+        for cache in (call.k_cache, call.v_cache)
+    )  # fmt: skip
+    intervals = (spans - begin * size).clamp_(min=0)[None, None, :, None]
+    bound = get_op("attention.dense").bind(
+        q.transpose(0, 1)[None], k, v, intervals, sinks=call.sinks, return_lse=lse is not None, scale=call.scale,
+        softcap=call.softcap,
+    )  # fmt: skip
+    (found, sums), _ = dense.forward(bound)
+    found = found[0].transpose(0, 1)
+    if call.v_scale is not None:
+        found = found * call.v_scale.repeat_interleave(groups)[:, None]
+    out[rows] = found
+    if lse is not None and sums is not None:
+        lse[rows] = sums[0].transpose(0, 1)

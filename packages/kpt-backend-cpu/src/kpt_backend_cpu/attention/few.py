@@ -1,0 +1,64 @@
+"""Attention of few queries: each key and value is read once, where it lies."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_backend_cpu import native
+from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
+
+
+def run(
+    name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spans: Tensor, table: Tensor | None
+) -> None:
+    """Run the native kernel.
+
+    Args:
+        name: of the op, for errors.
+        call: has q `[tokens, Hq, D]`, k_cache, v_cache, sinks, k_scale, v_scale, scale and softcap.
+        out: `[tokens, Hq, Dv]`, written.
+        lse: float32 `[tokens, Hq]`, written.
+        ends: int32 `[sequences + 1]`: where each sequence's queries end.
+        spans: int32 `[tokens, 2]`: keys that each query sees.
+        table: int32 `[sequences, pages]`; without it page `s` has all keys of sequence `s`.
+    """
+    q, k, v = (_rows(name, part, getattr(call, part)) for part in ("q", "k_cache", "v_cache"))
+    spans, ends = spans.contiguous(), ends.contiguous()
+    table = table if table is None or table.stride(1) == 1 else table.contiguous()
+    sinks = None if call.sinks is None else readable(name, "sinks", call.sinks.detach().float(), whole=True)
+    scales = [None if each is None else readable(name, "a scale", each.detach().float(), whole=True)
+              for each in (call.k_scale, call.v_scale)]  # fmt: skip
+    native.run(
+        "kpt_attention_paged",
+        *_heads(q),
+        *_heads(out),
+        *_pages(k),
+        *_pages(v),
+        address(lse),
+        address(table),
+        0 if table is None else table.stride(0),
+        k.shape[1],
+        *(ends.data_ptr(), spans.data_ptr(), address(sinks), *map(address, scales)),
+        *(len(ends) - 1, q.shape[1], k.shape[2], q.shape[2], v.shape[3]),
+        float(call.scale) if call.scale is not None else 1 / math.sqrt(q.shape[2]),
+        call.softcap,
+        torch.get_num_threads(),
+    )
+
+
+def _rows(name: str, part: str, x: Tensor) -> Tensor:
+    """Return `x` with a contiguous last dim; caches, which are large, are never copied for anything else."""
+    x = readable(name, part, x)
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def _heads(x: Tensor) -> tuple[int, ...]:
+    """Return the numbers of `structures.Heads` of `[tokens, heads, dim]`."""
+    return x.data_ptr(), 0, x.stride(1), x.stride(0), DTYPES[x.dtype]
+
+
+def _pages(x: Tensor) -> tuple[int, ...]:
+    """Return the numbers of `structures.Pages`."""
+    return x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype]
