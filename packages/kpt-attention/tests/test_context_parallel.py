@@ -170,6 +170,7 @@ def receives_before_it_computes(group: Any) -> None:
     assert log.sent == 3 * (k.nbytes + v.nbytes)
     with Log() as log:
         out.sum().backward()
+    assert log.sent == 2 * 3 * (k.nbytes + v.nbytes)  # those again, and gradients
     exchange = ["receive", "send"]
     # Keys and values of the next step are on their way in each step, gradients of the last one too.
     assert log.events == [*exchange, "computed", *exchange, "computed", *exchange, *exchange, "computed", *exchange,
