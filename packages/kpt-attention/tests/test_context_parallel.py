@@ -15,7 +15,7 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from kpt_attention import Mask, attention, causal, context_parallel, document, predicate, sliding_window
+from kpt_attention import Mask, attention, causal, context_parallel, document, padding, predicate, sliding_window
 from kpt_attention.context_parallel import ContextParallel, balanced, contiguous, work_of_rows, zigzag
 from kpt_core import InputError
 from test_masks import expression
@@ -109,6 +109,17 @@ def more_ranks_than_rows(group: Any) -> None:
     cp = ContextParallel(causal(), 3, group)
     assert min(map(len, cp.layout)) == 0
     assert errors(together(cp, drawn), alone(drawn, causal())).max() < 1e-11
+
+
+def nan_in_padding_reaches_nothing(group: Any) -> None:
+    drawn = draw(261)
+    seen = torch.arange(261) >= torch.tensor([[9], [200]])
+    mask = causal() & padding(seen)
+    cp = ContextParallel(mask, 261, group, batch=2, heads=4)
+    want = alone(drawn, mask)
+    for each in drawn[:3]:
+        each.transpose(1, 2)[~seen] = torch.nan
+    assert errors(together(cp, drawn), want).max() < 1e-11
 
 
 def mesh_is_a_group(group: Any) -> None:
@@ -212,6 +223,8 @@ def errors_say_what_to_do(group: Any) -> None:
     refused("use method='ulysses'", cp.attention, *mine, alibi_slopes=torch.zeros(6))
     ulysses = ContextParallel(causal(), 50, group, method="ulysses", layout=cp.layout)
     refused("6 heads of q and 3 of k and v do not divide by 4 ranks", ulysses.attention, *mine)
+    if dist.new_group([0]) is dist.GroupMember.NON_GROUP_MEMBER:
+        refused("not in the group", ContextParallel, causal(), 50, dist.GroupMember.NON_GROUP_MEMBER)
     refused("the ranks disagree", ContextParallel, causal(), 50 + group.rank() % 2, group)
 
 
@@ -227,6 +240,7 @@ CHECKS: dict[str, tuple[Callable[..., None], int, tuple[Any, ...]]] = {
         check.__name__: (check, 4, ())
         for check in (
             more_ranks_than_rows,
+            nan_in_padding_reaches_nothing,
             mesh_is_a_group,
             unshard_is_differentiable,
             receives_before_it_computes,
