@@ -82,26 +82,28 @@ def equals_one_process(group: Any, method: str) -> None:
         cp = ContextParallel(mask, tokens, group, batch=2, heads=4, method=method, layout=layout)
         assert len({len(rows) for rows in cp.layout}) > 1 or tokens % group.size() == 0
         biases = {} if method == "ring" else {"alibi_slopes": torch.rand(4), "relative_bias": torch.randn(4, 9)}
-        differs = errors(together(cp, drawn, **biases), alone(drawn, mask, **biases)).max()
-        assert differs < 1e-11, (seed, layout, mask, differs)
+        got = together(cp, drawn, **biases)
+        if seed % cp.ranks == cp.rank:  # each has the whole, and one of them looks at it
+            differs = errors(got, alone(drawn, mask, **biases)).max()
+            assert differs < 1e-11, (seed, layout, mask, differs)
 
 
 def bfloat16_is_as_near(group: Any, upcast: bool) -> None:
-    worst = torch.zeros(6, dtype=torch.float64)
     for seed, mask in enumerate((causal(), sliding_window(100), causal() & DOCUMENTS, causal() | DOCUMENTS)):
         torch.manual_seed(seed)
         drawn = [x.bfloat16().double() for x in draw(261)]
-        want = alone(drawn, mask)
-        one = errors(alone(drawn, mask, torch.bfloat16), want)
         cp = ContextParallel(mask, 261, group, upcast=upcast)
-        ours = errors(together(cp, drawn, torch.bfloat16), want)
+        got = together(cp, drawn, torch.bfloat16)
+        if seed != cp.rank:
+            continue
+        want = alone(drawn, mask)
+        ours, one = errors(got, want), errors(alone(drawn, mask, torch.bfloat16), want)
         if upcast:
             assert ours[1] < 2e-6, ours  # of log-sum-exps, float32 in both
             ours[1] = 0
         else:
             ours[5] = 0  # the sinks' gradients are rounded in the sum over ranks, too
-        worst = torch.maximum(worst, ours / one)
-    assert worst.max() <= (UPCAST if upcast else ROUNDED), worst
+        assert (ours / one).max() <= (UPCAST if upcast else ROUNDED), ours / one
 
 
 def more_ranks_than_rows(group: Any) -> None:
@@ -253,7 +255,7 @@ CHECKS: dict[str, tuple[Callable[..., None], int, tuple[Any, ...]]] = {
 
 def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=30)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=limit)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for name, (check, ranks, arguments) in CHECKS.items():

@@ -38,7 +38,7 @@ def zigzag(tokens: int, ranks: int) -> list[Tensor]:
 
 
 def balanced(work: Tensor, ranks: int, block: int | None = None) -> list[Tensor]:
-    """Return the rows of each rank: blocks of about the same work together, as many for each, give or take one.
+    """Return the rows of each rank: blocks of about the same work together, none with more than its share of blocks.
 
     Args:
         work: `[tokens]`: of each row, as `work_of_rows` counts it.
@@ -168,10 +168,9 @@ class ContextParallel:
             group = group.get_group()
         if method not in ("ring", "ulysses"):
             raise InputError(f"ContextParallel: method must be 'ring' or 'ulysses'; got {method!r}")
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
             raise InputError(f"ContextParallel: rank {dist.get_rank()} is not in the group that it was given")
-        self.group: Any = dist.group.WORLD if group is None else group
-        self.rank, self.ranks = self.group.rank(), self.group.size()
         self.method, self.tokens, self.upcast = method, tokens, upcast
         extent = Extent(batch, heads, tokens, tokens, 0, torch.device(device))
         mask.check(extent)
@@ -312,7 +311,8 @@ class ContextParallel:
         forth, received = self._live[after][self.rank], self._live[self.rank][before]
         if step == 0:
             return lambda: sent if forth else None
-        arriving, operations = None, []
+        arriving: Tensor | None = None
+        operations: list[dist.P2POp] = []
         if forth if back else received:
             peer, rows = (after, len(self.rows)) if back else (before, self._sizes[before])
             arriving = like.new_empty((*like.shape[:2], rows, like.shape[3]))
@@ -343,12 +343,12 @@ class ContextParallel:
                 arriving = self._exchange(step + 1, mine, mine, False)
             yield step, now
 
-    def _pair(self, q: Tensor, kv: list[Tensor], step: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _pair(self, q: Tensor, k: Tensor, v: Tensor, step: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp over the keys of the rank `step` before."""
         plan = self._plans[(self.rank - step) % self.ranks]
         assert plan is not None
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = dense(q, *kv, **plan.arguments(), **options)
+            out, lse = dense(q, k, v, **plan.arguments(), **options)
         assert lse is not None
         return out, lse
 
@@ -369,7 +369,7 @@ class ContextParallel:
         for name in ("intervals", "blocks"):
             if (table := arguments[name]) is not None and table.shape[1] > 1:
                 arguments[name] = table[:, mine]
-        out, lse = dense(*(self._to_heads(x) for x in (q, k, v)), **arguments, **options)
+        out, lse = dense(self._to_heads(q), self._to_heads(k), self._to_heads(v), **arguments, **options)
         assert lse is not None
         return self._to_rows(out), self._to_rows(lse.unsqueeze(-1)).squeeze(-1)
 
@@ -422,8 +422,8 @@ class _Ring(torch.autograd.Function):
         query = q.to(wide) if cp.upcast else q
         for step, kv in cp._rounds(torch.cat((k, v), -1)):
             if kv is not None:
-                there = list(kv.to(query.dtype).split((k.shape[3], v.shape[3]), -1))
-                part, part_lse = cp._pair(query, there, step, options)
+                there = kv.to(query.dtype).split((k.shape[3], v.shape[3]), -1)
+                part, part_lse = cp._pair(query, *there, step=step, options=options)
                 out, lse = merge(out, lse, part.to(wide), part_lse)
         ctx.cp, ctx.options = cp, options
         ctx.save_for_backward(q, k, v, out, lse)
@@ -450,7 +450,7 @@ class _Ring(torch.autograd.Function):
             if kv is not None:
                 there = [x.detach().requires_grad_() for x in kv.to(query.dtype).split(dims, -1)]
                 with torch.enable_grad():
-                    part, part_lse = cp._pair(query, there, step, ctx.options)
+                    part, part_lse = cp._pair(query, *there, step=step, options=ctx.options)
                 unseen = part_lse == -math.inf
                 # The part's share of a row, and what the row's output and log-sum-exp change with the part's.
                 share = (part_lse.detach() - lse).exp().masked_fill(unseen, 0)
