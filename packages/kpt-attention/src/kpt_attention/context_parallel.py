@@ -343,7 +343,7 @@ class ContextParallel:
                 arriving = self._exchange(step + 1, mine, mine, False)
             yield step, now
 
-    def _pair(self, q: Tensor, k: Tensor, v: Tensor, step: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _pair(self, step: int, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp over the keys of the rank `step` before."""
         plan = self._plans[(self.rank - step) % self.ranks]
         assert plan is not None
@@ -423,7 +423,7 @@ class _Ring(torch.autograd.Function):
         for step, kv in cp._rounds(torch.cat((k, v), -1)):
             if kv is not None:
                 there = kv.to(query.dtype).split((k.shape[3], v.shape[3]), -1)
-                part, part_lse = cp._pair(query, *there, step=step, options=options)
+                part, part_lse = cp._pair(step, options, query, *there)
                 out, lse = merge(out, lse, part.to(wide), part_lse)
         ctx.cp, ctx.options = cp, options
         ctx.save_for_backward(q, k, v, out, lse)
@@ -450,7 +450,7 @@ class _Ring(torch.autograd.Function):
             if kv is not None:
                 there = [x.detach().requires_grad_() for x in kv.to(query.dtype).split(dims, -1)]
                 with torch.enable_grad():
-                    part, part_lse = cp._pair(query, *there, step=step, options=ctx.options)
+                    part, part_lse = cp._pair(step, ctx.options, query, *there)
                 unseen = part_lse == -math.inf
                 # The part's share of a row, and what the row's output and log-sum-exp change with the part's.
                 share = (part_lse.detach() - lse).exp().masked_fill(unseen, 0)
