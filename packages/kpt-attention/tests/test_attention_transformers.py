@@ -222,6 +222,16 @@ def test_packed_positions_under_a_mask_of_ones_are_told_once() -> None:
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
+def test_positions_without_a_zero_are_one_sequence() -> None:  # transformers#39814
+    ours, eager, ids = decoder("Llama", "kpt"), decoder("Llama", "eager"), tokens(1, 8)
+    positions = torch.arange(5, 13)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KptWarning)
+        compare(ours, eager, input_ids=ids, position_ids=positions, use_cache=False)
+        whole = ours(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(whole, ours(ids, position_ids=positions, use_cache=False).logits)
+
+
 def test_one_graph_serves_all_lengths() -> None:
     model = decoder("Llama", "kpt")
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)

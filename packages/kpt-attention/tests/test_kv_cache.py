@@ -180,6 +180,21 @@ def test_a_fork_copies_a_page_when_it_writes_and_a_failed_step_leaves_all_as_it_
         assert step.attend(0, torch.zeros(1, 1, 2)).tolist() == [[[2.0, 2.0]]]
 
 
+def test_a_window_over_pages_is_as_wide_after_a_prefix_that_was_there():  # transformers#41184
+    cache = PagedCache(layers=1, pages=9, kv_heads=1, head_dim=2, page_size=7, window=4)
+    ids, seen, firsts = list(range(16)), torch.arange(1, 17).clamp(max=4), []
+    for request in (ids[:8], ids, ids):
+        one = cache.add(request)
+        first = cache.length(one)
+        firsts.append(first)
+        rows = torch.ones(len(request) - first, 1, 2)
+        with cache.step({one: request[first:]}) as step:
+            step.update(0, 0 * rows, rows)
+            _, lse = step.attend(0, rows, return_lse=True)
+        torch.testing.assert_close(lse[:, 0].exp(), seen[first : len(request)].float())
+    assert firsts == [0, 7, 14]
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 def test_caches_of_fewer_bits_hold_what_these_can_say(dtype):
     generator = torch.Generator().manual_seed(0)
