@@ -58,3 +58,17 @@ def _whole(size: int, most: int) -> int:
 
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
+
+
+#: Rows and columns of the blocks whose bits a plan of `attention.dense` keeps.
+BLOCK = 128
+#: Queries and keys of the largest tile of attention. Smaller ones wait more for what is read ahead of each step.
+_LARGEST_OF_ATTENTION = (512, 512)
+
+
+def attention_tile(queries: int, keys: int, blocks: bool) -> tuple[int, int]:
+    """Return the queries and keys of a tile of attention: whole blocks, one where a plan has bits of them."""
+    if blocks:
+        return BLOCK, BLOCK
+    most = _LARGEST_OF_ATTENTION
+    return min(-(-queries // BLOCK) * BLOCK, most[0]), min(-(-keys // BLOCK) * BLOCK, most[1])
