@@ -235,7 +235,7 @@ def _forward_kernel(
     def _start() -> None:
         sink = jnp.full(largest.shape, sinks[at.h])
         largest[...] = jnp.maximum(sink, _LEAST)
-        total[...] = jnp.where(sink == -jnp.inf, 0.0, 1.0)
+        total[...] = jnp.exp(sink - largest[...])  # 1, or 0 without one; a NaN stays one
         mean[...] = jnp.zeros(mean.shape, jnp.float32)
 
     @pl.when(at.live)
