@@ -120,7 +120,7 @@ def test_what_the_kernel_does_not_do_is_refused_in_a_sentence():
         ({"k": torch.zeros(2, 2, 0, 24), "v": torch.zeros(2, 2, 0, 40)}, "without elements"),
         ({"v": torch.zeros(2, 2, 70, MOST_DIMS + 1)}, "the values' head_dim is 513; this kernel is for 512 at most"),
         ({"q": torch.empty(1, 4, 1, 24).expand(2, 4, 10**5, 24), "k": torch.empty(1).expand(2, 2, 10**5, 24)},
-         "a table of 38416 tiles of queries by keys; the 32768 that"),
+         "a table of 152881 tiles of queries by keys; the 65536 that"),
     ):  # fmt: skip
         call = dense.bind(**given)._replace(**change)
         assert says in str(unsupported(call))

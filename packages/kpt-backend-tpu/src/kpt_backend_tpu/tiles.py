@@ -62,13 +62,12 @@ def _power_of_two(number: int) -> int:
 
 #: Rows and columns of the blocks whose bits a plan of `attention.dense` keeps.
 BLOCK = 128
-#: Queries and keys of the largest tile of attention. Smaller ones wait more for what is read ahead of each step.
-_LARGEST_OF_ATTENTION = (512, 512)
+#: Queries and keys of the largest tile of attention, by bytes of an element. Smaller ones wait more for what is read
+#: ahead of each step; larger ones keep more scores in VMEM than fit in registers many times over.
+_LARGEST_OF_ATTENTION = {2: 512, 4: 256}
 
 
-def attention_tile(queries: int, keys: int, blocks: bool) -> tuple[int, int]:
+def attention_tile(queries: int, keys: int, itemsize: int, blocks: bool) -> tuple[int, int]:
     """Return the queries and keys of a tile of attention: whole blocks, one where a plan has bits of them."""
-    if blocks:
-        return BLOCK, BLOCK
-    most = _LARGEST_OF_ATTENTION
-    return min(-(-queries // BLOCK) * BLOCK, most[0]), min(-(-keys // BLOCK) * BLOCK, most[1])
+    most = BLOCK if blocks else _LARGEST_OF_ATTENTION[itemsize]
+    return min(-(-queries // BLOCK) * BLOCK, most), min(-(-keys // BLOCK) * BLOCK, most)

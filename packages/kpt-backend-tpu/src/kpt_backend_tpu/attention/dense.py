@@ -13,7 +13,7 @@ from kpt_core import Call, Refusal
 
 #: Rows of keys and values that a tile holds at once must fit in VMEM, and the table of live tiles in SMEM.
 MOST_DIMS = 512
-MOST_TILES = 1 << 15
+MOST_TILES = 1 << 16
 
 
 def unsupported(call: Call) -> Refusal | str | None:
@@ -38,7 +38,7 @@ def unsupported(call: Call) -> Refusal | str | None:
 def _tiles(call: Call) -> int:
     """Return the entries of the table of live tiles."""
     queries, keys = call.q.shape[2], call.k.shape[2]
-    height, width = attention_tile(queries, keys, call.blocks is not None)
+    height, width = attention_tile(queries, keys, call.q.element_size(), call.blocks is not None)
     masks = [mask for mask in (call.intervals, call.blocks) if mask is not None]
     alike = [max((mask.shape[dim] for mask in masks), default=1) for dim in (0, 1)]
     return math.prod(alike) * -(-queries // height) * -(-keys // width)

@@ -8,8 +8,8 @@ from kpt_backend_tpu.layouts import Scores
 from kpt_backend_tpu.programs import Arguments, Program
 from kpt_backend_tpu.tiles import BLOCK
 
-#: As a rule half of what XLA gives a kernel of a core's VMEM; and how many bytes of sums may go there for lack of
-#: registers, over the whole code of a program, of which the backward has two kernels.
+#: Half of what XLA gives a kernel of a core's VMEM; and how many bytes may go there for lack of registers, over the
+#: whole code of a program, of which the backward has two kernels: a tile's scores are more than all registers hold.
 _CONTRACT = "mosaic, mxu of {dtype}, spills <= {spills} KiB, vmem <= {vmem} MiB"
 _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
@@ -48,7 +48,7 @@ def _dense(
 
 
 def _contract(dtype: str, chip: str) -> str:
-    return _CONTRACT.format(dtype=dtype, spills=8192, vmem=8)
+    return _CONTRACT.format(dtype=dtype, spills=12288, vmem=8)
 
 
 dense = tuple(

@@ -85,7 +85,7 @@ def _prepare(
     scores: Scores,
 ) -> tuple[_Mask, _Shape]:
     queries, keys = q.shape[2], k.shape[2]
-    height, width = attention_tile(queries, keys, blocks is not None)
+    height, width = attention_tile(queries, keys, q.dtype.itemsize, blocks is not None)
     tiles = pl.cdiv(queries, height), pl.cdiv(keys, width)
     live = jnp.ones((1, 1, *tiles), bool)
     begins = jnp.arange(tiles[1]) * width
