@@ -5,7 +5,7 @@ from kpt_core import Kernel
 _HERE = "kpt_backend_tpu"
 
 
-def _kernel(op: str, module: str, refusal: str, suffix: str = "") -> Kernel:
+def _kernel(op: str, module: str, refusal: str, suffix: str = "", compiled: bool = True) -> Kernel:
     feature, _, name = op.partition(".")
     here = f"{_HERE}.{feature}"
     return Kernel(
@@ -17,7 +17,7 @@ def _kernel(op: str, module: str, refusal: str, suffix: str = "") -> Kernel:
         dtypes={"float32", "bfloat16"},
         priority=20,
         deterministic=True,
-        aot=f"{here}.programs:{name}",
+        aot=f"{here}.programs:{name}" if compiled else None,
     )
 
 
@@ -26,4 +26,7 @@ KERNELS = (
     _kernel("moe.grouped_mm", "grouped_mm", "refusals:grouped"),
     _kernel("moe.grouped_mm_wgrad", "grouped_mm", "refusals:grouped", "_wgrad"),
     _kernel("attention.dense", "dense", "dense:unsupported"),
+    _kernel(
+        "fp8.linear", "linear", "linear:unsupported", compiled=False
+    ),  # by XLA alone: no kernel to hold to anything
 )
