@@ -1,4 +1,4 @@
-"""A linear layer with an 8-bit weight: products by XLA, which reads the codes and widens them on the way to the MXU.
+"""A linear layer with an 8-bit weight: a product by XLA of the weight that is widened to the dtype of `x`.
 
 Every 8-bit number is one of bfloat16, so bfloat16 activations are multiplied in one pass, exactly, where a row or the
 whole weight shares a scale. All else is multiplied in float32, in several passes.
