@@ -40,8 +40,8 @@ def _tiles(call: Call) -> int:
     queries, keys = call.q.shape[2], call.k.shape[2]
     height, width = attention_tile(queries, keys, call.q.element_size(), call.blocks is not None)
     masks = [mask for mask in (call.intervals, call.blocks) if mask is not None]
-    alike = [max((mask.shape[dim] for mask in masks), default=1) for dim in (0, 1)]
-    return math.prod(alike) * -(-queries // height) * -(-keys // width)
+    alike = [max((int(mask.shape[dim]) for mask in masks), default=1) for dim in (0, 1)]
+    return int(math.prod(alike) * -(-queries // height) * -(-keys // width))
 
 
 def forward(call: Call) -> Any:

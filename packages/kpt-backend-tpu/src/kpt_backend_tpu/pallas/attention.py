@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import pallas as pl
@@ -17,7 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kpt_backend_tpu.layouts import Scores
 from kpt_backend_tpu.tiles import BLOCK, attention_tile
 
-_LEAST = float(jnp.finfo(jnp.float32).min)
+_LEAST = float(np.finfo(np.float32).min)
+_form: Any = jax.ShapeDtypeStruct
 _ROWS, _COLUMNS = ((0,), (0,)), ((1,), (1,))
 
 
@@ -106,7 +108,7 @@ def _prepare(
         bits = wide.astype(jnp.int8).reshape(-1, BLOCK, BLOCK).mT
         bits = bits if bits.shape[0] else jnp.zeros((1, BLOCK, BLOCK), jnp.int8)
     groups = q.shape[1] // k.shape[1]
-    shape = _Shape(queries, keys, groups, height, width, *live.shape[:2], scores)
+    shape = _Shape(queries, keys, groups, height, width, live.shape[0], live.shape[1], scores)
     return _Mask(live, intervals, blocks, bits, position), shape
 
 
@@ -196,7 +198,7 @@ def _allowed(shape: _Shape, at: _Places, position: Any, intervals: Any, bits: An
     size = (shape.width, shape.height)
     columns = lax.broadcasted_iota(jnp.int32, size, 0) + at.j * shape.width
     rows = lax.broadcasted_iota(jnp.int32, size, 1) + at.i * shape.height
-    found = (columns < shape.keys) & (rows < shape.queries)
+    found: jax.Array = (columns < shape.keys) & (rows < shape.queries)
     if shape.scores.causal:
         found &= columns <= rows + position[0]
     if intervals is not None:
@@ -321,7 +323,7 @@ def _keys_kernel(
 
 
 def _call(
-    kernel: Any, shape: _Shape, mask: _Mask, by_keys: bool, grid: tuple[int, ...], inputs: Any, outputs: Any,
+    kernel: Any, shape: _Shape, mask: _Mask, by_keys: bool, grid: tuple[Any, ...], inputs: Any, outputs: Any,
     scratch: Any, interpret: bool,
 ) -> Any:  # fmt: skip
     """Run a kernel; inputs and outputs are arrays (or their forms) with their blocks."""
@@ -335,7 +337,7 @@ def _call(
         out_specs=out_specs,
         scratch_shapes=[pltpu.VMEM(size, jnp.float32) for size in scratch],
     )
-    order = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 2)
+    order: Any = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 2)
     return pl.pallas_call(
         partial(kernel, shape, None if mask.blocks is None else mask.blocks.shape),
         out_shape=forms,
@@ -379,7 +381,7 @@ def forward(
     mask, shape = _prepare(q, k, intervals, blocks, block_bits, position, scores)
     specs = _specs(shape, mask, False, head_dim, value_dim)
     sinks = jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks
-    rows = jax.ShapeDtypeStruct((batch, heads, 1, shape.tiles[0] * shape.height), jnp.float32)
+    rows = _form((batch, heads, 1, shape.tiles[0] * shape.height), jnp.float32)
     out, highest, sums = _call(
         _forward_kernel,
         shape,
@@ -392,7 +394,7 @@ def forward(
             (mask.bits, specs["bits"]),
             (sinks, pl.BlockSpec(memory_space=pltpu.SMEM)),
         ],
-        [(jax.ShapeDtypeStruct((*q.shape[:3], value_dim), q.dtype), specs["g"]), *[(rows, specs["row"])] * 2],
+        [(_form((*q.shape[:3], value_dim), q.dtype), specs["g"]), *[(rows, specs["row"])] * 2],
         [(1, shape.height), (1, shape.height), (value_dim, shape.height)],
         interpret,
     )
@@ -461,7 +463,7 @@ def backward(
             False,
             (batch, heads, shape.tiles[0]),
             [(array, specs[name]) for array, name in zip(arrays, names, strict=True)],
-            [(jax.ShapeDtypeStruct(q.shape, q.dtype), specs["q"])],
+            [(_form(q.shape, q.dtype), specs["q"])],
             [(head_dim, shape.height)],
             interpret,
         )
@@ -474,7 +476,7 @@ def backward(
             True,
             (batch, k.shape[1], shape.tiles[1], shape.groups),
             [(array, specs[name]) for array, name in zip(arrays, names, strict=True)],
-            [(jax.ShapeDtypeStruct(each.shape, each.dtype), specs[name]) for each, name in ((k, "k"), (v, "v"))],
+            [(_form(each.shape, each.dtype), specs[name]) for each, name in ((k, "k"), (v, "v"))],
             [(shape.width, head_dim), (shape.width, value_dim)],
             interpret,
         )
