@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HIDDEN = {".git", ".nox", ".venv", ".cache"}
 #: Whose code runs.
-GUIDES = [ROOT / "docs" / name for name in ("moe.md", "attention.md", "context_parallel.md", "fp8.md")]
+GUIDES = tuple(ROOT / "docs" / f"{guide}.md" for guide in ("moe", "attention", "context_parallel", "fp8", "tpu"))
 READMES = sorted([*ROOT.glob("README.md"), *ROOT.glob("packages/*/README.md"), *GUIDES])
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not HIDDEN & set(path.relative_to(ROOT).parts))

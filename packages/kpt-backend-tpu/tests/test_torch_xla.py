@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kpt_core
+from kpt_attention import attention, causal, document
 from kpt_backend_tpu import BACKEND, memory_stats
 from kpt_core import InputError
 from kpt_moe import MoEConfig, MoELayer
@@ -42,6 +43,25 @@ def test_a_layer_trains_a_step_as_it_does_on_the_cpu():
     for name, value in layer.state_dict().items():
         torch.testing.assert_close(there.state_dict()[name].cpu(), value, rtol=1e-4, atol=1e-6)
     assert any(not torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_packed_documents_is_what_it_is_on_the_cpu(dtype):
+    torch.manual_seed(0)
+    here = [torch.randn(1, heads, 150, 32).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    there = [each.detach().to("xla").requires_grad_() for each in here]
+    plan = (causal() & document(cu_seqlens=torch.tensor([0, 40, 150]))).plan(150)
+    out, lse = attention(*here, plan, return_lse=True, softcap=2.0)
+    (out.float().square().sum() + lse.sum()).backward()
+    with kpt_core.record() as selections:
+        found, found_lse = attention(*there, plan.to("xla"), return_lse=True, softcap=2.0)
+        (found.float().square().sum() + found_lse.sum()).backward()
+    assert {each.backend for each in selections} == {"tpu"}
+    coarse = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    pairs = ((found, out), (found_lse, lse), *((one.grad, other.grad) for one, other in zip(there, here, strict=True)))
+    for one, other in pairs:
+        largest = other.detach().abs().max().item()
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=coarse, atol=coarse * largest)
 
 
 @pytest.mark.skipif(os.environ.get("PJRT_DEVICE") != "CPU", reason="a TPU tells its memory")

@@ -1,6 +1,7 @@
 """The backend for TPUs: without one it says what is missing; with one, simulated here, what is asked of it."""
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -8,12 +9,24 @@ from importlib.metadata import requires
 from pathlib import Path
 from types import ModuleType
 
+import numpy
 import pytest
 import torch
 
 import kpt_backend_tpu
 import kpt_core
-from kpt_backend_tpu import BACKEND, CHIPS, TPUS, TPUBackend, TPUConfig, chips, device_info, environment, memory_stats
+from kpt_backend_tpu import (
+    BACKEND,
+    CHIPS,
+    TPUS,
+    TPUBackend,
+    TPUConfig,
+    bridge,
+    chips,
+    device_info,
+    environment,
+    memory_stats,
+)
 from kpt_backend_tpu.chips import attached, capabilities_of
 from kpt_backend_tpu.tiles import LANES, MOST_TILES, most_rows, tile_of
 from kpt_core import InputError
@@ -214,6 +227,14 @@ def test_importing_it_imports_neither_torch_xla_nor_jax():
     found = json.loads(done.stdout)
     assert found["kernels"] >= 3
     assert {"torch_xla", "jax", "jaxlib", "libtpu", "kpt_moe", "triton"}.isdisjoint(found["new"])
+
+
+def test_what_is_imported_for_the_first_call_leaves_random_numbers_as_they_were():
+    before = random.getstate(), str(numpy.random.get_state())
+    with bridge._random_numbers_kept():
+        random.random()
+        numpy.random.rand()
+    assert (random.getstate(), str(numpy.random.get_state())) == before
 
 
 def test_the_entry_point_names_it_and_all_that_is_promised_is_there():

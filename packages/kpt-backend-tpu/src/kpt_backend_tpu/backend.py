@@ -11,7 +11,7 @@ from kpt_optimize.accelerator.config import device_of_type
 
 from .chips import CHIPS, PRODUCTS, TPUS, capabilities_of, product_of, properties_of, unsupported
 from .environment import chip, interpreting, torch_tpu, why_no_device, why_unavailable
-from .moe.table import KERNELS
+from .table import KERNELS
 
 #: Settings that mean nothing on a TPU.
 _OF_OTHERS = ("channels_last", "allow_tf32", "cudnn_benchmark", "deterministic", "memory_fraction")

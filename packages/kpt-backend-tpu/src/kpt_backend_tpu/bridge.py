@@ -5,7 +5,10 @@ compiles; on `tpu` by torch_tpu's `jax_op` (not verified: it needs a TPU); on th
 """
 
 import importlib
-from collections.abc import Callable
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -39,16 +42,31 @@ def call(target: str, *tensors: Tensor | None, **static: Any) -> Any:
     return _of_torch_tpu(target, bound)(*tensors)
 
 
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Put Python's and NumPy's random numbers back: JAX and torchax draw some while they are imported."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+
 @cache
 def _bound(target: str, device_type: str, static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """Return a function with its static arguments, the same object each time: what it is compiled to is kept by it."""
     module, _, name = target.partition(":")
-    if device_type == "xla":
-        # Or torch_xla waits for ever for the TPU that JAX took.
-        from torch_xla._internal.jax_workarounds import jax_import_guard
+    with _random_numbers_kept():
+        if device_type == "xla":
+            # Or torch_xla waits for ever for the TPU that JAX took.
+            from torch_xla._internal.jax_workarounds import jax_import_guard
 
-        jax_import_guard()
-    function = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
+            jax_import_guard()
+            import torchax  # noqa: F401  `call_jax` would import it
+        function = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
     bound = partial(function, **dict(static), interpret=interpreting() or device_type == "cpu")
     if device_type != "cpu":
         return bound

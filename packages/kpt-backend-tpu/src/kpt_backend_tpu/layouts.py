@@ -23,3 +23,17 @@ class Layout(NamedTuple):
 
     activation: Activation
     transposed: bool
+
+
+class Scores(NamedTuple):
+    """Of `attention.dense`, its parameters as there.
+
+    Attributes:
+        causal: whether a query sees the keys up to its own position alone.
+        scale: of the scores.
+        softcap: likewise, 0 for none.
+    """
+
+    causal: bool
+    scale: float
+    softcap: float

@@ -58,3 +58,16 @@ def _whole(size: int, most: int) -> int:
 
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
+
+
+#: Rows and columns of the blocks whose bits a plan of `attention.dense` keeps.
+BLOCK = 128
+#: Queries and keys of the largest tile of attention, by bytes of an element. Smaller ones wait more for what is read
+#: ahead of each step; larger ones keep more scores in VMEM than fit in registers many times over.
+_LARGEST_OF_ATTENTION = {2: 512, 4: 256}
+
+
+def attention_tile(queries: int, keys: int, itemsize: int, blocks: bool) -> tuple[int, int]:
+    """Return the queries and keys of a tile of attention: whole blocks, one where a plan has bits of them."""
+    most = BLOCK if blocks else _LARGEST_OF_ATTENTION[itemsize]
+    return min(-(-queries // BLOCK) * BLOCK, most), min(-(-keys // BLOCK) * BLOCK, most)

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kpt_conformance.extent import over
 from kpt_conformance.interpreter import interpreting
-from kpt_conformance.tensors import noted_in, tensors_of
+from kpt_conformance.tensors import noted_in, require_addresses, tensors_of
 from kpt_conformance.trial import Trial
 from kpt_optimize.cases import Arguments
 
@@ -71,8 +71,8 @@ def _unusual(device: torch.device) -> Iterator[None]:
     state, threads, denormals = random.getstate(), torch.get_num_threads(), _arithmetic()[0] != 0
     numpy: Any = sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy else None
-    devices = [] if device.type == "cpu" else [device]
-    fork = torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type)
+    apart = device.type != "cpu" and hasattr(getattr(torch, device.type, None), "get_rng_state")
+    fork = torch.random.fork_rng([device] if apart else [], device_type=device.type if apart else "cuda")
     with fork, torch.enable_grad():
         try:
             torch.manual_seed(_SEED)
@@ -162,6 +162,7 @@ def _copied(value: Any) -> Any:
 @over()
 def keeps_nothing_alive(trial: Trial) -> None:
     """After a call no memory of its arguments, results, cotangents and gradients is held, and calls don't pile up."""
+    require_addresses(trial.subject.device)
     arguments = trial.arguments()
     _call(trial, arguments)
     watched = _call(trial, arguments)

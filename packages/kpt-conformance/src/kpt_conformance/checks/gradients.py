@@ -11,7 +11,7 @@ from torch import Tensor
 import kpt_core
 from kpt_conformance.comparison import assert_right, outputs_of
 from kpt_conformance.extent import over
-from kpt_conformance.tensors import cotangent_like, noted_in, tensors_of, with_tensors
+from kpt_conformance.tensors import cotangent_like, noted_in, require_addresses, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 from kpt_core import Kernel
 from kpt_core.contract import TORCH, load
@@ -55,6 +55,7 @@ def saved_tensors(trial: Trial) -> None:
     op, kernel = trial.subject.op, trial.subject.kernel
     if kernel is None or kernel.backward is None:
         pytest.skip("autograd decides what is kept")
+    require_addresses(trial.subject.device)
     arguments = trial.leaves(trial.arguments())
     kept: list[Tensor] = []
     with trial.subject.chosen(), torch.autograd.graph.saved_tensors_hooks(noted_in(kept), lambda tensor: tensor):

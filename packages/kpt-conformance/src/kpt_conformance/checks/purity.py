@@ -13,7 +13,7 @@ from torch.utils import deterministic
 
 from kpt_conformance.comparison import assert_right, assert_same_bits, outputs_of
 from kpt_conformance.extent import over
-from kpt_conformance.tensors import noted_in, tensors_of, with_tensors
+from kpt_conformance.tensors import noted_in, require_addresses, tensors_of, with_tensors
 from kpt_conformance.trial import Trial
 
 _THREADS = 4
@@ -60,6 +60,7 @@ def no_aliasing(trial: Trial) -> None:
 
     Autograd's own backward may hand a cotangent on as a gradient; who writes a backward makes gradients anew.
     """
+    require_addresses(trial.subject.device)
     arguments = trial.leaves(trial.arguments())
     saved: list[Tensor] = []
     pulls: list[Tensor] = []

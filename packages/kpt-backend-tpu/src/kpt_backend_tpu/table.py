@@ -1,0 +1,32 @@
+"""The kernels; nothing is imported for them: a kernel's module is imported when it is chosen."""
+
+from kpt_core import Kernel
+
+_HERE = "kpt_backend_tpu"
+
+
+def _kernel(op: str, module: str, refusal: str, suffix: str = "", compiled: bool = True) -> Kernel:
+    feature, _, name = op.partition(".")
+    here = f"{_HERE}.{feature}"
+    return Kernel(
+        op,
+        forward=f"{here}.{module}:forward{suffix}",
+        backward=f"{here}.{module}:backward{suffix}",
+        unsupported=f"{here}.{refusal}",
+        requires={"tpu", "mxu", "bf16"},
+        dtypes={"float32", "bfloat16"},
+        priority=20,
+        deterministic=True,
+        aot=f"{here}.programs:{name}" if compiled else None,
+    )
+
+
+KERNELS = (
+    _kernel("moe.experts", "experts", "refusals:experts"),
+    _kernel("moe.grouped_mm", "grouped_mm", "refusals:grouped"),
+    _kernel("moe.grouped_mm_wgrad", "grouped_mm", "refusals:grouped", "_wgrad"),
+    _kernel("attention.dense", "dense", "dense:unsupported"),
+    _kernel(
+        "fp8.linear", "linear", "linear:unsupported", compiled=False
+    ),  # by XLA alone: no kernel to hold to anything
+)
