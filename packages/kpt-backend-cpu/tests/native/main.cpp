@@ -69,6 +69,7 @@ void load(const char* path) {
     find(library, "kpt_top_k_gating_backward", kernels.top_k_gating_backward);
     find(library, "kpt_attention_forward", kernels.attention_forward);
     find(library, "kpt_attention_backward", kernels.attention_backward);
+    find(library, "kpt_attention_paged", kernels.attention_paged);
     find(library, "kpt_cpu_interface", kernels.interface);
     find(library, "kpt_cpu_instruction_sets", kernels.instruction_sets);
     find(library, "kpt_cpu_use_openmp", kernels.use_openmp);
@@ -141,6 +142,7 @@ int main(int count, char** arguments) {
         {"top_k_gating", test_top_k_gating},
         {"top_k_gating_backward", test_top_k_gating_backward},
         {"attention", test_attention},
+        {"attention_paged", test_attention_paged},
         {"failing allocations and threads", test_failures},
         {"several callers, OpenMP", test_threads},
     };
