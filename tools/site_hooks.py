@@ -1,0 +1,101 @@
+"""Hooks of mkdocs: pages that lie outside docs/, links to them, and an API reference made from each `__all__`.
+
+`README.md` is the home page. A package's README and CHANGELOG become pages under `packages/`. What else a page links to
+(reports, sources) is served as the file that it is.
+"""
+
+import logging
+import os
+import re
+from pathlib import Path
+from posixpath import normpath, relpath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from public_names import ROOT, public_names
+
+LINK = re.compile(r"(?P<before>\]\(|^\[\d+\]: )(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?", re.M)
+CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.M | re.S)
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+log = logging.getLogger("mkdocs.hooks.kpt")
+
+
+def place_of(path: str) -> str:
+    """Return where a file of the repository lies in the site."""
+    if path == "README.md":
+        return "index.md"
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path.endswith((".md", ".svg", ".json", ".png")):
+        return path
+    return f"{path}.txt"  # a browser shows it, and does not run or download it
+
+
+def reference(package: Path) -> str:
+    """Return the page of a package's public names; empty if it has none."""
+    lines = []
+    for module, names in public_names(package).items():
+        lines += [f"## `{module}`", "", *(f"::: {module}.{name}\n" for name in names)]
+    return "\n".join([f"# {package.name}", "", *lines]) if lines else ""
+
+
+def linked(text: str, source: str, there: set[str]) -> tuple[str, set[str]]:
+    """Rewrite the links of a page that is made from `source`; return it, and the files that it links to."""
+    wanted: set[str] = set()
+    folder = os.path.dirname(source)
+    here = os.path.dirname(place_of(source))
+
+    def rewrite(link: re.Match[str]) -> str:
+        target, anchor = link["target"], link["anchor"] or ""
+        path = normpath(os.path.join(folder, target))
+        if re.match(r"[a-z]+:", target) or not (ROOT / path).exists():
+            return link[0]
+        if (ROOT / path).is_dir():
+            path = f"{path}/README.md" if (ROOT / path / "README.md").exists() else ""
+        if not path:
+            return f"{link['before']}{relpath('index.md', here or '.')}"
+        wanted.add(path)
+        return f"{link['before']}{relpath(place_of(path), here or '.')}{anchor}"
+
+    parts, end = [], 0
+    for code in CODE.finditer(text):  # code stays as it is
+        parts += [LINK.sub(rewrite, text[end : code.start()]), code[0]]
+        end = code.end()
+    parts.append(LINK.sub(rewrite, text[end:]))
+    return "".join(parts), wanted - there
+
+
+def on_config(config: Any) -> Any:
+    """Put the packages and the API reference into the navigation, and their sources where mkdocstrings looks."""
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(each / "src") for each in PACKAGES]
+    config.nav.append({"Packages": [{each.name: f"packages/{each.name}/README.md"} for each in PACKAGES]})
+    pages = [{each.name: f"reference/{each.name}.md"} for each in PACKAGES if public_names(each)]
+    config.nav.append({"API reference": pages})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages, and what they link to."""
+    sources = ["README.md", "CONTRIBUTING.md"]
+    for package in PACKAGES:
+        sources += [f"packages/{package.name}/README.md", f"packages/{package.name}/CHANGELOG.md"]
+        if page := reference(package):
+            files.append(File.generated(config, f"reference/{package.name}.md", content=page))
+    done: set[str] = set()
+    waiting = [*sources, *(f"docs/{file.src_uri}" for file in files.documentation_pages() if file.generated_by is None)]
+    while waiting:
+        source = waiting.pop()
+        if source in done:
+            continue
+        done.add(source)
+        content: str | bytes
+        if source.endswith(".md"):
+            content, wanted = linked((ROOT / source).read_text(encoding="utf-8"), source, done)
+            waiting += sorted(wanted)
+        else:
+            content = (ROOT / source).read_bytes()
+        if (old := files.get_file_from_path(place_of(source))) is not None:
+            files.remove(old)
+        files.append(File.generated(config, place_of(source), content=content))
+    log.info("%d files of the repository", len(done))
+    return files
