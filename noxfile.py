@@ -28,6 +28,7 @@ FLOORS = "constraints/lowest.txt"
 COMPILERS = "constraints/aot.txt"
 IPEX = "constraints/ipex.txt"
 TORCH_XLA = "constraints/tpu.txt"
+SITE = "constraints/site.txt"
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
@@ -189,6 +190,16 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Check that README code and recipes run, links resolve, and packages are what the house rules say."""
     run(session, "pytest", "tools", *SIDE_BY_SIDE, "-k", "not example_runs", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, `.cache/site/index.html`; a link or an anchor that leads nowhere fails.
+
+    It needs none of our packages: the API reference is read from their source. `-- serve` shows it while you write.
+    """
+    session.install("-r", SITE)
+    session.run("mkdocs", *(session.posargs or ("build", "--quiet")), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @in_workspace
@@ -448,7 +459,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
 def full(session: nox.Session) -> None:
     """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
-    for name in ("lint", "imports", "types", "docs", "aot", "wheels", "demo", "bench"):
+    for name in ("lint", "imports", "types", "docs", "site", "aot", "wheels", "demo", "bench"):
         session.notify(name)
     for name in ("tests", "conformance", "cpu", "nvidia", "amd", "xpu"):
         session.notify(name, ["--whole"])

@@ -4,6 +4,7 @@
 (reports, sources) is served as the file that it is.
 """
 
+import ast
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from public_names import ROOT, public_names
 
-LINK = re.compile(r"(?P<before>\]\(|^\[\d+\]: )(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?", re.M)
+LINK = re.compile(r"(?P<before>\]\(|^\[\d+\]: |src=\")(?P<target>[^)\s#\"]+)(?P<anchor>#[^)\s\"]*)?", re.M)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.M | re.S)
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 log = logging.getLogger("mkdocs.hooks.kpt")
@@ -31,11 +32,29 @@ def place_of(path: str) -> str:
     return f"{path}.txt"  # a browser shows it, and does not run or download it
 
 
+def bound(module: str, package: Path) -> set[str]:
+    """Return the names that a module's source binds; others come by its `__getattr__`, and are shown where they are."""
+    init = (package / "src").joinpath(*module.split("."), "__init__.py")
+    found = set()
+    for node in ast.walk(ast.parse(init.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {ast.unparse(target) for target in targets}
+    return found
+
+
 def reference(package: Path) -> str:
     """Return the page of a package's public names; empty if it has none."""
     lines = []
     for module, names in public_names(package).items():
-        lines += [f"## `{module}`", "", *(f"::: {module}.{name}\n" for name in names)]
+        here = bound(module, package)
+        lines += [f"## `{module}`", "", *(f"::: {module}.{name}\n" for name in names if name in here)]
+        if elsewhere := [f"`{name}`" for name in names if name not in here]:
+            lines += [f"{', '.join(elsewhere)} are those of [kpt-optimize](kpt-optimize.md).", ""]
     return "\n".join([f"# {package.name}", "", *lines]) if lines else ""
 
 
@@ -66,8 +85,7 @@ def linked(text: str, source: str, there: set[str]) -> tuple[str, set[str]]:
 
 
 def on_config(config: Any) -> Any:
-    """Put the packages and the API reference into the navigation, and their sources where mkdocstrings looks."""
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(each / "src") for each in PACKAGES]
+    """Put the packages and the API reference into the navigation."""
     config.nav.append({"Packages": [{each.name: f"packages/{each.name}/README.md"} for each in PACKAGES]})
     pages = [{each.name: f"reference/{each.name}.md"} for each in PACKAGES if public_names(each)]
     config.nav.append({"API reference": pages})
