@@ -199,7 +199,7 @@ def site(session: nox.Session) -> None:
     It needs none of our packages: the API reference is read from their source. `-- serve` shows it while you write.
     """
     session.install("-r", SITE)
-    session.run("mkdocs", *(session.posargs or ("build", "--quiet")), env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("mkdocs", *(session.posargs or ("build",)), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @in_workspace
