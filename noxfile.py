@@ -29,6 +29,12 @@ COMPILERS = "constraints/aot.txt"
 IPEX = "constraints/ipex.txt"
 TORCH_XLA = "constraints/tpu.txt"
 SITE = "constraints/site.txt"
+RELEASE = "constraints/release.txt"
+SCHEMAS = {
+    "github-workflows": sorted(map(str, Path(".github/workflows").glob("*.yml"))),
+    "github-issue-forms": [f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "device", "idea")],
+    "citation-file-format": ["CITATION.cff"],
+}
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
@@ -512,6 +518,25 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "install", "--no-index", "--no-build-isolation", ".")
     session.run("pytest", "--kpt-quick", env=ONE_THREAD)
     without_compiler(session, root)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build one package as a release has it, and check it: `nox -s release -- kpt-moe --tag kpt-moe-v0.2.0`.
+
+    Version, changelog and tag agree, the index can show the description, and wheel and source hold what they should.
+    Without `--tag` the changelog may still say (unreleased). Nothing is uploaded: a tag does that (docs/releases.md).
+    """
+    if not session.posargs or session.posargs[0] not in PACKAGES:
+        session.error(f"name one of {', '.join(PACKAGES)}: nox -s release -- kpt-moe")
+    package, *options = session.posargs
+    session.install("-c", PINS, "-c", RELEASE, "build", "hatchling", "twine", "check-jsonschema")
+    for schema, files in SCHEMAS.items():
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", DIST, f"packages/{package}")
+    session.run("twine", "check", "--strict", *map(str, DIST.iterdir()))
+    session.run("python", "tools/check_release.py", package, DIST, *options)
 
 
 def without_compiler(session: nox.Session, root: Path) -> None:

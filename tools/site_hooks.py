@@ -29,7 +29,7 @@ def place_of(path: str) -> str:
         return path.removeprefix("docs/")
     if path.endswith((".md", ".svg", ".json", ".png")):
         return path
-    return f"{path}.txt"  # a browser shows it, and does not run or download it
+    return f"{path.removeprefix('.')}.txt"  # a browser shows it; mkdocs leaves out names with a dot before them
 
 
 def bound(module: str, package: Path) -> set[str]:
