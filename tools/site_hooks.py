@@ -52,7 +52,12 @@ def reference(package: Path) -> str:
     lines = []
     for module, names in public_names(package).items():
         here = bound(module, package)
-        lines += [f"## `{module}`", "", *(f"::: {module}.{name}\n" for name in names if name in here)]
+        folder = (package / "src").joinpath(*module.split("."))
+        lines += [f"## `{module}`", ""]
+        for name in (name for name in names if name in here):
+            # What is named like the module that it is in must be told apart from that.
+            inside = f"{name}.{name}" if (folder / f"{name}.py").exists() else name
+            lines.append(f"::: {module}.{inside}\n")
         if elsewhere := [f"`{name}`" for name in names if name not in here]:
             lines += [f"{', '.join(elsewhere)} are those of [kpt-optimize](kpt-optimize.md).", ""]
     return "\n".join([f"# {package.name}", "", *lines]) if lines else ""
