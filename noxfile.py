@@ -194,7 +194,7 @@ def types(session: nox.Session) -> None:
 
 @in_workspace
 def docs(session: nox.Session) -> None:
-    """Check that README code and recipes run, links resolve, and packages are what the house rules say."""
+    """Check that documented code and recipes run, links resolve, public names are documented, and house rules hold."""
     run(session, "pytest", "tools", *SIDE_BY_SIDE, "-k", "not example_runs", *session.posargs, env=ONE_THREAD)
 
 
