@@ -5,7 +5,7 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs wheels conformance cpu nvidia amd xpu tpu aot bench check clean
+.PHONY: help demo test lint fix types imports docs site wheels conformance cpu nvidia amd xpu tpu aot bench check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ imports: $(NOX) ## check who imports whom
 
 docs: $(NOX) ## run README code and examples, check links and changelogs
 	$(NOX) -s docs
+
+site: $(NOX) ## build the documentation as a site with an API reference
+	$(NOX) -s site $(PASS)
 
 wheels: $(NOX) ## build the packages and try them where only they are installed
 	$(NOX) -s wheels

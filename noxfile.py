@@ -28,6 +28,13 @@ FLOORS = "constraints/lowest.txt"
 COMPILERS = "constraints/aot.txt"
 IPEX = "constraints/ipex.txt"
 TORCH_XLA = "constraints/tpu.txt"
+SITE = "constraints/site.txt"
+RELEASE = "constraints/release.txt"
+SCHEMAS = {
+    "github-workflows": sorted(map(str, Path(".github/workflows").glob("*.yml"))),
+    "github-issue-forms": [f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "device", "idea")],
+    "citation-file-format": ["CITATION.cff"],
+}
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
@@ -187,8 +194,18 @@ def types(session: nox.Session) -> None:
 
 @in_workspace
 def docs(session: nox.Session) -> None:
-    """Check that README code and recipes run, links resolve, and packages are what the house rules say."""
+    """Check that documented code and recipes run, links resolve, public names are documented, and house rules hold."""
     run(session, "pytest", "tools", *SIDE_BY_SIDE, "-k", "not example_runs", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, `.cache/site/index.html`; a link or an anchor that leads nowhere fails.
+
+    It needs none of our packages: the API reference is read from their source. `-- serve` shows it while you write.
+    """
+    session.install("-r", SITE)
+    session.run("mkdocs", *(session.posargs or ("build",)), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @in_workspace
@@ -449,7 +466,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
 def full(session: nox.Session) -> None:
     """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
-    for name in ("lint", "imports", "types", "docs", "aot", "wheels", "demo", "bench"):
+    for name in ("lint", "imports", "types", "docs", "site", "aot", "wheels", "demo", "bench"):
         session.notify(name)
     for name in ("tests", "conformance", "cpu", "nvidia", "amd", "xpu"):
         session.notify(name, ["--whole"])
@@ -502,6 +519,25 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "install", "--no-index", "--no-build-isolation", ".")
     session.run("pytest", "--kpt-quick", env=ONE_THREAD)
     without_compiler(session, root)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build one package as a release has it, and check it: `nox -s release -- kpt-moe --tag kpt-moe-v0.2.0`.
+
+    Version, changelog and tag agree, the index can show the description, and wheel and source hold what they should.
+    Without `--tag` the changelog may still say (unreleased). Nothing is uploaded: a tag does that (docs/releases.md).
+    """
+    if not session.posargs or session.posargs[0] not in PACKAGES:
+        session.error(f"name one of {', '.join(PACKAGES)}: nox -s release -- kpt-moe")
+    package, *options = session.posargs
+    session.install("-c", PINS, "-c", RELEASE, "build", "hatchling", "twine", "check-jsonschema")
+    for schema, files in SCHEMAS.items():
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", DIST, f"packages/{package}")
+    session.run("twine", "check", "--strict", *map(str, DIST.iterdir()))
+    session.run("python", "tools/check_release.py", package, DIST, *options)
 
 
 def without_compiler(session: nox.Session, root: Path) -> None:

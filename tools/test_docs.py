@@ -1,18 +1,28 @@
-"""What the documents promise: README code and examples run, and links lead somewhere."""
+"""What the documents promise: code runs, links lead somewhere, and sentences that they quote are in the source."""
 
+import ast
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import plot_minilm
 import pytest
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = {".git", ".nox", ".venv", ".cache"}
-#: Whose code runs.
-GUIDES = tuple(ROOT / "docs" / f"{guide}.md" for guide in ("moe", "attention", "context_parallel", "fp8", "tpu"))
-READMES = sorted([*ROOT.glob("README.md"), *ROOT.glob("packages/*/README.md"), *GUIDES])
+#: Whose code runs: all but decisions, which say what was true when they were made.
+PAGES = [
+    *ROOT.glob("README.md"),
+    *ROOT.glob("packages/*/README.md"),
+    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("docs/hardware/*.md"),
+]
+READMES = sorted(path for path in PAGES if "```python" in path.read_text())
+SENTENCES = ROOT / "docs/troubleshooting.md"
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not HIDDEN & set(path.relative_to(ROOT).parts))
 SECONDS = 180
@@ -74,3 +84,26 @@ def test_links_resolve(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link["target"])
     assert not broken, f"{name(document)} links to what is not there: {broken}"
+
+
+def written(node: ast.AST) -> Iterator[str]:
+    """Yield the strings of a syntax tree, with … in the place of what is filled in."""
+    if isinstance(node, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield re.sub(r"\{[^}]*\}", "…", node.value)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from written(child)
+
+
+def test_quoted_sentences_are_what_the_source_says() -> None:
+    said = [text for file in ROOT.glob("packages/*/src/**/*.py") for text in written(ast.parse(file.read_text()))]
+    quoted = re.findall(r"^\| `(.+?)` \|", SENTENCES.read_text(), re.M)
+    assert len(quoted) > 20
+    gone = [sentence for sentence in quoted if not any(sentence in text for text in said)]
+    assert not gone, f"{name(SENTENCES)} quotes what no source says any more: {gone}"
+
+
+def test_the_plot_shows_the_report() -> None:
+    assert plot_minilm.PLOT.read_text() == plot_minilm.draw(json.loads(plot_minilm.REPORT.read_text()))

@@ -40,7 +40,7 @@ def _fake(call: Call) -> Tensor:
 def dequantize(
     codes: Tensor, scale: Tensor, *, granularity: str = "tensor", dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`codes * scale`, multiplied in float32 (float64 for that) and rounded to `dtype`.
+    """Return `codes * scale`, multiplied in float32 (float64 for that) and rounded to `dtype`.
 
     Every bit is specified, but for those of a NaN. Where the product leaves the range of float32 it is infinite.
 

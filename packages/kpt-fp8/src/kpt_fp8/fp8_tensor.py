@@ -232,7 +232,7 @@ def to_tensors(name: str, tensor: FP8Tensor) -> dict[str, Tensor]:
 def from_tensors(
     name: str, tensors: Mapping[str, Tensor], *, granularity: str, dtype: torch.dtype = torch.float32
 ) -> FP8Tensor:
-    """The other way round.
+    """Make an `FP8Tensor` again of what `to_tensors` returned.
 
     Args:
         name: of the codes.

@@ -16,7 +16,7 @@ from .weights import MXFP8, scale_format
 def compute_fp8_scale(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, granularity: str = "row", power_of_two: bool = False
 ) -> Tensor:
-    """What `quantize_to_fp8` divides numbers by, to the bit.
+    """Return what `quantize_to_fp8` divides numbers by, to the bit.
 
     Args:
         x: `[..., K]` (`[..., N, K]` for granularity `128x128`) float64, float32, bfloat16 or float16.
@@ -95,7 +95,7 @@ def dequantize_from_fp8(
     granularity: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The numbers that codes and their scale stand for, by op `fp8.dequantize`.
+    """Return the numbers that codes and their scale stand for, by op `fp8.dequantize`.
 
     Args:
         codes: an `FP8Tensor`, which has its own scale and granularity; or codes `[..., K]` of an 8-bit format.

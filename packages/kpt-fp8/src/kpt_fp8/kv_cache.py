@@ -59,7 +59,7 @@ def quantize_kv(
 
 
 def dequantize_kv(cache: QuantizedKV, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """The keys and values that a cache stands for, in `dtype`."""
+    """Return the keys and values that a cache stands for, in `dtype`."""
     pairs = (cache.keys, cache.key_scale), (cache.values, cache.value_scale)
     keys, values = (
         dequantize(codes, scale, granularity="row" if scale.dim() else "tensor", dtype=dtype) for codes, scale in pairs

@@ -66,7 +66,7 @@ def linear(
     activation_dtype: torch.dtype = torch.float8_e4m3fn,
     activation_rounding: str = "none",
 ) -> Tensor:
-    """`x @ (weight * scale).t() + bias`, of `x` as it is or quantised too; summed in float32 and rounded once.
+    """Compute `x @ (weight * scale).t() + bias`, of `x` as it is or quantised; sum in float32 and round once.
 
     Differentiable with respect to `x` and `bias`. Quantised activations count as if they were not (straight-through,
     arXiv:1308.3432). Where they are infinite they count as NaN, so that an overflow is seen in the result, although

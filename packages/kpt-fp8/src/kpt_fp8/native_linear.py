@@ -47,7 +47,8 @@ class NativeFP8Linear(FP8Module, nn.Linear):
     takes what is quantised.
 
     Args:
-        in_features, out_features: K and N, positive.
+        in_features: K, positive.
+        out_features: N, positive.
         bias: add a bias.
         granularity: what shares a scale of the weight: `tensor`, `row`, `1x128`, `128x128`, `1x32`, or `mxfp8`, which
             is `1x32` with scales that are powers of two in 8 bits.

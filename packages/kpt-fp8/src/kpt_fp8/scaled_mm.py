@@ -72,7 +72,7 @@ def scaled_mm(
     granularity_b: str = "row",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """`(a * scale_a) @ (b * scale_b) + bias`, summed in float32 and rounded once.
+    """Compute `(a * scale_a) @ (b * scale_b) + bias`, summed in float32 and rounded once.
 
     The sum is in float64 if the result is. It has no gradient: what is quantised has none. A kernel may multiply the
     sum by scales instead, so a result is specified where neither `a * scale_a`, `b * scale_b` nor the sum, with and

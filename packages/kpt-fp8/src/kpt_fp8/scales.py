@@ -26,7 +26,7 @@ LEAST = torch.finfo(torch.float32).tiny
 
 
 def scale_shape(shape: Sequence[int], granularity: str) -> list[int]:
-    """The shape of the scales of numbers of a shape.
+    """Return the shape of the scales of numbers of a shape.
 
     Args:
         shape: `[..., K]`, and `[..., N, K]` for `128x128`.

@@ -56,7 +56,7 @@ def _processor_seconds() -> tuple[float, float, float]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's first parameter or buffer lives."""
+    """Return where a module's first parameter or buffer lives."""
     tensor = next(iter((*module.parameters(), *module.buffers())), None)
     return tensor.device if tensor is not None else torch.device("cpu")
 
@@ -127,7 +127,7 @@ def settled_times(
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """How much faster `after` is, and the noise of that figure.
+    """Return how much faster `after` is, and the noise of that figure.
 
     Args:
         before: seconds of each round.
@@ -143,7 +143,7 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> tuple[float, flo
 
 
 def relative_error(after: Any, before: Any) -> float:
-    """`max |after - before| / max |before|` over all floating tensors of two outputs; inf where they don't match."""
+    """Return `max |after - before| / max |before|` of all floating tensors of two outputs; inf if they don't match."""
     got, wanted = tree_leaves(_plain(after)), tree_leaves(_plain(before))
     if len(got) != len(wanted):
         return math.inf
@@ -151,7 +151,7 @@ def relative_error(after: Any, before: Any) -> float:
 
 
 def rounding(output: Any) -> float:
-    """The relative error that the coarsest dtype of an output explains, where only the order of sums differs.
+    """Return the relative error that the coarsest dtype of an output explains, if only the order of sums differs.
 
     An intermediate result that is rounded is off by at most half an `eps`. Four `eps` are eight of them in one
     direction, or many more that partly cancel: 3.1e-2 in bfloat16, 3.9e-3 in float16, 4.8e-7 in float32.
@@ -188,7 +188,7 @@ def _plain(output: Any) -> Any:
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of distinct parameters and buffers; of tensors that wrap others, as quantised ones do, what those take."""
+    """Count bytes of distinct parameters and buffers; of tensors that wrap others, as quantised ones do, of those."""
     storages = {
         t.untyped_storage().data_ptr() or id(t): t.untyped_storage().nbytes()
         for whole in (*module.parameters(), *module.buffers())

@@ -166,6 +166,6 @@ def _rounded_up(error: float) -> str:
 
 
 def table(*rows: Sequence[str]) -> list[str]:
-    """Lines with the cells of each column below one another."""
+    """Return lines with the cells of each column below one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -41,7 +41,7 @@ class Trial(Protocol[Compared]):
         """How far it is from the original on the example."""
 
     def budget(self, *, lossless: bool) -> float:
-        """The error allowed."""
+        """Return the error allowed."""
 
     def times(self, before: Compared, after: Compared) -> Sequence[Sequence[float]]:
         """Seconds of each, in turn."""
@@ -123,7 +123,7 @@ def attempt(
 def setback(
     times: tuple[Sequence[float], Sequence[float]], sizes: tuple[int, int], objective: str, what: str
 ) -> str | None:
-    """Why all that was kept must go after all: the whole is no better than the original; None if it may stay.
+    """Say why all that was kept must go after all: the whole is no better than the original; None if it may stay.
 
     Args:
         times: seconds of the original and of the result, in turn.
@@ -140,14 +140,14 @@ def setback(
 
 
 def failed(failure: Exception) -> str:
-    """The reason of a candidate that raised. Compilers' messages have pages; a reason is a row of a table."""
+    """Return the reason of a candidate that raised, cut to a table's row: compilers' messages have pages."""
     return shorten(f"it failed: {type(failure).__name__}: {failure}", 300, placeholder="...")
 
 
 def budget_of(
     expected: Any, level: str, max_error: float | None, *, lossless: bool, own: Mapping[str, float] | None = None
 ) -> float:
-    """The error allowed.
+    """Return the error allowed.
 
     Args:
         expected: the original's result; a lossless change may differ by what rounding to its dtype explains.
@@ -193,7 +193,7 @@ class Example:
 
 
 def first_run(run: Callable[[], Any], inputs: str) -> Any:
-    """The result of `run`; a failure is an `InputError` that says on which inputs."""
+    """Return the result of `run`; raise `InputError` that says on which inputs it failed."""
     try:
         return run()
     except InputError:
@@ -205,7 +205,7 @@ def first_run(run: Callable[[], Any], inputs: str) -> Any:
 
 
 def repeatable(run: Callable[[], Any], inputs: str) -> Any:
-    """The result of `run`, which must come out twice: what changes by itself can't be compared.
+    """Return the result of `run`, which must come out twice: what changes by itself can't be compared.
 
     Args:
         run: the original on its inputs.

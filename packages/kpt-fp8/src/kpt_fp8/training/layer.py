@@ -26,7 +26,8 @@ class FP8TrainingLinear(Watched, nn.Linear):
     then, and after an overflow, the layer scales by what is there.
 
     Args:
-        in_features, out_features: K and N, positive.
+        in_features: K, positive.
+        out_features: N, positive.
         bias: add a bias.
         recipe: an `FP8Recipe`, or `tensor`, `delayed`, `row`, `block` or `none`.
         device: of the parameters.

@@ -18,7 +18,12 @@ class VariantFeedForwardExpert(TwoProducts):
     refuses it.
 
     Args:
-        hidden_size, num_experts, intermediate_size, bias, device, dtype: as of `FeedForwardExpert`.
+        hidden_size: as of `FeedForwardExpert`.
+        num_experts: as of `FeedForwardExpert`.
+        intermediate_size: as of `FeedForwardExpert`.
+        bias: as of `FeedForwardExpert`.
+        device: as of `FeedForwardExpert`.
+        dtype: as of `FeedForwardExpert`.
         activation: with its `alpha`, `beta`, `limit` and whether gate and up are interleaved.
         transposed: matrices are stored as input by output.
 

@@ -22,8 +22,10 @@ class MoELayer(nn.Module):
 
     Args:
         config: sizes and choices.
-        router, experts: used instead of those that the configuration describes.
-        device, dtype: of the parameters that are made here.
+        router: used instead of the one that the configuration describes.
+        experts: likewise.
+        device: of the parameters that are made here.
+        dtype: likewise.
 
     Raises:
         InputError: the configuration has an option that its router or experts don't take, or one that has no effect, or

@@ -89,7 +89,7 @@ def weighted(loss: Tensor, number: Tensor, group: dist.ProcessGroup | None) -> T
 
 
 def switch_loss(routings: Routings, *, score: Score | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`num_experts * sum_e f_e P_e`, with `f_e` the share of expert `e` in all choices and `P_e` its mean probability.
+    """Return `num_experts * sum_e f_e P_e`, `f_e` expert `e`'s share of all choices, `P_e` its mean probability.
 
     With one choice per token it is the loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6). With more,
     transformers' `load_balancing_loss_func` and ST-MoE count choices per token instead: `top_k` times this. Choices
@@ -100,7 +100,7 @@ def switch_loss(routings: Routings, *, score: Score | None = None, group: dist.P
 
 
 def global_batch_loss(routings: Routings, *, load: "GlobalLoad", score: Score | None = None) -> Tensor:
-    """`switch_loss` with `f` counted over the global batch (Demons in the Detail, arXiv:2501.11873).
+    """Return `switch_loss` with `f` counted over the global batch (Demons in the Detail, arXiv:2501.11873).
 
     Balance within every micro-batch keeps experts from specialising where a micro-batch is of one domain. Here `f` is
     that of all tokens in `load`, these included; `P` stays that of these tokens. The paper's is `top_k` times this.
@@ -121,7 +121,7 @@ def global_batch_loss(routings: Routings, *, load: "GlobalLoad", score: Score | 
 
 
 def gshard_loss(routings: Routings, *, score: Score | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`switch_loss` of first choices alone, as in GShard (arXiv:2006.16668, algorithm 1, line 13).
+    """Return `switch_loss` of first choices alone, as in GShard (arXiv:2006.16668, algorithm 1, line 13).
 
     The algorithm's letter is a mean over experts of choices per token by mean probability, `1/num_experts**2` times
     this. As there, choices refused for want of capacity count.
@@ -142,7 +142,7 @@ def gshard_loss(routings: Routings, *, score: Score | None = None, group: dist.P
 def entropy_loss(
     routings: Routings, *, per_token: bool = False, score: Score | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """`log(num_experts) - H(mean probability)`: zero if experts are equally likely over all tokens together.
+    """Return `log(num_experts) - H(mean probability)`: zero if experts are equally likely over all tokens together.
 
     Up to its constant the global entropy loss of LIMoE (arXiv:2206.02770, section 2.2). With `per_token` it is
     `log(num_experts) - mean H(token's probability)` instead, which draws every token's own probabilities towards
@@ -161,7 +161,7 @@ def entropy_loss(
 
 
 def z_loss(routings: Routings, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The mean over tokens of `logsumexp(logits)**2`, which keeps logits small (ST-MoE, arXiv:2202.08906, equation 5).
+    """Return the mean over tokens of `logsumexp(logits)**2`, to keep logits small (ST-MoE, arXiv:2202.08906, eq. 5).
 
     Exact with `group`.
     """
@@ -177,7 +177,7 @@ def sequence_loss(
     score: Score | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The mean over sequences of the `switch_loss` of each one.
+    """Return the mean over sequences of the `switch_loss` of each one.
 
     The balance loss of DeepSeek-V2 (arXiv:2405.04434, equations 23 to 25) and V3 (arXiv:2412.19437, equations 17 to 20,
     of sigmoids), which are on this scale. Choices are those that were made; V3 writes them without its correction bias,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 
 def contiguous_shards(state: Any) -> Any:
-    """The same state with each DTensor in one piece per rank: what to save and to load into; communicates.
+    """Return the same state with each DTensor in one piece per rank: what to save and to load into; communicates.
 
     Every rank must call it. `load_state_dict` of the model brings the pieces back where they belong;
     `restore_shards` does so for an optimizer's state.
@@ -29,7 +29,7 @@ def contiguous_shards(state: Any) -> Any:
 
 
 def restore_shards(state: Any, like: Any) -> Any:
-    """A state from `contiguous_shards`, each DTensor placed as that of `like`, of the same structure; communicates."""
+    """Return a state from `contiguous_shards`, each DTensor placed as in `like`, of equal structure; communicates."""
 
     def placed(value: Any, reference: Any) -> Any:
         if not isinstance(value, DTensor) or value.placements == reference.placements:

@@ -20,7 +20,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def experts_per_rank(num_experts: int, ranks: int) -> list[int]:
-    """How many experts each rank holds: as DTensor's `Shard(0)` splits them, the last having fewer if need be.
+    """Return how many experts each rank holds: as DTensor's `Shard(0)` splits them, the last having fewer if need be.
 
     Raises:
         InputError: a rank would have none.

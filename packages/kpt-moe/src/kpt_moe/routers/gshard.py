@@ -17,7 +17,8 @@ class GShardRouter(LinearRouter):
     counts costs nothing then. Otherwise it is no choice, which is not counted as dropped. Algorithm 1 of the paper.
 
     Args:
-        hidden_size, num_experts: size of a token, and number of experts, at least two.
+        hidden_size: size of a token.
+        num_experts: at least two.
         top_k: always 2.
 
     Raises:

@@ -39,7 +39,7 @@ _NUMBERS = frozenset({int, float, bool, str})
 
 
 def known_activation(module: Any) -> Activation | None:
-    """Which of our activations an experts module applies, or None if it is one of its own.
+    """Return which of our activations an experts module applies, or None if it is one of its own.
 
     A module that overrides `_apply_gate` is asked what it does to a few numbers, since its class says nothing; again
     only when one of its own numbers has changed. One that holds more tensors than the projections is not asked: what

@@ -26,7 +26,7 @@ _DEQUANTISE = "load the model with quantization_config=FineGrainedFP8Config(dequ
 
 
 def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of a transformers experts module, by KPT's ops.
+    """Run the forward of a transformers experts module, by KPT's ops.
 
     Args:
         self: a module whose class is decorated with transformers' `use_experts_implementation`.
@@ -54,7 +54,7 @@ def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
 def kpt_fp8_experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """As `kpt_experts_forward`, for transformers' `FP8Experts`.
+    """Run as `kpt_experts_forward` does, for transformers' `FP8Experts`.
 
     Products are those of the dequantised weights, with activations as they come: neither dynamic nor static activation
     scales are applied, which transformers' own kernels do to multiply 8-bit numbers. Weights are frozen: gradients
@@ -64,6 +64,15 @@ def kpt_fp8_experts_forward(
     float8_e8m0fnu; or they were dequantised. In checkpoints, the gate's and the up projection's matrix have blocks of
     their own. So in `gate_up_proj_scale_inv` the blocks of the second half begin anew, and where `intermediate_size` is
     no multiple of 128, each half is a product of its own.
+
+    Args:
+        self: a module of transformers' class `FP8Experts`.
+        hidden_states: `[tokens, hidden_size]`.
+        top_k_index: `[tokens, top_k]`.
+        top_k_weights: `[tokens, top_k]`.
+
+    Returns:
+        `[tokens, hidden_size]` of hidden_states' dtype.
 
     Raises:
         InputError: the weights or their scales are in another format.
