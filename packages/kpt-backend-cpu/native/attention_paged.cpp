@@ -1,6 +1,6 @@
-// Few queries of many keys: each task goes once through some keys of one head and one sequence, with all its queries. What
-// limits it is reading the keys and values, so rows of four queries share what is loaded, and what comes next is
-// prefetched.
+// Few queries of many keys: each task goes once through some keys of one sequence, with all its queries, of one head or, if
+// the heads of a key lie together, of all. What limits it is reading the keys and values, so rows of four queries share
+// what is loaded, and what comes next is prefetched.
 #include <float.h>
 
 #include <type_traits>
@@ -15,11 +15,13 @@ namespace {
 
 // Keys whose scores are computed before their values are read, and keys of a task: a fixed number, so that results
 // depend neither on the other sequences nor on the threads.
-constexpr int64_t kChunk = 64, kSplit = 1024;
+constexpr int64_t kChunk = 64, kSplit = 512;
 constexpr int kRows = 4;
+// Values that are added at once where rows are far apart: often that is a power of two, and a cache of 8 ways holds 8.
+constexpr int64_t kTogether = 8, kFar = 1024;
 
 struct Part {
-    int64_t sequence, head, begin, end;
+    int64_t sequence, head, heads, begin, end;
 };
 
 // Keys of a sequence, in how many parts of a head they are read, rows of a head, and what comes before them.
@@ -54,7 +56,8 @@ public:
             if (one.splits > 0 && one.rows > most_rows) most_rows = one.rows;
         }
         most_rows = (most_rows + kRows - 1) / kRows * kRows;
-        const auto q = own.add<float>(most_rows * pitch_);
+        const int64_t heads = p_.k.stride_head < p_.k.stride_token ? p_.kv_heads : 1;
+        const auto q = own.add<float>(most_rows * heads * pitch_);
         const auto scores = own.add<float>(most_rows * kChunk);
         const int64_t own_size = own.size();
         Layout layout;
@@ -63,6 +66,7 @@ public:
         const Scratch space(layout.size());
         if (space.get() == nullptr) return KPT_NO_MEMORY;
         float* results = partial.in(space);
+        parts /= heads;
         const int threads = parts < p_.threads ? static_cast<int>(parts > 0 ? parts : 1) : p_.threads;
         Tasks reading, merging;
         parallel(threads, [&](int rank) {
@@ -73,15 +77,17 @@ public:
                 int64_t low = 0, high = p_.sequences - 1;  // the last whose parts begin at the task or before it
                 while (low < high) {
                     const int64_t middle = (low + high + 1) / 2;
-                    if (sequences_[middle].first_part <= task) low = middle;
+                    if (sequences_[middle].first_part <= task * heads) low = middle;
                     else high = middle - 1;
                 }
                 const Sequence& one = sequences_[low];
-                const int64_t number = task - one.first_part, begin = one.begin + number % one.splits * kSplit;
-                const Part part{low, number / one.splits, begin, begin + kSplit < one.end ? begin + kSplit : one.end};
+                const int64_t number = task - one.first_part / heads, split = number % one.splits;
+                const int64_t begin = one.begin + split * kSplit, head = number / one.splits * heads;
+                const Part part{low, head, heads, begin, begin + kSplit < one.end ? begin + kSplit : one.end};
+                // Of each head the splits lie together.
+                float* result = results + (one.first_row + (head * one.splits + split) * one.rows) * per_row_;
                 with_type(p_.k.dtype, [&](auto kind) {
-                    attend<decltype(kind)>(
-                        part, one.rows, mine_q, mine_scores, results + (one.first_row + number * one.rows) * per_row_);
+                    attend<decltype(kind)>(part, one.rows, mine_q, mine_scores, result, one.splits * one.rows * per_row_);
                 });
             });
             merging.all(p_.sequences * p_.kv_heads, [&](int64_t task) {
@@ -120,29 +126,13 @@ private:
         return static_cast<const T*>(x.data) + page * x.stride_page + place * x.stride_token + head * x.stride_head;
     }
 
-    // Of each row: the output, not divided yet, the largest score, and the sum of the exponentials less that.
+    // Of each row: the output, not divided yet, the largest score, and the sum of the exponentials less that. Results of
+    // heads are `step` apart.
     template <class T>
-    void attend(const Part& part, int64_t rows, float* q, float* scores, float* result) const {
-        const int64_t begin = p_.ends[part.sequence], per_row = per_row_;
+    void attend(const Part& part, int64_t rows, float* q, float* scores, float* results, int64_t step) const {
+        const int64_t begin = p_.ends[part.sequence];
         const int64_t padded = (rows + kRows - 1) / kRows * kRows;
-        for (int64_t row = 0; row < padded; row++) {
-            float* to = q + row * pitch_;
-            for (int64_t i = 0; i < pitch_; i += W) store(to + i, vf{});
-            if (row >= rows) continue;
-            const int64_t query = begin + row / groups_, head = part.head * groups_ + row % groups_;
-            with_float_type(p_.q.dtype, [&](auto kind) {
-                using Q = decltype(kind);
-                const Q* from = static_cast<const Q*>(p_.q.data) + query * p_.q.stride_t + head * p_.q.stride_h;
-                for (int64_t i = 0; i < p_.dim; i += W) store(to + i, load(from + i, p_.dim - i), p_.dim - i);
-            });
-        }
-        for (int64_t row = 0; row < rows; row++) {
-            float* own = result + row * per_row;
-            for (int64_t i = 0; i < value_pitch_; i += W) store(own + i, vf{});
-            own[value_pitch_] = -__builtin_inff();
-            own[value_pitch_ + 1] = 0.0f;
-        }
-        const float scale = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[part.head] : 1.0f);
+        for (int64_t h = 0; h < part.heads; h++) prepare(begin, part.head + h, rows, padded, q + h * padded * pitch_, results + h * step);
         const T* keys[kChunk];
         const T* values[kChunk];
         for (int64_t from = part.begin; from < part.end; from += kChunk) {
@@ -151,19 +141,47 @@ private:
                 keys[j] = line<T>(*this, p_.k, part.sequence, from + j, part.head);
                 values[j] = line<T>(*this, p_.v, part.sequence, from + j, part.head);
             }
-            for (int64_t row = 0; row < rows; row += kRows) {
-                with_rows(rows - row, [&](auto height) {
-                    multiply<T, height()>(*this, keys, values, count, q + row * pitch_, scores + row * kChunk, row == 0);
-                });
+            for (int64_t h = 0; h < part.heads; h++) {
+                const float scale = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[part.head + h] : 1.0f);
+                float* result = results + h * step;
+                for (int64_t row = 0; row < rows; row += kRows) {
+                    const float* own = q + (h * padded + row) * pitch_;
+                    with_rows(rows - row, [&](auto height) {
+                        multiply<T, height()>(*this, keys, values, count, own, scores + row * kChunk, row == 0);
+                    });
+                }
+                for (int64_t row = 0; row < rows; row++) {
+                    weigh(span_of(begin + row / groups_), from, count, scale, scores + row * kChunk, result + row * per_row_);
+                }
+                for (int64_t row = 0; row < rows; row += kRows) {
+                    with_rows(rows - row, [&](auto height) {
+                        add<T, height()>(*this, values, count, scores + row * kChunk, result + row * per_row_);
+                    });
+                }
+                for (int64_t j = 0; j < count; j++) {
+                    keys[j] += p_.k.stride_head;
+                    values[j] += p_.v.stride_head;
+                }
             }
-            for (int64_t row = 0; row < rows; row++) {
-                weigh(span_of(begin + row / groups_), from, count, scale, scores + row * kChunk, result + row * per_row);
-            }
-            for (int64_t row = 0; row < rows; row += kRows) {
-                with_rows(rows - row, [&](auto height) {
-                    add<T, height()>(*this, values, count, scores + row * kChunk, result + row * per_row);
-                });
-            }
+        }
+    }
+
+    // Widen the queries of a head of keys, and clear their results.
+    void prepare(int64_t begin, int64_t kv_head, int64_t rows, int64_t padded, float* q, float* result) const {
+        for (int64_t row = 0; row < padded; row++) {
+            float* to = q + row * pitch_;
+            for (int64_t i = 0; i < pitch_; i += W) store(to + i, vf{});
+            if (row >= rows) continue;
+            const int64_t query = begin + row / groups_, head = kv_head * groups_ + row % groups_;
+            with_float_type(p_.q.dtype, [&](auto kind) {
+                using Q = decltype(kind);
+                const Q* from = static_cast<const Q*>(p_.q.data) + query * p_.q.stride_t + head * p_.q.stride_h;
+                for (int64_t i = 0; i < p_.dim; i += W) store(to + i, load(from + i, p_.dim - i), p_.dim - i);
+            });
+            float* own = result + row * per_row_;
+            for (int64_t i = 0; i < value_pitch_; i += W) store(own + i, vf{});
+            own[value_pitch_] = -__builtin_inff();
+            own[value_pitch_ + 1] = 0.0f;
         }
     }
 
@@ -188,7 +206,9 @@ private:
             if (first) {  // the other rows find them in the cache
                 for (int64_t next = j; next < j + 2 && next < count; next++) {
                     prefetch(reinterpret_cast<const char*>(values[next]), self.p_.value_dim * sizeof(T));
-                    if (next + 8 < count) prefetch(reinterpret_cast<const char*>(keys[next + 8]), dim * sizeof(T));
+                    // After the last come the first ones of the next head.
+                    const T* ahead = next + 8 < count ? keys[next + 8] : keys[(next + 8) % count] + self.p_.k.stride_head;
+                    prefetch(reinterpret_cast<const char*>(ahead), dim * sizeof(T));
                 }
             }
             vf sums[2][R] = {};
@@ -244,10 +264,24 @@ private:
     template <class T, int R>
     KPT_INLINE void add(const Kernel& self, const T* const* values, int64_t count, const float* weights, float* result) {
         const int64_t dim = self.p_.value_dim;
+        const int64_t together = self.p_.v.stride_token * static_cast<int64_t>(sizeof(T)) > kFar ? kTogether : kChunk;
+        for (int64_t from = 0; from < count; from += together) {
+            const int64_t to = count - from < together ? count : from + together;
+            add_some<T, R>(values, from, to, dim, self.per_row_, weights, result);
+        }
+    }
+
+    template <class T, int R>
+    KPT_INLINE void add_some(
+        const T* const* values, int64_t first, int64_t past, int64_t dim, int64_t per_row, const float* weights, float* result) {
         int64_t i = 0;
         for (; i + 2 * W <= dim; i += 2 * W) {
-            vf sums[R][2] = {};
-            for (int64_t j = 0; j < count; j++) {
+            vf sums[R][2];
+            for (int row = 0; row < R; row++) {
+                sums[row][0] = load(result + row * per_row + i);
+                sums[row][1] = load(result + row * per_row + i + W);
+            }
+            for (int64_t j = first; j < past; j++) {
                 const vf a = load(values[j] + i), b = load(values[j] + i + W);
                 for (int row = 0; row < R; row++) {
                     const vf weight = splat(weights[row * kChunk + j]);
@@ -256,16 +290,15 @@ private:
                 }
             }
             for (int row = 0; row < R; row++) {
-                float* to = result + row * self.per_row_ + i;
-                store(to, load(to) + sums[row][0]);
-                store(to + W, load(to + W) + sums[row][1]);
+                store(result + row * per_row + i, sums[row][0]);
+                store(result + row * per_row + i + W, sums[row][1]);
             }
         }
         for (; i < dim; i += W) {
             for (int row = 0; row < R; row++) {
                 vf sum = {};
-                for (int64_t j = 0; j < count; j++) sum += load(values[j] + i, dim - i) * splat(weights[row * kChunk + j]);
-                float* to = result + row * self.per_row_ + i;
+                for (int64_t j = first; j < past; j++) sum += load(values[j] + i, dim - i) * splat(weights[row * kChunk + j]);
+                float* to = result + row * per_row + i;
                 store(to, load(to) + sum);
             }
         }
