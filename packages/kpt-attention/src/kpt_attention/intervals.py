@@ -47,15 +47,21 @@ def complement(rows: Tensor, keys: int) -> Tensor:
     return tidy(torch.cat((edge, rows[..., 1]), -1), torch.cat((rows[..., 0], edge + keys), -1))
 
 
-def runs(allowed: Tensor) -> Tensor:
-    """Return the runs of True in `[..., keys]` bool as intervals `[..., n, 2]`."""
-    padded = torch.nn.functional.pad(allowed.to(torch.int8), (1, 1))
-    steps = padded.diff(dim=-1)
-    places = torch.arange(steps.shape[-1], device=steps.device)
-    count = int((steps == 1).sum(-1).max()) if steps.numel() else 0
-    far = steps.shape[-1]
-    both = [places.expand(steps.shape).masked_fill(steps != sign, far).sort(-1).values[..., :count] for sign in (1, -1)]
-    return tidy(both[0], both[1]) if count else rows_of(allowed[..., 0:0].new_zeros((*allowed.shape[:-1], 1)))
+def runs(allowed: Tensor, most: int | None = None) -> Tensor | None:
+    """Return the runs of True in `[..., keys]` bool as intervals `[..., n, 2]`; None if a row has more than `most`."""
+    flat = allowed.flatten(0, -2)
+    edge = flat.new_zeros((len(flat), 1))
+    changes = torch.cat((edge, flat), 1) ^ torch.cat((flat, edge), 1)
+    counts = changes.sum(-1, dtype=torch.int32) // 2
+    count = int(counts.max()) if len(flat) else 0
+    if most is not None and count > most:
+        return None
+    places = changes.nonzero()  # of each row begins and ends in turn
+    row = places[::2, 0]
+    order = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    found = torch.zeros((len(flat), max(count, 1), 2), dtype=torch.int64, device=flat.device)
+    found[row, order] = places[:, 1].view(-1, 2)
+    return found.view(*allowed.shape[:-1], *found.shape[1:])
 
 
 def rows_of(nothing: Tensor) -> Tensor:

@@ -163,11 +163,9 @@ class Dense(Mask):
 
     def intervals(self, extent: Extent) -> Tensor | None:
         mask = self.mask.to(extent.device)
-        # More runs than may be kept as intervals are counted first, so that no long list of them is made.
-        starts = (mask[..., 1:] & ~mask[..., :-1]).sum(-1)
-        if mask.numel() and starts.numel() and int(starts.max()) + 1 > MOST_INTERVALS:
+        found = runs(mask, MOST_INTERVALS)
+        if found is None:
             return None
-        found = runs(mask)
         return found.expand(*found.shape[:2], extent.queries, *found.shape[3:]) if mask.shape[2] == 1 else found
 
     def spread(self) -> tuple[bool, bool]:
