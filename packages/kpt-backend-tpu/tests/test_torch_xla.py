@@ -8,7 +8,7 @@ import torch
 
 import kpt_core
 from kpt_attention import attention, causal, document
-from kpt_backend_tpu import BACKEND, memory_stats
+from kpt_backend_tpu import BACKEND, Bucketed, TPUOptimizer, compilations, memory_stats, powers_of_two
 from kpt_core import InputError
 from kpt_moe import MoEConfig, MoELayer
 
@@ -68,3 +68,31 @@ def test_attention_of_packed_documents_is_what_it_is_on_the_cpu(dtype):
 def test_a_platform_that_does_not_tell_its_memory_is_named():
     with pytest.raises(InputError, match="xla:0 does not tell its memory"):
         memory_stats()
+
+
+def test_sizes_of_a_few_buckets_are_compiled_once_each():
+    torch.manual_seed(0)
+    here = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.GELU(), torch.nn.Linear(40, 24))
+    there = Bucketed(copy.deepcopy(here).to("xla"), powers_of_two(8, 32))
+    counts = {}
+    with torch.no_grad():
+        for rows in (3, 8, 5, 17, 30, 9, 1, 32, 12):
+            x, before = torch.randn(rows, 24), compilations()
+            torch.testing.assert_close(there(x), here(x), rtol=1e-4, atol=1e-5)
+            counts[rows] = (compilations() - before).compiled
+        torch.testing.assert_close(there(x.to("xla")).cpu(), here(x), rtol=1e-4, atol=1e-5)
+    assert min(counts[rows] for rows in (3, 17, 9)) > 0  # the first of each size
+    assert not any(counts[rows] for rows in (8, 5, 30, 1, 32, 12))
+
+
+def test_an_optimiser_keeps_what_pays_and_the_model_gives_the_same():
+    torch.manual_seed(0)
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 64)),
+        torch.randn(32, 64),
+    )
+    found = TPUOptimizer("balanced", device="xla").optimize_for_inference(model, x)
+    assert next(found.model.module.parameters()).device.type == "xla"
+    outcomes = {outcome.step: outcome for outcome in found.report.outcomes}
+    assert {"mixed_precision", "compile"} <= outcomes.keys()
+    torch.testing.assert_close(found.model(x.to("xla")).cpu().float(), model(x), rtol=2e-2, atol=2e-2)

@@ -19,13 +19,17 @@ from kpt_backend_tpu import (
     BACKEND,
     CHIPS,
     TPUS,
+    Bucketed,
     TPUBackend,
     TPUConfig,
+    TPUOptimizer,
     bridge,
     chips,
+    compilations,
     device_info,
     environment,
     memory_stats,
+    powers_of_two,
 )
 from kpt_backend_tpu.chips import attached, capabilities_of
 from kpt_backend_tpu.tiles import LANES, MOST_TILES, most_rows, tile_of
@@ -241,3 +245,33 @@ def test_the_entry_point_names_it_and_all_that_is_promised_is_there():
     assert kpt_core.backends()["tpu"] is BACKEND
     assert [name for name in kpt_backend_tpu.__all__ if not hasattr(kpt_backend_tpu, name)] == []
     assert Path(kpt_backend_tpu.__file__).with_name("py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda: Bucketed(torch.nn.Identity(), (8, 4)), r"sizes must be positive and rise; got \[8, 4\]"),
+        (lambda: Bucketed(torch.nn.Identity(), (4, 8))(torch.ones(9, 2)), "9 rows; the largest size is 8"),
+        (lambda: Bucketed(torch.nn.Identity(), (4,))(torch.ones(2), torch.ones(3)), "inputs must have one size of dim"),
+        (lambda: powers_of_two(0, 4), "sizes must be positive and rise; got 0 and 4"),
+        (compilations, "compilations are counted by torch_xla: "),
+        (lambda: TPUOptimizer(device="xla"), "device 'xla' can't be used: "),
+    ],
+)
+def test_wrong_use_of_what_is_for_xla_is_a_sentence(action, message):
+    with pytest.raises(InputError, match=message):
+        action()
+
+
+def test_rows_that_were_added_are_cut_off_again():
+    seen = []
+
+    def module(x, y):
+        seen.append(tuple(x.shape))
+        return x + 1, y * 2
+
+    x, y = torch.randn(2, 5, 3), torch.randn(2, 5)
+    one, two = Bucketed(module, powers_of_two(4, 9), dim=1)(x, y)
+    assert seen == [(2, 8, 3)]
+    assert torch.equal(one, x + 1)
+    assert torch.equal(two, y * 2)

@@ -8,6 +8,7 @@ from kpt_optimize.accelerator import DeviceInfo, MemoryStatistics, Peaks, Prepar
 from .backend import BACKEND, TPUBackend, TPUConfig, device_info, memory_stats
 from .chips import CHIPS, TPUS, Chip
 from .environment import Environment, environment
+from .xla import Bucketed, Compilations, TPUOptimizer, compilations, powers_of_two
 
 __version__ = "0.1.0"
 
@@ -15,7 +16,9 @@ __all__ = [
     "BACKEND",
     "CHIPS",
     "TPUS",
+    "Bucketed",
     "Chip",
+    "Compilations",
     "DeviceInfo",
     "Environment",
     "MemoryStatistics",
@@ -23,7 +26,10 @@ __all__ = [
     "PreparedModel",
     "TPUBackend",
     "TPUConfig",
+    "TPUOptimizer",
+    "compilations",
     "device_info",
     "environment",
     "memory_stats",
+    "powers_of_two",
 ]

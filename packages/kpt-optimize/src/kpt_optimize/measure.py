@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from kpt_core import backends
+
 #: Twice the standard error that a settled gain has at most, as a share of it.
 SETTLED = 0.05
 
@@ -62,9 +64,14 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device; nothing on a CPU."""
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)
+    """Wait for the device, as the backend that it is of does: XLA's devices run nothing before. Nothing on a CPU."""
+    if device.type in ("cpu", "meta"):
+        return
+    for backend in backends().values():
+        if device.type in backend.device_types:
+            backend.synchronize(device)
+            return
+    torch.accelerator.synchronize(device)
 
 
 def interleaved_times(
@@ -189,12 +196,16 @@ def _plain(output: Any) -> Any:
 
 def parameter_bytes(module: nn.Module) -> int:
     """Count bytes of distinct parameters and buffers; of tensors that wrap others, as quantised ones do, of those."""
-    storages = {
-        t.untyped_storage().data_ptr() or id(t): t.untyped_storage().nbytes()
-        for whole in (*module.parameters(), *module.buffers())
-        for t in _in_memory(whole)
-    }
-    return sum(storages.values())
+    tensors = (each for whole in (*module.parameters(), *module.buffers()) for each in _in_memory(whole))
+    return sum(dict(map(_storage, tensors)).values())
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Return what tells a tensor's memory from others', and its bytes; tensors on `xla` tell nothing of theirs."""
+    if tensor.device.type == "xla":
+        return id(tensor), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or id(tensor), storage.nbytes()
 
 
 def _in_memory(tensor: Any) -> Iterator[Tensor]:
