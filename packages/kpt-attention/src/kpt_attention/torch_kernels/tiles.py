@@ -20,6 +20,7 @@ from kpt_core import Call
 _RUN = 4
 #: Scores of all heads and sequences that are computed at once, at most, where one head has less.
 _SCORES = 1 << 20
+_FEW_ROWS = 8
 
 
 @dataclass(slots=True)
@@ -141,7 +142,9 @@ class _Tile:
     def scores(self, k: Tensor, keys: range, allowed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the scores against a run of keys, and the slope of the cap; what does not count is -inf."""
         call, slope = self.call, None
-        scores = (self.q * scale_of(call)) @ k.mT
+        scaled = self.q * scale_of(call)
+        # Of few rows (steps of decoding) the transposed product reads keys twice as fast.
+        scores = (k @ scaled.mT).mT.contiguous() if scaled.shape[2] <= _FEW_ROWS else scaled @ k.mT
         if call.softcap:
             capped = (scores / call.softcap).tanh_()
             slope = 1 - capped.square()
