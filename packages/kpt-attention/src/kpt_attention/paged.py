@@ -142,7 +142,7 @@ def spans(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if ends is None:
         sequence, position = rows, lengths - 1
     else:
-        sequence = torch.searchsorted(ends, rows.int(), right=True) - 1
+        sequence = torch.searchsorted(ends.contiguous(), rows.int(), right=True) - 1
         sequence = sequence.clamp(0, max(len(lengths) - 1, 0))
         position = lengths[sequence] - ends[sequence + 1] + rows
     past = ((position + 1) if call.causal else lengths[sequence]).clamp(min=0)

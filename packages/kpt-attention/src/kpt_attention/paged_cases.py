@@ -60,8 +60,9 @@ def _build(
     given: Arguments = {}
     tokens = sequences
     if queries > 1:
-        each = torch.randint(0, queries + 1, (sequences,), generator=generator)
-        each[:1] = queries
+        # As many in all whatever is drawn; the order varies.
+        each = (queries - torch.arange(sequences) * 7) % (queries + 1)
+        each = each[torch.randperm(sequences, generator=generator)]
         given["cu_seqlens_q"] = torch.cat((torch.zeros(1, dtype=torch.int64), each.cumsum(0))).int()
         tokens = int(each.sum())
     if scales:

@@ -149,7 +149,7 @@ def _different_bits(first: Tensor, second: Tensor) -> Tensor:
 
     A NaN is a NaN, but in 8 bits: there results are codes that others read, and which one stands for NaN is said.
     """
-    flat = [t.detach().to("cpu").flatten() for t in (first, second)]
+    flat = [t.detach().to("cpu").flatten().contiguous() for t in (first, second)]
     bits = [t.view(torch.uint8).view(t.numel(), -1) for t in flat]
     different = (bits[0] != bits[1]).any(1)
     if first.is_floating_point() and first.dtype.itemsize > 1:

@@ -23,6 +23,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor | None]:
     if ends is None:
         ends, position = torch.arange(len(q) + 1, dtype=torch.int32), lengths - 1
     else:
+        ends = ends.contiguous()
         rows = torch.arange(len(q), dtype=torch.int32)
         sequence = torch.searchsorted(ends, rows, right=True) - 1
         lengths = lengths[sequence]
