@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_optimize.cases import Accuracy, Arguments, Case, CaseTable, Domain, Sizes, WrongInput
-
-from .dense import dense
-from .mask_algebra import Mask
-from .masks import (
+from kpt_attention.dense import dense
+from kpt_attention.mask_algebra import Mask
+from kpt_attention.masks import (
     causal,
     dense_mask,
     document,
@@ -24,7 +22,8 @@ from .masks import (
     prefix_lm,
     sliding_window,
 )
-from .plan import BLOCK, allowed_keys
+from kpt_attention.plan import BLOCK, allowed_keys
+from kpt_optimize.cases import Accuracy, Arguments, Case, CaseTable, Domain, Sizes, WrongInput
 
 #: Masks that are tried, by what they lower to: nothing, causality, one interval, several, blocks; alike for all
 #: sequences and heads or not; with rows that see nothing or without.

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kpt_attention.cases import _case, _normal, _wrong
+from kpt_attention.paged import FP8, paged, spans
 from kpt_core import InputError
 from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes
-
-from .cases import _case, _normal, _wrong
-from .paged import FP8, paged, spans
 
 _CACHES = (None, *FP8)
 
