@@ -1,4 +1,4 @@
-"""What the documents promise: code runs, links lead somewhere, and sentences that they quote are in the source."""
+"""Hold the documents to what they promise: code runs, links lead somewhere, and sentences that they quote are in the source."""
 
 import ast
 import json

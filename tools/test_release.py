@@ -1,4 +1,4 @@
-"""What `nox -s release` refuses."""
+"""Hold `nox -s release` to what it must refuse."""
 
 import zipfile
 from pathlib import Path

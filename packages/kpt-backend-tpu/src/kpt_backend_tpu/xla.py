@@ -1,4 +1,4 @@
-"""What XLA wants of a program: few shapes, and an optimiser of models that asks it."""
+"""Give XLA few shapes to compile, count what it compiled, and optimise models for it."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the ops on paged caches are tried on, for the entry-point group `kpt.cases`."""
+"""Cases of the ops on paged caches, for the entry-point group `kpt.cases`."""
 
 import math
 from collections.abc import Mapping

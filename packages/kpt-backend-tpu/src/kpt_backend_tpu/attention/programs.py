@@ -1,4 +1,4 @@
-"""What the kernel is compiled for ahead of time, and what its code must be, chip by chip."""
+"""List what the kernel is compiled for ahead of time, and what its code must be, chip by chip."""
 
 from functools import partial
 from typing import Any

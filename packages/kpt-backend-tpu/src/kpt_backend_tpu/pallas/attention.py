@@ -42,7 +42,7 @@ class _Mask(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What the kernels are specialised for.
+    """Hold what the kernels are specialised for.
 
     Attributes:
         queries: of a sequence.
