@@ -1,4 +1,4 @@
-"""Hold the documents to what they promise: code runs, links lead somewhere, and sentences that they quote are in the source."""
+"""Hold the documents to what they promise: code runs, links lead somewhere, quoted sentences are in the source."""
 
 import ast
 import json
