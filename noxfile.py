@@ -35,7 +35,7 @@ SCHEMAS = {
     "github-issue-forms": [f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "device", "idea")],
     "citation-file-format": ["CITATION.cff"],
 }
-TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-xdist", "ruff", "types-psutil")
+TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
 #: What so many commits changed is held to more trials by each run of the suite.
@@ -46,7 +46,8 @@ BIN = Path(".nox/workspace/bin").absolute()
 OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
 NATIVE = "packages/kpt-backend-cpu/tests/native"
 #: A process for each core; each test stays small, so more threads would only wait for each other.
-SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses=8", "--dist=worksteal")
+#: A test that hangs ends its process, which says where, so that the others go on; none takes a quarter of that.
+SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses=8", "--dist=worksteal", "--timeout=480", "--timeout-method=thread")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 in_workspace = nox.session(venv_backend="none", requires=["workspace"])
 
@@ -410,7 +411,7 @@ def ipex(session: nox.Session) -> None:
     """Hold IPEX's kernel to the whole suite, beside torch 2.8. Not in CI: that torch brings 3 GB of CUDA libraries."""
     asked = Asked(session)
     wanted = (*requirements("kpt-backend-xpu", "kpt-conformance"), "torch", "intel_extension_for_pytorch")
-    session.install("-c", IPEX, "--build-constraint", PINS, *wanted, "pytest-xdist")
+    session.install("-c", IPEX, "--build-constraint", PINS, *wanted, "pytest-timeout", "pytest-xdist")
     report = f"--kpt-report={asked.report.absolute() / 'ipex.json'}"
     session.run("pytest", "--kpt-backend=ipex", "-q", *SIDE_BY_SIDE, report, *asked.rest, env=ONE_THREAD)
 
@@ -428,7 +429,7 @@ def tpu(session: nox.Session) -> None:
     prove(session, asked, "tpu", "interpreted", "--kpt-device=cpu", env=by_jax, values=False, trials=4)
     if asked.for_part("xla"):
         wanted = (*requirements("kpt-backend-tpu", "kpt-conformance"), *extra_of("kpt-backend-tpu", "xla"))
-        session.install("-c", TORCH_XLA, "--build-constraint", PINS, *wanted, "pytest-xdist")
+        session.install("-c", TORCH_XLA, "--build-constraint", PINS, *wanted, "pytest-timeout", "pytest-xdist")
         env = {**ONE_THREAD, "PJRT_DEVICE": "CPU", "KPT_TPU_INTERPRET": "1"}
         session.run("pytest", "packages/kpt-backend-tpu/tests/test_torch_xla.py", "-W", "default", env=env)
         session.run("python", "examples/tpu_integration.py", env=env)

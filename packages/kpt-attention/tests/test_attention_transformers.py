@@ -252,7 +252,10 @@ def test_continuous_batching_gives_the_tokens_of_generate(family: str) -> None:
     wanted = [
         model.generate(torch.tensor([prompt]), generation_config=told)[0, len(prompt) :].tolist() for prompt in prompts
     ]
-    found = enable_continuous_batching(model).generate_batch(prompts, generation_config=told)
+    room = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64)  # else most of all memory
+    found = enable_continuous_batching(model).generate_batch(
+        prompts, generation_config=told, continuous_batching_config=room
+    )
     assert [found[f"req_{place}"].generated_tokens for place in range(4)] == wanted
     with pytest.raises(ValueError, match="kpt is not supported for continuous batching"):  # a model that was not asked
         decoder(family, "kpt").generate_batch(prompts, generation_config=told)

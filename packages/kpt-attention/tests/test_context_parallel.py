@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,7 +26,7 @@ OPTIONS: dict[str, Any] = {"scale": 0.3, "softcap": 5.0}
 LAYOUTS = ("balanced", "zigzag", "contiguous")
 DOCUMENTS = document(torch.tensor([0] * 90 + [1] * 7 + [2] * 110 + [3] * 54))
 #: The largest error of bfloat16 by that of one process, forward and each gradient: see docs/context_parallel.md.
-UPCAST, ROUNDED = 1.1, 2.5
+UPCAST, ROUNDED = 1.1, 4.0
 
 
 def draw(tokens: int, heads: int = 4, kv_heads: int = 4, batch: int = 2) -> list[Tensor]:
@@ -266,26 +267,28 @@ def run_rank(rank: int, folder: Path) -> None:
         except BaseException:
             failed = traceback.format_exc()
         (folder / f"{list(CHECKS).index(name)}-{rank}.json").write_text(json.dumps(failed))
-        if failed:  # the others wait for this rank
-            break
+        if failed:  # the others wait for this rank until their limit, and fail, too
+            return
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.start_processes(run_rank, (folder,), RANKS, start_method="spawn")
-    return folder
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_ranks(ranks: Path, name: str) -> None:
-    for rank in range(RANKS):
-        file = ranks / f"{list(CHECKS).index(name)}-{rank}.json"
-        assert file.exists(), "not run: an earlier check failed"
-        failed = json.loads(file.read_text())
-        assert not failed, failed
+def test_on_ranks(tmp_path: Path) -> None:
+    """One test, so that the ranks are started once, however many processes share the tests."""
+    context = torch.multiprocessing.start_processes(run_rank, (tmp_path,), RANKS, join=False, start_method="spawn")
+    assert context is not None
+    deadline = time.monotonic() + 240
+    try:
+        while not context.join(timeout=5):
+            done = sorted(file.name for file in tmp_path.glob("*.json"))
+            assert time.monotonic() < deadline, f"the ranks hang after {done}"
+    finally:
+        for process in context.processes:
+            process.kill()
+    for place, name in enumerate(CHECKS):
+        files = [tmp_path / f"{place}-{rank}.json" for rank in range(RANKS)]
+        found = [json.loads(file.read_text()) if file.exists() else "not run" for file in files]
+        assert not any(found), "\n".join([name, *(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)])
 
 
 SIZES = [(name, tokens) for name in ("causal", "documents", "both") for tokens in (1000, 8192, 20_011)]
