@@ -4,23 +4,32 @@ import kpt_attention.transformers
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kpt")
 
 The attention function and the mask function are registered under one name: transformers gives no mask, and says
-nothing, where the second one is missing. A model's mask is a bool tensor, as for `"sdpa"`, since models change it in
-many ways; it is lowered once for all layers that share it.
+nothing, where the second one is missing. A model's mask looks as for `"sdpa"`, a bool tensor, since models change it in
+many ways; but where a model's functions of it are known it is not there until somebody looks into it, so that a long
+prompt takes no memory of Q x K. It is lowered once for all layers that share it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    and_masks,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 
 from kpt_core import InputError, KptWarning
 from kpt_core.errors import warn_caller
 
 from .dense import dense
 from .masks import causal, dense_mask, sliding_window
+from .model_masks import ModelMask, read
 from .packed import packed
 from .paged import paged
 from .plan import BLOCK, Plan
@@ -28,6 +37,8 @@ from .plan import BLOCK, Plan
 __all__ = ["NAME", "enable_continuous_batching", "kpt_attention_forward", "kpt_attention_mask"]
 
 NAME = "kpt"
+#: Masks of fewer queries, as steps of decoding have, are made dense: they are lowered as fast.
+FEW = 16
 
 #: What models pass along that says nothing of the scores, or that the mask has already.
 _KNOWN = frozenset({
@@ -37,10 +48,39 @@ _KNOWN = frozenset({
 })  # fmt: skip
 
 
+class _Wanted(Exception):
+    """Raised where transformers would evaluate a mask function."""
+
+
+def _wanted(*_: Any) -> Tensor:
+    raise _Wanted
+
+
 def kpt_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the mask of a model as bool `[B, 1, Q, K]`, or None where causality or nothing is all there is."""
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+    """Return the mask of a model as bool `[B, 1, Q, K]`, or None where causality or nothing is all there is.
+
+    From `FEW` queries on it is a `ModelMask` where the model's functions are known, and nothing compiles.
+    """
+    if args or kwargs.get("q_length", 0) < FEW or torch.compiler.is_compiling():
+        return sdpa_mask(*args, **kwargs)
+    # Dense, it is a tensor always.
+    asked = kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    try:
+        return sdpa_mask(**kwargs | {"mask_function": _wanted, "use_vmap": False})
+    except _Wanted:
+        pass
+    batch, queries, keys = (kwargs[name] for name in ("batch_size", "q_length", "kv_length"))
+    first, behind = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
+    function = kwargs.get("mask_function", causal_mask_function)
+    seen = prepare_padding_mask(kwargs.get("attention_mask"), keys, behind)
+    if seen is not None:
+        function = and_masks(function, padding_mask_function(seen))
+    numbers = isinstance(first, int) and isinstance(behind, int)
+    known = read(function, keys, behind) if numbers and behind <= first <= behind + keys - queries else None
+    if known is None:
+        return sdpa_mask(**kwargs)
+    sizes, device = (batch, queries, keys), kwargs.get("device", "cpu")
+    return ModelMask.of(known, sizes, first - behind, device, lambda: cast(Tensor, sdpa_mask(**asked)).contiguous())
 
 
 def kpt_attention_forward(
@@ -116,7 +156,8 @@ def kpt_attention_forward(
         bias, attention_mask = additive if bias is None else bias + additive, None
         plan = Plan()
     elif attention_mask is not None:
-        plan = _lowered(attention_mask, query, key)
+        known = attention_mask.plan(key.shape[2]) if isinstance(attention_mask, ModelMask) else None
+        plan = known or _lowered(attention_mask, query, key)
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         # A window is in the mask, and an argument beside it; continuous batching gives no mask.
@@ -185,6 +226,8 @@ def _warn_of_packing(positions: Any) -> None:
 def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:
     """Return the plan of a bool mask, which is made once for the layers that share the tensor."""
     sizes = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    if isinstance(mask, ModelMask):
+        mask = mask.whole()
     if mask.dim() != 4 or mask.shape[2] not in (1, sizes[2]):
         raise InputError(f"{NAME}: a bool mask of {list(mask.shape)}; expected [B or 1, H or 1, {sizes[2]} or 1, keys]")
     if torch.compiler.is_compiling():
