@@ -236,8 +236,9 @@ DENSE = CaseTable(
     ),
     gradients=("q", "k", "v", "bias", "alibi_slopes", "relative_bias", "sinks"),
     # Matrix units take probabilities and gradients of scores in the inputs' dtype, as FlashAttention-2's backward does;
-    # the reference rounds other factors. On average that is no worse, but the worst element of a few thousand is.
-    tolerances={f"gradient of {name}": Accuracy(1.1, 2.5, "both factors of its products are rounded") for name in "qk"},
+    # the reference rounds other factors. On average that is hardly worse, but the worst element of a few thousand is;
+    # and where all keys weigh alike (q and k small) every key has the same error, so that the average is of few.
+    tolerances={f"gradient of {name}": Accuracy(1.4, 2.5, "both factors of its products are rounded") for name in "qk"},
     padding=_unseen,
     specified=_specified,
     reduction=lambda arguments: max(
