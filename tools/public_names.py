@@ -1,11 +1,28 @@
-"""The public names of a package: what its `__all__`, and those of its folders, list."""
+"""The public names of a package: what its `__all__`, and those of its folders, list; and pages that show them."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 #: Folders that several modules share, which no user imports.
 INTERNAL = {"kpt_core.dispatch"}
+#: Whose Python blocks run; those that are meant as examples of names first.
+PAGES = [
+    *sorted(ROOT.glob("docs/by-example/*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/hardware/*.md")),
+    *sorted(ROOT.glob("packages/*/README.md")),
+    ROOT / "README.md",
+]
+_PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+_CODE = {page: "\n".join(_PYTHON.findall(page.read_text(encoding="utf-8"))) for page in PAGES}
+
+
+def page_showing(name: str) -> Path | None:
+    """Return the first page whose code has a name, if there is one."""
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    return next((page for page, code in _CODE.items() if word.search(code)), None)
 
 
 def listed(init: Path) -> list[str]:

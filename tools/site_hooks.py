@@ -13,7 +13,7 @@ from posixpath import normpath, relpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
-from public_names import ROOT, public_names
+from public_names import ROOT, page_showing, public_names
 
 LINK = re.compile(r"(?P<before>\]\(|^\[\d+\]: |src=\")(?P<target>[^)\s#\"]+)(?P<anchor>#[^)\s\"]*)?", re.M)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.M | re.S)
@@ -58,6 +58,9 @@ def reference(package: Path) -> str:
             # What is named like the module that it is in must be told apart from that.
             inside = f"{name}.{name}" if (folder / f"{name}.py").exists() else name
             lines.append(f"::: {module}.{inside}\n")
+            if page := page_showing(name):
+                path = page.relative_to(ROOT).as_posix()
+                lines.append(f"In code: [{path}]({relpath(place_of(path), 'reference')})\n")
         if elsewhere := [f"`{name}`" for name in names if name not in here]:
             lines += [f"{', '.join(elsewhere)} are those of [kpt-optimize](kpt-optimize.md).", ""]
     return "\n".join([f"# {package.name}", "", *lines]) if lines else ""

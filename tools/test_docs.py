@@ -11,16 +11,11 @@ from pathlib import Path
 
 import plot_minilm
 import pytest
+from public_names import PAGES
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = {".git", ".nox", ".venv", ".cache"}
 #: Whose code runs: all but decisions, which say what was true when they were made.
-PAGES = [
-    *ROOT.glob("README.md"),
-    *ROOT.glob("packages/*/README.md"),
-    *ROOT.glob("docs/*.md"),
-    *ROOT.glob("docs/hardware/*.md"),
-]
 READMES = sorted(path for path in PAGES if "```python" in path.read_text())
 SENTENCES = ROOT / "docs/troubleshooting.md"
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))

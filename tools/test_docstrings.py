@@ -1,11 +1,12 @@
-"""Every public name says what it is; a function begins with what it does, and gives the shapes of its tensors."""
+"""Every public name says what it is and is shown in code that runs; a function gives the shapes of its tensors."""
 
+import dataclasses
 import inspect
 import re
 from importlib import import_module
 
 import pytest
-from public_names import ROOT, public_names
+from public_names import ROOT, page_showing, public_names
 
 PACKAGES = ("kpt-core", "kpt-optimize", "kpt-moe", "kpt-fp8", "kpt-attention")
 NAMES = [
@@ -31,6 +32,11 @@ def test_a_public_name_is_documented(module: str, name: str) -> None:
     text = inspect.getdoc(found) or ""
     assert re.match(r"[A-Z`]", text), (
         f"{module}.{name} has no docstring, or one that begins in lower case: {text[:60]!r}"
+    )
+    # Errors, and results without methods to speak of, come from what is shown.
+    result = inspect.isclass(found) and (issubclass(found, Exception | tuple) or dataclasses.is_dataclass(found))
+    assert result or "Example:" in text or page_showing(name), (
+        f"no code of a document uses {module}.{name}: show it in docs/by-example, or under 'Example:' in its docstring"
     )
     if inspect.isclass(found):
         return

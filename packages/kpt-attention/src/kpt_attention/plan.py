@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_core import Call
+from kpt_core import Call, InputError
 
 #: Rows and columns of a block whose bits are kept.
 BLOCK = 128
@@ -77,7 +77,8 @@ def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK
     if plan.intervals is not None:
         state = torch.minimum(state, _of_intervals(plan.intervals, keys, block_q, block_k))
     if plan.blocks is not None:
-        assert (block_q, block_k) == (BLOCK, BLOCK)
+        if (block_q, block_k) != (BLOCK, BLOCK):
+            raise InputError(f"live_blocks: the plan has blocks of {BLOCK}; got block_q={block_q}, block_k={block_k}")
         state = torch.minimum(state, (plan.blocks > 0).to(torch.int8) + (plan.blocks == 1).to(torch.int8))
     return state
 

@@ -159,6 +159,8 @@ def live_state(device: torch.device) -> LiveState | str:
 
     NVIDIA's is NVML (package nvidia-ml-py), AMD's is AMD SMI (package amdsmi), Intel's is Level Zero Sysman.
     """
+    if device.type == "cpu":
+        return "a CPU has no management library to ask"
     of = torch.get_device_module(device)
     refusals: list[str] = []
 
