@@ -32,6 +32,7 @@ def test_a_public_name_is_documented(module: str, name: str) -> None:
     assert re.match(r"[A-Z`]", text), (
         f"{module}.{name} has no docstring, or one that begins in lower case: {text[:60]!r}"
     )
+    assert "\nExample:\n" not in text, f"{module}.{name}: the site shows code under `Examples:`, not under `Example:`"
     if inspect.isclass(found):
         return
     first = text.split(maxsplit=1)[0]
