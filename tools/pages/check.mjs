@@ -32,8 +32,9 @@ function look() {
     );
     wrong.push(`scrolls sideways: ${scrollWidth} of ${innerWidth} px; ${beyond.slice(-2).map(name).join("; ")}`);
   }
+  const cutting = ["hidden", "clip", ...(matchMedia("print").matches ? ["auto", "scroll"] : [])]; // paper does not scroll
   for (const element of document.querySelectorAll("td, td *, th, th *, :has(> table)")) {
-    const cuts = ["hidden", "clip"].includes(getComputedStyle(element).overflowX);
+    const cuts = cutting.includes(getComputedStyle(element).overflowX);
     if (cuts && element.clientWidth && element.scrollWidth > element.clientWidth) {
       wrong.push(`cut: ${name(element)}`);
     }
@@ -50,8 +51,9 @@ async function accessibility() {
   const { violations } = await axe.run(document, { runOnly: ["wcag2a", "wcag2aa"], resultTypes: ["violations"] });
   return violations.map(({ id, help, nodes }) => {
     const [first] = nodes;
-    const figures = first.any[0]?.data?.contrastRatio ? `, ${first.any[0].data.contrastRatio} to 1` : "";
-    return `${id} (${help}${figures}), ${nodes.length} times: ${first.target.join(" ")} ${first.html.slice(0, 120)}`;
+    const { contrastRatio, fgColor, bgColor } = first.any[0]?.data ?? {};
+    const figures = contrastRatio ? `, ${contrastRatio} to 1, ${fgColor} on ${bgColor}` : "";
+    return `${id} (${help}${figures}), ${nodes.length} times: ${first.target.join(" ")} ${first.html.slice(0, 120).replace(/\s+/g, " ")}`;
   });
 }
 
@@ -70,9 +72,11 @@ article a { text-decoration: underline } @media (max-width: 767px) { article.mar
 }
 
 /** Open an address at a width, keep a screenshot, and return what is wrong there. */
-async function check(page, { url, name, width, colorScheme = "light", media = "screen" }) {
-  await page.setViewportSize({ width, height: 900 });
-  await page.emulateMedia({ colorScheme, media });
+async function check({ url, name, width, colorScheme = "light", media = "screen" }) {
+  // A context of its own, because the site remembers the scheme of another view.
+  const context = await browser.newContext({ viewport: { width, height: 900 }, colorScheme });
+  const page = await context.newPage();
+  await page.emulateMedia({ media });
   await page.goto(url);
   await page.addScriptTag({ path: require.resolve("axe-core/axe.min.js") });
   const wrong = [...(await page.evaluate(look)), ...(await page.evaluate(accessibility))];
@@ -80,6 +84,7 @@ async function check(page, { url, name, width, colorScheme = "light", media = "s
   const height = Math.min(most, await page.evaluate(() => document.documentElement.scrollHeight));
   const path = join(out, `${name}-${width}.png`);
   await page.screenshot({ path, fullPage: true, clip: { x: 0, y: 0, width, height } });
+  await context.close();
   return wrong;
 }
 
@@ -94,7 +99,7 @@ await mkdir(out, { recursive: true });
 await writeFile(join(out, "broken.html"), BROKEN);
 const browser = await chromium.launch({
   executablePath,
-  chromiumSandbox: process.getuid() !== 0,
+  chromiumSandbox: process.getuid() !== 0, // which root cannot have
   args: ["--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update"],
 });
 const jobs = [];
@@ -113,9 +118,7 @@ for (const file of await readdir(site, { recursive: true })) {
   jobs.push({ name, url, width: 1280 }, { name, url, width: 400, colorScheme: "dark" });
 }
 
-const found = await check(await browser.newPage(), {
-  name: "broken", url: pathToFileURL(join(out, "broken.html")).href, width: 400,
-});
+const found = await check({ name: "broken", url: pathToFileURL(join(out, "broken.html")).href, width: 400 });
 let failures = 0;
 for (const finding of FINDINGS.filter((kind) => !found.some((text) => text.startsWith(kind)))) {
   console.log(`the page that is wrong on purpose passes: no "${finding}" among ${found.join("; ")}`);
@@ -123,9 +126,8 @@ for (const finding of FINDINGS.filter((kind) => !found.some((text) => text.start
 }
 const total = jobs.length;
 async function work() {
-  const page = await browser.newPage();
   for (let job = jobs.shift(); job; job = jobs.shift()) {
-    for (const text of await check(page, job)) {
+    for (const text of await check(job)) {
       console.log(`${job.name} at ${job.width} px: ${text}`);
       failures += 1;
     }

@@ -33,7 +33,7 @@ class Palette:
 
 
 #: For files that stand alone.
-PAPER = Palette("#1c2430", "#667080", "#dde2e8", "#9aa4b2", "#2f6fdf", "#d4622a")
+PAPER = Palette("#1c2430", "#667080", "#dde2e8", "#9aa4b2", "#2862c8", "#d4622a")
 #: Stand-ins that `inline` replaces by the page's variables, so that figures follow it into dark mode.
 CSS = Palette("#010101", "#020202", "#030303", "#040404", "#050505", "#060606")
 
