@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "report.html"
-FORMAT = 2
+FORMAT = 3
 #: Inches of a figure on a page of full width, and on a telephone's.
 WIDE, NARROW = 7.6, 3.5
 
