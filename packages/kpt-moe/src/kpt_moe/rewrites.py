@@ -39,7 +39,7 @@ class KptExperts:
         if not is_transformers_experts(module):
             from kpt_optimize import RejectedError
 
-            raise RejectedError(f"{type(module).__name__}, a rewrite that was kept before, is in their place")
+            raise RejectedError(f"another rewrite had put {type(module).__name__} in their place already")
         from . import transformers  # noqa: F401  registers the implementation
 
         clone: Any = copy.copy(module)

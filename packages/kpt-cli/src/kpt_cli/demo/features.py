@@ -88,7 +88,9 @@ def load_features(folder: Path) -> tuple[dict[str, Any], list[str]]:
         try:
             models[feature.name] = feature.load(folder)
         except ModuleNotFoundError as error:
-            missing.append(f"{feature.name} was left out: {error}; pip install ./packages/{feature.package} from a clone")
+            missing.append(
+                f"{feature.name} was left out: {error}; pip install ./packages/{feature.package} from a clone"
+            )
     return models, missing
 
 

@@ -51,9 +51,7 @@ def _figure(value: float, values: Sequence[float]) -> dict[str, float]:
     return {"value": value, "low": low, "high": high, "runs": len(values)}
 
 
-def _comparison(
-    name: str, unit: str, before: Figures, after: Figures, gain: float, low: float, high: float
-) -> Figures:
+def _comparison(name: str, unit: str, before: Figures, after: Figures, gain: float, low: float, high: float) -> Figures:
     """Return a figure before and after, with `gain`, how many times better it is, and what that may be by chance."""
     better, worse = ("smaller", "larger") if unit == "MiB" else ("faster", "slower")
     verdict = f"{gain:.2f}x {better}" if gain > 1 else f"{1 / gain:.2f}x {worse}"
@@ -76,12 +74,12 @@ def of_times(name: str, tokens: int, before: Sequence[float], after: Sequence[fl
     """Compare tokens per second, from the seconds of interleaved rounds."""
     # Ratios of neighbouring runs: a machine that slows down meanwhile does not count as a difference.
     ratios = [old / new for old, new in zip(before, after, strict=True)]
-    # What is shown is the round with the median ratio, so that the two speeds have the ratio that is shown with them.
-    gain = statistics.median_low(ratios)
-    shown = ratios.index(gain)
-    rates = ([tokens / seconds for seconds in part] for part in (before, after))
-    old, new = (_figure(part[shown], part) for part in rates)
-    return _comparison(name, "tokens/s", old, new, gain, *median_interval(ratios))
+    gain, (low, high) = statistics.median(ratios), median_interval(ratios)
+    rates = [tokens / seconds for seconds in before]
+    usual = statistics.median(rates)
+    # That of before times the ratio, so that all that is shown agrees; the median after may be of other rounds.
+    new = {"value": usual * gain, "low": usual * low, "high": usual * high, "runs": len(after)}
+    return _comparison(name, "tokens/s", _figure(usual, rates), new, gain, low, high)
 
 
 def of_bytes(name: str, before: Sequence[int], after: Sequence[int]) -> Figures:

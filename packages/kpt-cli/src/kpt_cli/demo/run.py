@@ -169,7 +169,7 @@ def show_result(result: Figures) -> None:
     say(
         f"Largest logit difference {difference['largest']:.2e} ({difference['relative']:.1e} of the largest logit); "
         f"the same likeliest token at {difference['same_choice']:.2%} of the positions. "
-        "Brackets: first to third quartile."
+        "Brackets: first to third quartile; of a speed after, the interval of its ratio to the one before."
     )
     if quality["beyond_budget"]:
         say(
