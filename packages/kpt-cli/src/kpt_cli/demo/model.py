@@ -72,7 +72,7 @@ def save_model(model: "Qwen3MoeForCausalLM", tokenizer: "PreTrainedTokenizerFast
 
 
 def load_model(folder: Path, **options: str) -> Any:
-    """Load a model as its user would: where no option asks for another, transformers' own default serves the experts."""
+    """Load a model as its user would: without options, transformers' own default serves experts and attention."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
