@@ -14,9 +14,6 @@ from kpt_cli.demo.measure import TRAINING, of_times
 #: Elements that have no end.
 VOID = {"meta", "br", "hr", "img", "link", "input", "source", "wbr"}
 
-#: One run of the demo takes a minute; the session `demo` has another.
-pytestmark = pytest.mark.slow
-
 
 class Page(HTMLParser):
     """Fails where elements don't nest, and notes what the page refers to."""
