@@ -5,7 +5,7 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs site wheels conformance cpu nvidia amd xpu tpu aot bench check clean
+.PHONY: help demo test lint fix types imports docs site pages wheels conformance cpu nvidia amd xpu tpu aot bench check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ docs: $(NOX) ## run README code and examples, check links and changelogs
 
 site: $(NOX) ## build the documentation as a site with an API reference
 	$(NOX) -s site $(PASS)
+
+pages: $(NOX) ## look at README, site and report in Chromium, with screenshots
+	$(NOX) -s pages
 
 wheels: $(NOX) ## build the packages and try them where only they are installed
 	$(NOX) -s wheels

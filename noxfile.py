@@ -209,6 +209,22 @@ def site(session: nox.Session) -> None:
     session.run("mkdocs", *(session.posargs or ("build",)), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
+@nox.session(venv_backend="none", requires=["workspace", "site"])
+def pages(session: nox.Session) -> None:
+    """Look at README, site and the demo's report in Chromium, wide and narrow; screenshots go to `reports/pages`.
+
+    A page that scrolls sideways, a cut cell, an image without text, or what axe finds against WCAG AA fails.
+    """
+    if (chromium := shutil.which("chromium")) is None or shutil.which("npm") is None:
+        session.error("install Chromium and npm (Node 20 or newer), on Debian: apt-get install chromium npm")
+    folder, report = Path(".nox/pages").absolute(), REPORTS / "pages"
+    shutil.copytree("tools/pages", folder, dirs_exist_ok=True)
+    shutil.rmtree(report, ignore_errors=True)
+    session.run("npm", "ci", "--prefix", folder, "--no-audit", "--no-fund", "--prefer-offline", external=True)
+    run(session, "kpt", "demo", "--quick", "--output", report / "demo", silent=True)
+    session.run("node", folder / "check.mjs", chromium, ".", report / "demo" / "report.html", report, external=True)
+
+
 @in_workspace
 def aot(session: nox.Session) -> None:
     """Test the kit that compiles for chips that aren't here, by every vendor's compiler."""
@@ -467,7 +483,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
 def full(session: nox.Session) -> None:
     """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
-    for name in ("lint", "imports", "types", "docs", "site", "aot", "wheels", "demo", "bench"):
+    for name in ("lint", "imports", "types", "docs", "site", "pages", "aot", "wheels", "demo", "bench"):
         session.notify(name)
     for name in ("tests", "conformance", "cpu", "nvidia", "amd", "xpu"):
         session.notify(name, ["--whole"])

@@ -35,9 +35,10 @@ def test_a_public_name_is_documented(module: str, name: str) -> None:
     )
     # Errors, and results without methods to speak of, come from what is shown.
     result = inspect.isclass(found) and (issubclass(found, Exception | tuple) or dataclasses.is_dataclass(found))
-    assert result or "Example:" in text or page_showing(name), (
-        f"no code of a document uses {module}.{name}: show it in docs/by-example, or under 'Example:' in its docstring"
+    assert result or "Examples:" in text or page_showing(name), (
+        f"no code of a document uses {module}.{name}: show it in docs/by-example, or under 'Examples:' in its docstring"
     )
+    assert "\nExample:\n" not in text, f"{module}.{name}: the site shows code under `Examples:`, not under `Example:`"
     if inspect.isclass(found):
         return
     first = text.split(maxsplit=1)[0]

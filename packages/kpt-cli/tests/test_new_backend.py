@@ -83,7 +83,11 @@ def test_the_repository_is_whole(written):
 
 def test_the_answer_says_what_to_do_next(kpt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "cd kpt-backend-acme\n" in kpt("new", "backend", "acme").stdout
+    told = kpt("new", "backend", "acme").stdout
+    assert "cd kpt-backend-acme\n" in told
+    (names,) = re.findall(r"pip wheel --no-deps -w wheels \./packages/kpt-{(.*)}", told)
+    needed = (tmp_path / "kpt-backend-acme" / "pyproject.toml").read_text()
+    assert set(re.findall(r'"kpt-(\w+)>', needed)) <= set(names.split(","))
     answer = json.loads(kpt("new", "backend", "zap", "--path", "there", "--device-type", "cuda", "--json").stdout)
     assert (answer["name"], answer["device_type"], answer["path"]) == ("zap", "cuda", "there")
     assert set(answer["files"]) == files(tmp_path / "there")

@@ -138,7 +138,7 @@ class ContextParallel:
     Raises:
         InputError: there is no process group, the mask or the layout does not fit, or ranks disagree.
 
-    Example:
+    Examples:
         >>> cp = ContextParallel(causal() & document(ids), tokens=8192)
         >>> x = cp.shard(x, dim=1)  # [batch, tokens, hidden]
         >>> out = cp.attention(q, k, v)  # [batch, heads, rows, head_dim]

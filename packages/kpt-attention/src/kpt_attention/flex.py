@@ -52,7 +52,7 @@ def flex_attention(
     Raises:
         InputError: shapes do not fit, the mask is of another kind, or `score_mod` gives another shape.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 4, 16, 8)
         >>> slope = torch.tensor([0.5, 0.25, 0.125, 0.0625])

@@ -56,7 +56,7 @@ def attention(
     Raises:
         InputError: the mask is for other sizes, or an argument does not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from kpt_attention import attention, causal, document
         >>> q, k, v = torch.randn(3, 1, 8, 12, 64)

@@ -130,7 +130,7 @@ class PagedCache:
     Raises:
         InputError: a size or dtype does not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> cache = PagedCache(layers=1, pages=8, kv_heads=2, head_dim=64)
         >>> one = cache.add()

@@ -52,7 +52,7 @@ class Attention(nn.Module):
     Raises:
         InputError: sizes do not fit one another.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = Attention(64, 8, num_kv_heads=2, causal=True, rotary_base=10000.0)
         >>> layer(torch.randn(2, 10, 64)).shape
@@ -240,7 +240,7 @@ class FlexAttention(Attention):
     Raises:
         InputError: there is no such pattern, or its settings do not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = FlexAttention(32, 4, "sliding_window", {"size": 8})
         >>> layer(torch.randn(1, 20, 32)).shape

@@ -135,7 +135,7 @@ def attention_varlen(
     Raises:
         InputError: a shape, or an end, does not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from kpt_attention import causal
         >>> q, k, v = torch.randn(3, 12, 8, 64)

@@ -289,9 +289,9 @@ def enable_continuous_batching(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         InputError: the model has another attention implementation.
 
-    Example:
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kpt")
-        outputs = enable_continuous_batching(model).generate_batch(prompts, max_new_tokens=64)
+    Examples:
+        >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kpt")
+        >>> outputs = enable_continuous_batching(model).generate_batch(prompts, max_new_tokens=64)
     """
     if model.config._attn_implementation != NAME:
         raise InputError(

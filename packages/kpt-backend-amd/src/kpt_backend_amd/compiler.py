@@ -87,7 +87,7 @@ class ROCmCompiler:
         UnknownNameError: no such chip or option.
         InputError: a value is not allowed, or the chip has no such instructions.
 
-    Example:
+    Examples:
         >>> compiler = ROCmCompiler("gfx942", waves_per_eu=2)
         >>> compiler.compile(kernel, {"x": "*bf16:16", "n": "i32"}, {"BLOCK": 1024}).spills
         0

@@ -52,7 +52,10 @@ def backend(
     tests = f"nox -s tests{'' if device_type == 'cpu' else ' -- --kpt-device=cpu'}"
     say(f"    {tests:<40}# runs the conformance suite")
     say(f"    {'pip install -e .':<40}# then `kpt kernels moe.grouped_mm` lists its kernels")
-    say("\nIts README.md says what to do next.")
+    say("\nKPT is on no package index yet, so tests take it from wheels, which are made in its clone once:\n")
+    say("    pip wheel --no-deps -w wheels ./packages/kpt-{core,optimize,moe,conformance}")
+    say("    export PIP_FIND_LINKS=$PWD/wheels")
+    say(f"\n{folder}/README.md says what to do next.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

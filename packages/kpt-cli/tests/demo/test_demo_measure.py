@@ -28,6 +28,7 @@ def test_what_may_be_chance_is_no_gain(before, after, verdict, known):
     found = of_times("prefill", 100, before, after)
     assert found["verdict"] == verdict
     assert found["good"] == ("faster" in verdict)
+    assert found["bad"] == ("slower" in verdict)
     assert found["interval"] == f"{found['gain']:.2f}x [{found['gain_low']:.2f} to {found['gain_high']:.2f}]"
     assert settled(found) == known
 
@@ -47,8 +48,14 @@ def test_interval_of_a_median_of_few_values_holds_one():
 )
 def test_quartiles_of_tokens_per_second(seconds, quartiles):
     found = of_times("prefill", 100, seconds, seconds)["before"]
-    assert (found["low"], found["median"], found["high"]) == pytest.approx(quartiles)
+    assert (found["low"], found["value"], found["high"]) == pytest.approx(quartiles)
     assert found["runs"] == len(seconds)
+
+
+def test_the_speeds_that_are_shown_have_the_ratio_that_is_shown():
+    found = of_times("prefill", 100, [1.0, 2.0, 4.0], [0.5, 1.6, 1.0])  # ratios of 2, 1.25 and 4; medians of 2 and 1
+    assert found["gain"] == 2
+    assert found["after"]["value"] == found["gain"] * found["before"]["value"]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,8 @@ def test_rounds_go_on_until_the_gain_is_known(monkeypatch, after, rounds):
         measure, "generate_timed", lambda model, *given: (1.0 if model == "before" else next(turns),) * 2
     )
     settings = replace(QUICK, rounds=8)
-    found, _ = measure.compare_speed("before", "after", torch.zeros(1, 4), settings, lambda done, total: None)
+    models, compared = {"before": "before", "after": "after"}, [("before", "after")]
+    (found,) = measure.compare_speed(models, compared, torch.zeros(1, 4), settings, lambda done, total: None)
     assert {comparison["before"]["runs"] for comparison in found} == {rounds}
 
 

@@ -1,18 +1,18 @@
 import json
+import shlex
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
+from markupsafe import escape
 
 import kpt_core
-from kpt_cli.demo import KIND, QUICK, run
-from kpt_cli.demo.measure import TRAINING
+from kpt_cli.demo import KIND, QUICK, report, run
+from kpt_cli.demo.measure import TRAINING, of_times
 
 #: Elements that have no end.
 VOID = {"meta", "br", "hr", "img", "link", "input", "source", "wbr"}
-
-#: One run of the demo takes a minute; the session `demo` has another.
-pytestmark = pytest.mark.slow
 
 
 class Page(HTMLParser):
@@ -75,7 +75,8 @@ def test_json_says_all(quick_run):
     document = json.loads((quick_run.folder / "report.json").read_text(encoding="utf-8"))
     assert document["kind"] == KIND
     parts = (
-        "kind format settings machine corpus model training quality comparisons over_plain memory plan kernels samples"
+        "kind format settings machine corpus model training quality comparisons over_plain memory plan kernels samples "
+        "features missing next"
     )
     assert set(document) == {*parts.split(), "durations"}
     assert len(document["training"]["losses"]) == QUICK.steps
@@ -85,6 +86,57 @@ def test_json_says_all(quick_run):
     assert [comparison["name"] for comparison in document["over_plain"]] == ["prefill", "decode"]
     for row in document["quality"]["expert_load"]:
         assert sum(row) == pytest.approx(1)
+
+
+def test_each_feature_shows_gain_interval_and_quality(page, quick_run, kpt, tmp_path, monkeypatch):
+    features = quick_run.result["features"]
+    assert [feature["name"] for feature in features] == ["Mixture-of-Experts", "FP8", "attention"]
+    assert quick_run.result["missing"] == []
+    section = page[page.index("<h2>Each feature by itself") : page.index("<h2>Training")]
+    monkeypatch.setattr(run, "run_demo", lambda settings, folder, screen: quick_run.result)
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = " ".join(kpt("demo", "--quick", "-o", tmp_path / "out").stdout.split())
+    for feature in features:
+        assert feature["name"] in section
+        assert escape(feature["code"]) in section
+        for comparison in feature["comparisons"]:
+            assert comparison["before"]["runs"] >= QUICK.rounds
+            assert comparison["gain_low"] <= comparison["gain"] <= comparison["gain_high"]
+            assert comparison["verdict"] in section
+            assert comparison["interval"] in section
+            assert f"{comparison['verdict']}, {comparison['interval']}" in shown
+        reads = feature["perplexity"]
+        assert f"{reads['before']:.2f} → {reads['after']:.2f}" in section
+        assert 0.9 < reads["after"] / reads["before"] < 1.1
+    assert features[1]["bytes"]["after"] < features[1]["bytes"]["before"] / 2
+
+
+def test_a_loss_is_as_visible_as_a_gain(quick_run):
+    slower = of_times("prefill", 64, [1.0] * 15, [1.25] * 15)
+    found = {**quick_run.result, "comparisons": [slower], "features": [], "next": run.next_step(Path("out"))}
+    shown = report.page(found)
+    assert shown.count('class="value bad"') >= 1
+    assert '<span class="tag bad">1.25x slower</span>' in shown
+    assert '<span class="bad">1.25x slower</span>' in shown
+
+
+def test_the_last_step_works_as_it_is_shown(page, quick_run, kpt, tmp_path, monkeypatch):
+    step = json.loads((quick_run.folder / "report.json").read_text(encoding="utf-8"))["next"]
+    assert escape(step["command"]) in page
+    assert escape(step["program"]) in page
+    assert page.index("Now your model") > page.index("How it was measured")
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = shlex.split(step["command"])
+    assert Path(program).name == "kpt"
+    done = kpt(*arguments, "--tokens", "32")
+    assert done.exit_code == 0, done.output
+    names = {}
+    exec(step["program"], names)
+    kept = kpt_core.Plan.load("my-plan.json").kept
+    assert names["model"](torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    assert (names["model"].model.layers[0].mlp.experts.config._experts_implementation == "kpt") == any(
+        (entry.module, entry.rewrite) == ("model.layers.0.mlp.experts", "moe.experts") for entry in kept
+    )
 
 
 def test_stdout_is_the_same_json(quick_run):

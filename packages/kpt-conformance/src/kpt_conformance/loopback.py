@@ -22,7 +22,7 @@ class Loopback(Backend):
 
     Kernels take part in dispatch inside a `with` block; what changes there is seen by the next call.
 
-    Example:
+    Examples:
         >>> with Loopback("mine") as loopback:
         ...     kernel = loopback.offer("moe.grouped_mm", forward, backward, priority=10)
         ...     kpt_core.explain("moe.grouped_mm", x, weight, offsets).kernel == kernel.forward

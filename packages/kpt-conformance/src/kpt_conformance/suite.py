@@ -29,7 +29,7 @@ class Suite:
         device: where to run; None is the backend's first device. On a device of another type than the backend's,
             kernels are forced to run (Triton's interpreter runs on the CPU, for instance).
 
-    Example:
+    Examples:
         >>> class TestAcme(Suite):
         ...     backend = "acme"
     """

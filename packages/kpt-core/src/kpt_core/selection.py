@@ -15,7 +15,7 @@ class Refusal:
         template: the sentence, with names in braces.
         values: of these names.
 
-    Example:
+    Examples:
         >>> str(Refusal("{tokens} tokens; this kernel is for {most} at most", tokens=100, most=64))
         '100 tokens; this kernel is for 64 at most'
     """

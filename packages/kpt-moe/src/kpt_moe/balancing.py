@@ -31,7 +31,7 @@ class BiasBalancer(RouterCounts):
     Raises:
         InputError: no router has a `correction_bias`, or the rate is not positive.
 
-    Example:
+    Examples:
         >>> balancer = BiasBalancer(model)
         >>> for batch in batches:
         ...     loss(model(batch)).backward()

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from kpt_core import InputError
-
 from .hf_modules import is_transformers_experts as is_transformers_experts
 
 if TYPE_CHECKING:
@@ -39,7 +37,9 @@ class KptExperts:
     def replacement(self, module: nn.Module) -> nn.Module:
         """A twin that shares parameters, children and hooks so far, and whose configuration alone differs."""
         if not is_transformers_experts(module):
-            raise InputError(f"{type(module).__name__} is no experts module of transformers")
+            from kpt_optimize import RejectedError
+
+            raise RejectedError(f"another rewrite had put {type(module).__name__} in their place already")
         from . import transformers  # noqa: F401  registers the implementation
 
         clone: Any = copy.copy(module)

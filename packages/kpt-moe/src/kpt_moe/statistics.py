@@ -55,7 +55,7 @@ class RouterStatistics(RouterCounts):
     Raises:
         InputError: there is no router.
 
-    Example:
+    Examples:
         >>> with RouterStatistics(model) as statistics:
         ...     model(x)
         ...     statistics.snapshot()["router"].imbalance

@@ -41,6 +41,11 @@ class PlanEntry:
     reason: str
     noise: float = 0.0
 
+    @property
+    def measured(self) -> bool:
+        """Tell whether `gain` was measured; it is 1 where a refusal or the error came first."""
+        return self.gain != 1 or self.noise > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -146,10 +151,10 @@ class Plan:
 
     def __str__(self) -> str:
         head = ("module", "rewrite", "kernel", "gain", "error", "", "reason")
-        rows = [
-            (e.module, e.rewrite, e.kernel, f"{e.gain:.2f}x", f"{e.error:.1e}", "kept" if e.kept else "back", e.reason)
-            for e in self.entries
-        ]
+        rows = []
+        for e in self.entries:
+            gain = f"{e.gain:.2f}x" if e.measured else "-"
+            rows.append((e.module, e.rewrite, e.kernel, gain, f"{e.error:.1e}", "kept" if e.kept else "back", e.reason))
         lines = table(head, *rows)
         lines.append(
             f"{self.model} on {self.device}: {self.seconds_before * 1e3:.2f} ms before, "

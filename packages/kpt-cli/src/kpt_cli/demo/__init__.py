@@ -41,7 +41,7 @@ def demo(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
 ) -> None:
-    """Train a small Mixture-of-Experts model on real text, optimise it, and report before and after.
+    """Train a small Mixture-of-Experts model on real text, and report what each feature and `optimize` gain on it.
 
     The text is the source code of Python's standard library, so nothing is downloaded. An earlier demo in the output
     folder is replaced.
@@ -60,7 +60,7 @@ def demo(
     screen = run.Screen()
     # stdout is for the result
     with redirect_stdout(sys.stderr), staged(real_output, replace=is_demo(real_output)) as staging:
-        result = run.run_demo(settings, staging, screen)
+        result = run.run_demo(settings, staging, screen) | {"next": run.next_step(output)}
         with screen.phase("report", "Writing the report"):
             document = write_report(result, staging)
             screen.outcome = str(output / PAGE)
@@ -68,6 +68,7 @@ def demo(
         print_json(document)
         return
     run.show_result(result)
+    run.show_next(result["next"])
     say(f"\nDone in {time.perf_counter() - start:.0f} s. The report: {output / PAGE}", style="bold")
 
 

@@ -6,9 +6,10 @@ The word for a difference is never `faster` for what may be noise.
 import gc
 import math
 import multiprocessing
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,29 +46,27 @@ Figures = dict[str, Any]  #: a part of the report's JSON
 OnProgress = Callable[[float, float], None]  #: called with how much is done and how much there is
 
 
-def _quartiles(values: Sequence[float]) -> dict[str, float]:
-    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    low, median, high = torch.tensor(values, dtype=torch.float64).quantile(quartiles).tolist()
-    return {"median": median, "low": low, "high": high, "runs": len(values)}
+def _figure(value: float, values: Sequence[float]) -> dict[str, float]:
+    low, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double()).tolist()
+    return {"value": value, "low": low, "high": high, "runs": len(values)}
 
 
-def _comparison(
-    name: str, unit: str, before: Sequence[float], after: Sequence[float], gain: float, low: float, high: float
-) -> Figures:
+def _comparison(name: str, unit: str, before: Figures, after: Figures, gain: float, low: float, high: float) -> Figures:
     """Return a figure before and after, with `gain`, how many times better it is, and what that may be by chance."""
     better, worse = ("smaller", "larger") if unit == "MiB" else ("faster", "slower")
     verdict = f"{gain:.2f}x {better}" if gain > 1 else f"{1 / gain:.2f}x {worse}"
     return {
         "name": name,
         "unit": unit,
-        "before": _quartiles(before),
-        "after": _quartiles(after),
+        "before": before,
+        "after": after,
         "gain": gain,
         "gain_low": low,
         "gain_high": high,
         "verdict": NOISE if low <= 1 <= high else verdict,
         "interval": f"{gain:.2f}x [{low:.2f} to {high:.2f}]",
         "good": low > 1,
+        "bad": high < 1,
     }
 
 
@@ -75,8 +74,12 @@ def of_times(name: str, tokens: int, before: Sequence[float], after: Sequence[fl
     """Compare tokens per second, from the seconds of interleaved rounds."""
     # Ratios of neighbouring runs: a machine that slows down meanwhile does not count as a difference.
     ratios = [old / new for old, new in zip(before, after, strict=True)]
-    old, new = ([tokens / seconds for seconds in part] for part in (before, after))
-    return _comparison(name, "tokens/s", old, new, statistics.median(ratios), *median_interval(ratios))
+    gain, (low, high) = statistics.median(ratios), median_interval(ratios)
+    rates = [tokens / seconds for seconds in before]
+    usual = statistics.median(rates)
+    # That of before times the ratio, so that all that is shown agrees; the median after may be of other rounds.
+    new = {"value": usual * gain, "low": usual * low, "high": usual * high, "runs": len(after)}
+    return _comparison(name, "tokens/s", _figure(usual, rates), new, gain, low, high)
 
 
 def of_bytes(name: str, before: Sequence[int], after: Sequence[int]) -> Figures:
@@ -85,7 +88,8 @@ def of_bytes(name: str, before: Sequence[int], after: Sequence[int]) -> Figures:
     low, high = min(old) / max(new), max(old) / min(new)
     if len(old) == 1:
         low, high = min(low, 1.0), max(high, 1.0)
-    return _comparison(name, "MiB", old, new, statistics.median(old) / statistics.median(new), low, high)
+    first, second = statistics.median(old), statistics.median(new)
+    return _comparison(name, "MiB", _figure(first, old), _figure(second, new), first / second, low, high)
 
 
 def settled(comparison: Figures) -> bool:
@@ -133,33 +137,40 @@ def generate_timed(model: Any, prompt: Tensor, new_tokens: int) -> tuple[float, 
 
 
 def compare_speed(
-    before: Any, after: Any, prompt: Tensor, settings: Settings, on_round: OnProgress
-) -> tuple[list[Figures], list[Figures]]:
-    """Time two models in turn, so that a change of the machine's load meets both, and the second in plain PyTorch too.
+    models: Mapping[str, Any],
+    pairs: Sequence[tuple[str, str]],
+    prompt: Tensor,
+    settings: Settings,
+    on_round: OnProgress,
+) -> list[list[Figures]]:
+    """Time models in turn, so that a change of the machine's load meets all; `plain` is timed in plain PyTorch.
 
     One round more than the size's is run first and not counted. While the gains are not known to a tenth, as many more
-    are run, up to `MOST` times. Return the second model beside the first, and beside itself in plain PyTorch.
+    are run, up to `MOST` times. Return prefill and decode for each pair of names: the second beside the first.
     """
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    tokens = {"prefill": prompt.numel(), "decode": settings.new_tokens - 1}
 
-    def beside(other: str) -> list[Figures]:
-        old, new = (list(zip(*seconds[name], strict=True)) for name in (other, "after"))
-        tokens = {"prefill": prompt.numel(), "decode": settings.new_tokens - 1}
+    def beside(first: str, second: str) -> list[Figures]:
+        old, new = (list(zip(*seconds[name], strict=True)) for name in (first, second))
         return [of_times(phase, tokens[phase], *times) for phase, *times in zip(tokens, old, new, strict=True)]
 
-    order = ["before", "plain", "after"]
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
     last = MOST * settings.rounds
+    order = list(models)
+    orders = random.Random(0)
     for turn in range(-1, last):
         on_round(turn + 1, last + 1)
-        if turn > 0 and turn % settings.rounds == 0 and all(map(settled, beside("before"))):
+        enough = turn > 0 and turn % settings.rounds == 0
+        if enough and all(settled(each) for pair in pairs for each in beside(*pair)):
             break
-        # Who goes first alternates, since the second finds a warmer machine.
-        for name in order if turn % 2 else reversed(order):
+        # In another order every time, since what runs before leaves its mark on caches and threads.
+        orders.shuffle(order)
+        for name in order:
             with plain_pytorch() if name == "plain" else nullcontext():
-                taken = generate_timed(before if name == "before" else after, prompt, settings.new_tokens)
+                taken = generate_timed(models[name], prompt, settings.new_tokens)
             if turn >= 0:
                 seconds[name].append(taken)
-    return beside("before"), beside("plain")
+    return [beside(*pair) for pair in pairs]
 
 
 def compare_memory(model: Path, plan: Path, settings: Settings, on_process: OnProgress) -> tuple[list[Figures], int]:
@@ -271,11 +282,14 @@ def kernels_used(model: nn.Module, tokens: Tensor) -> list[Figures]:
         model(input_ids=tokens, use_cache=False)
     for handle in handles:
         handle.remove()
+    # That a kernel for another kind of device does not run here explains nothing.
+    here = tokens.device.type
+    elsewhere = {name for name, backend in kpt_core.backends().items() if here not in backend.device_types}
     rows: dict[tuple[str, int, str, str], Figures] = {}
     for path, selection in calls:
         for level, inner in _flat(selection):
             first = "no installed backend offers a kernel here" if inner.kernel == "reference" else "the first choice"
-            why = "; ".join(map(str, inner.refusals)) or first
+            why = "; ".join(str(each) for each in inner.refusals if each.backend not in elsewhere) or first
             row = {"modules": [], "op": inner.op, "level": level, "kernel": inner.kernel, "why": why}
             modules = rows.setdefault((inner.op, level, inner.kernel, why), row)["modules"]
             modules += [path] if path not in modules else []

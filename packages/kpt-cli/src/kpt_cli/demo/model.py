@@ -71,11 +71,11 @@ def save_model(model: "Qwen3MoeForCausalLM", tokenizer: "PreTrainedTokenizerFast
         raise CliError(f"the model could not be written: {error}; make room or choose another folder") from error
 
 
-def load_model(folder: Path) -> Any:
-    """Load a model as its user would: nothing is asked of transformers, so its own default serves the experts."""
+def load_model(folder: Path, **options: str) -> Any:
+    """Load a model as its user would: without options, transformers' own default serves experts and attention."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     return model.eval()
 
 

@@ -12,10 +12,11 @@ from .measure import CONFIDENCE, NOISE, TRAINING, Figures
 from .settings import KIND, REPORT
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from matplotlib.figure import Figure
 
 PAGE = "report.html"
-FORMAT = 2
+FORMAT = 3
 #: Inches of a figure on a page of full width, and on a telephone's.
 WIDE, NARROW = 7.6, 3.5
 
@@ -33,7 +34,7 @@ class Palette:
 
 
 #: For files that stand alone.
-PAPER = Palette("#1c2430", "#667080", "#dde2e8", "#9aa4b2", "#2f6fdf", "#d4622a")
+PAPER = Palette("#1c2430", "#667080", "#dde2e8", "#9aa4b2", "#2862c8", "#d4622a")
 #: Stand-ins that `inline` replaces by the page's variables, so that figures follow it into dark mode.
 CSS = Palette("#010101", "#020202", "#030303", "#040404", "#050505", "#060606")
 
@@ -53,12 +54,20 @@ def page(result: Figures) -> str:
     from markupsafe import Markup
 
     environment = Environment(loader=PackageLoader("kpt_cli.demo"), autoescape=True, undefined=StrictUndefined)
+    environment.filters["breakable"] = breakable
     environment.trim_blocks = environment.lstrip_blocks = True
     drawn = (
         inline(loss_figure(result, CSS, width), f"loss-{kind}") for kind, width in (("wide", WIDE), ("narrow", NARROW))
     )
     names = {"size": result["settings"], "confidence": CONFIDENCE, "NOISE": NOISE, "TRAINING": TRAINING}
     return environment.get_template("report.html.j2").render(result=result, loss=Markup("".join(drawn)), **names)
+
+
+def breakable(path: str) -> "Markup":
+    """Return a dotted name that a narrow column may break after its dots."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[.:])", path))
 
 
 def loss_figure(result: Figures, palette: Palette, width: float = WIDE) -> "Figure":
@@ -93,7 +102,8 @@ def loss_figure(result: Figures, palette: Palette, width: float = WIDE) -> "Figu
     axes.set_xlabel("training step", color=palette.muted)
     axes.set_ylabel("cross-entropy, nats per token", color=palette.muted)
     axes.set_xlim(0, last)
-    axes.set_ylim(top=guess + 0.08 * (guess - min(losses)) + 0.05)
+    top = max(guess, *held, *smooth)
+    axes.set_ylim(top=top + 0.08 * (top - min(losses)) + 0.05)
     figure.subplots_adjust(left=0.6 / width, right=1 - 1.1 / width, top=0.97, bottom=0.15)
     return figure
 

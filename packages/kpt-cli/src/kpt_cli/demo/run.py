@@ -1,7 +1,11 @@
 """The demo from beginning to end, read, train, save, optimise, compare, and what it shows on the terminal."""
 
+import os
+import shlex
+import shutil
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +24,7 @@ from kpt_optimize import optimize
 
 from . import measure
 from .corpus import bytes_of, encode, read_corpus, train_tokenizer
+from .features import described, load_features, pairs
 from .measure import NOISE, Figures
 from .model import TrainingLog, describe, load_model, new_model, quiet_transformers, save_model, train, windows
 from .settings import Settings
@@ -93,8 +98,12 @@ def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:
         plan.save(folder / "plan.json")
         result["plan"] = plan
         screen.outcome = f"{len(plan.kept)} of {len(plan.entries)} rewrites kept"
-    with screen.phase("speed", "Timing both models in turn"):
-        speed, result["over_plain"] = measure.compare_speed(before, after, prompt, settings, screen.tell)
+    with screen.phase("speed", "Timing all models in turn"):
+        alone, result["missing"] = load_features(folder / "model")
+        models = {"before": before, "plain": after, "after": after} | alone
+        compared = [*pairs(models), ("before", "after"), ("plain", "after")]
+        *of_features, speed, over_plain = measure.compare_speed(models, compared, prompt, settings, screen.tell)
+        result["over_plain"] = over_plain
         screen.outcome = ", ".join(f"{comparison['name']} {comparison['verdict']}" for comparison in speed)
     with screen.phase("memory", "Measuring peak memory"):
         memory, libraries = measure.compare_memory(folder / "model", folder / "plan.json", settings, screen.tell)
@@ -104,6 +113,7 @@ def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:
     with screen.phase("quality", "Comparing on held-out files"):
         rows = windows(held_out, settings.context, settings.quality_windows)
         result["quality"] = quality = measure.compare_quality(before, after, rows, each, screen.tell)
+        result["features"] = described(models, of_features, rows)
         # The budget holds for the inputs that the plan was made with.
         quality["beyond_budget"] = quality["difference"]["relative"] > plan.max_error
         result["kernels"] = measure.kernels_used(after, prompt)
@@ -138,7 +148,18 @@ def show_result(result: Figures) -> None:
     plan, quality, difference = result["plan"], result["quality"], result["quality"]["difference"]
     before, after = quality["before"]["perplexity"], quality["after"]["perplexity"]
     small, large = plan.bytes_after / 2**20, plan.bytes_before / 2**20
-    heading("Before and after")
+    heading("Each feature by itself")
+    made = table("", "prefill", "decode", "weights, MiB", "perplexity")
+    for each in result["features"]:
+        speed = (Text(f"{c['verdict']}, {c['interval']}", _style(c)) for c in each["comparisons"])
+        sizes, reads = each["bytes"], each["perplexity"]
+        held = f"{sizes['before'] / 2**20:.1f} -> {sizes['after'] / 2**20:.1f}"
+        read = f"{reads['before']:.2f} -> {reads['after']:.2f}"
+        made.add_row(f"{each['name']}: {each['what']}", *speed, held, read)
+    out().print(made)
+    for sentence in result["missing"]:
+        say(sentence)
+    heading("Before and after the plan")
     _show_comparisons(
         ("before", "after"),
         result["comparisons"],
@@ -148,7 +169,7 @@ def show_result(result: Figures) -> None:
     say(
         f"Largest logit difference {difference['largest']:.2e} ({difference['relative']:.1e} of the largest logit); "
         f"the same likeliest token at {difference['same_choice']:.2%} of the positions. "
-        "Brackets: first to third quartile."
+        "Brackets: first to third quartile; of a speed after, the interval of its ratio to the one before."
     )
     if quality["beyond_budget"]:
         say(
@@ -176,12 +197,43 @@ def show_result(result: Figures) -> None:
             out().print(Text.assemble((sample["prompt"], "bold"), sample["after"]), soft_wrap=True)
 
 
+def next_step(output: Path) -> Figures:
+    """Return the command that does the same for a model of the user's, and the program that uses its plan."""
+    program = Path(sys.executable).with_name("kpt")
+    kpt = "kpt" if shutil.which("kpt") or not program.exists() else os.path.relpath(program)
+    model, plan = output / "model", "my-plan.json"
+    return {
+        "model": str(model),
+        "command": f"{kpt} optimize {shlex.quote(str(model))} -o {plan}",
+        "program": (
+            "import kpt_optimize\n"
+            "from transformers import AutoModelForCausalLM\n\n"
+            f"model = AutoModelForCausalLM.from_pretrained({str(model)!r})\n"
+            f"kpt_optimize.apply_plan(model, {plan!r}, inplace=True)\n"
+        ),
+    }
+
+
+def show_next(step: Figures) -> None:
+    """Print the last step: the same for a model of the user's."""
+    heading("Now your model")
+    say(f"The same on your own model, whose folder takes the place of {step['model']}; it is not changed:\n")
+    out().print(f"    {step['command']}\n", markup=False, highlight=False, soft_wrap=True)
+    say("Then, in your program:\n")
+    indented = "".join(f"    {line}".rstrip() + "\n" for line in step["program"].splitlines())
+    out().print(indented, markup=False, highlight=False, soft_wrap=True)
+
+
+def _style(comparison: Figures) -> str:
+    return "dim" if comparison["verdict"] == NOISE else "bold green" if comparison["good"] else "bold red"
+
+
 def _show_comparisons(names: tuple[str, str], comparisons: Sequence[Figures], *more: tuple[str, ...]) -> None:
     made = table("", *names, "verdict", right=names)
     for each in comparisons:
-        cells = (f"{s['median']:,.0f} [{s['low']:,.0f} to {s['high']:,.0f}]" for s in (each["before"], each["after"]))
-        style = "dim" if each["verdict"] == NOISE else "bold green" if each["good"] else "yellow"
-        made.add_row(f"{each['name']}, {each['unit']}", *cells, Text(f"{each['verdict']}, {each['interval']}", style))
+        cells = (f"{s['value']:,.0f} [{s['low']:,.0f} to {s['high']:,.0f}]" for s in (each["before"], each["after"]))
+        verdict = Text(f"{each['verdict']}, {each['interval']}", _style(each))
+        made.add_row(f"{each['name']}, {each['unit']}", *cells, verdict)
     for row in more:
         made.add_row(*row)
     out().print(made)

@@ -163,7 +163,7 @@ def plan_table(plan: "Plan") -> Table:
         for number, entry in enumerate(entries):
             served = f"{entry.rewrite}\n{entry.op}" + (f": {entry.kernel}" if entry.kernel else "")
             verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
-            gain = _gain(entry.gain, entry.noise)
+            gain = _gain(entry.gain, entry.noise) if entry.measured else "-"
             made.add_row("" if number else module, served, gain, f"{entry.error:.1e}", verdict)
     return made
 

@@ -24,8 +24,13 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 def quiet_transformers() -> None:
     """Turn off progress bars and hints of the library: what matters is said by the command."""
+    import logging as standard
+
     from transformers.utils import logging
 
+    # transformers imports torchao where it is there, which tells of libraries for GPUs that it could not load.
+    for name in ("torchao", "torch.utils._pytree"):
+        standard.getLogger(name).setLevel(standard.ERROR)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 

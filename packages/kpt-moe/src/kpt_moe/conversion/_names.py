@@ -41,7 +41,7 @@ def accept_checkpoint_names(model: nn.Module) -> None:
     Args:
         model: changed in place; a module that is no model of transformers is left as it is.
 
-    Example:
+    Examples:
         >>> model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="kpt")
         >>> accept_checkpoint_names(model)
         >>> Trainer(model, ...).train(resume_from_checkpoint=True)

@@ -36,7 +36,7 @@ def to_kpt_layers(model: nn.Module, *, inplace: bool = False, strict: bool = Fal
     Raises:
         InputError: there is no such block; or, if `strict`, one that can't be replaced. `model` is then unchanged.
 
-    Example:
+    Examples:
         >>> model = to_kpt_layers(AutoModelForCausalLM.from_pretrained("allenai/OLMoE-1B-7B-0924"), inplace=True)
         >>> model.save_pretrained("trained")
     """

@@ -31,7 +31,7 @@ def quantise_experts(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         InputError: it has no converted block, or experts that such a checkpoint can't hold: with biases, of another
             layout, or with a size that is no multiple of 128. `model` is then unchanged.
 
-    Example:
+    Examples:
         >>> quantise_experts(to_kpt_layers(model)).save_pretrained("experts-in-fp8")
     """
     for path, block in kpt_blocks("quantise_experts", model).items():

@@ -79,7 +79,7 @@ def upcycle(
             range; a field of `config` follows from something else. `model` is then unchanged.
         UnknownNameError: a path or field that there is not.
 
-    Example:
+    Examples:
         >>> model = upcycle(LlamaForCausalLM.from_pretrained(name), num_experts=8, top_k=2, layers="every-other")
     """
     for name in config:
@@ -147,7 +147,7 @@ def load_upcycled(folder: str | PathLike[str], **options: Any) -> "PreTrainedMod
     Raises:
         InputError: the folder has another model, or tensors that are not those of the layers which it describes.
 
-    Example:
+    Examples:
         >>> upcycle(LlamaForCausalLM.from_pretrained(name), 8, 2).save_pretrained("sparse")
         >>> model = load_upcycled("sparse")
     """

@@ -31,7 +31,7 @@ class MoELayer(nn.Module):
         InputError: the configuration has an option that its router or experts don't take, or one that has no effect, or
             a given router or network of experts is of other sizes.
 
-    Example:
+    Examples:
         >>> layer = MoELayer(MoEConfig(hidden_size=64, num_experts=8, top_k=2, intermediate_size=128))
         >>> layer(torch.randn(2, 10, 64)).shape
         torch.Size([2, 10, 64])

@@ -32,7 +32,7 @@ def fully_shard_experts(model: nn.Module, mesh: DeviceMesh, *, world_size: int, 
     Raises:
         InputError: `model` has no spread experts.
 
-    Example:
+    Examples:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
         >>> parallelize_experts(model, mesh["ep"])
         >>> fully_shard_experts(model, mesh["dp"], world_size=mesh.size())

@@ -71,7 +71,7 @@ def parallelize_experts(
         InputError: there is no network of experts, or one that cannot be spread: its tokens look at their neighbours,
             its parameters do not begin with the experts, or the sizes do not fit the mesh.
 
-    Example:
+    Examples:
         >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("ep",))
         >>> model = parallelize_experts(model, mesh["ep"], chunks=2)
     """

@@ -13,7 +13,7 @@ from .devices import DeviceInfo
 class DeviceManager:
     """The devices of a backend that torch sees, whether or not there are any; a vendor's manager knows its backend.
 
-    Example:
+    Examples:
         >>> with manager.on(manager.roomiest()):
         ...     x = torch.empty(1024, device="cuda")
     """

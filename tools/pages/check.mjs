@@ -1,0 +1,141 @@
+// What `nox -s pages` runs: opens README, site and report in Chromium as people see them, and says what is wrong there.
+//
+//   node check.mjs CHROMIUM ROOT REPORT OUT
+//
+// CHROMIUM is the browser, ROOT the repository with its site built, REPORT the HTML page that the demo wrote, and OUT the
+// folder for screenshots. The exit code is 1 if anything is wrong, or if a page that is wrong on purpose passes.
+
+import { mkdir, readdir, readFile, writeFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { join, relative, resolve } from "node:path";
+import { pathToFileURL } from "node:url";
+import { marked } from "marked";
+import { chromium } from "playwright-core";
+
+const require = createRequire(import.meta.url);
+const [executablePath, root, report, out] = process.argv.slice(2).map((path) => resolve(path));
+const WIDTHS = [1280, 400];
+const TALLEST = { site: 2500, other: 12000 }; // pixels of a screenshot
+const TABS = 2; // pages that are open beside each other
+
+/** Return what is wrong with the page's layout and images; runs in the page. */
+function look() {
+  const name = (element) => {
+    const text = (element.textContent || element.getAttribute("src") || "").trim().replace(/\s+/g, " ");
+    return `<${element.localName}${element.classList.length ? `.${element.classList[0]}` : ""}> ${text.slice(0, 50)}`;
+  };
+  const wrong = [];
+  const { scrollWidth } = document.scrollingElement;
+  if (scrollWidth > innerWidth) {
+    const beyond = [...document.body.querySelectorAll("*")].filter(
+      (element) => element.getBoundingClientRect().right > innerWidth + 1 && !element.closest("[hidden]"),
+    );
+    wrong.push(`scrolls sideways: ${scrollWidth} of ${innerWidth} px; ${beyond.slice(-2).map(name).join("; ")}`);
+  }
+  const cutting = ["hidden", "clip", ...(matchMedia("print").matches ? ["auto", "scroll"] : [])]; // paper does not scroll
+  for (const element of document.querySelectorAll("td, td *, th, th *, :has(> table)")) {
+    const cuts = cutting.includes(getComputedStyle(element).overflowX);
+    if (cuts && element.clientWidth && element.scrollWidth > element.clientWidth) {
+      wrong.push(`cut: ${name(element)}`);
+    }
+  }
+  for (const image of document.images) {
+    if (!image.alt.trim()) wrong.push(`image without alternative text: ${name(image)}`);
+    if (!image.complete || !image.naturalWidth) wrong.push(`image that does not load: ${image.src}`);
+  }
+  return wrong;
+}
+
+/** Return what axe finds against WCAG's levels A and AA, contrast among them; runs in the page. */
+async function accessibility() {
+  const { violations } = await axe.run(document, { runOnly: ["wcag2a", "wcag2aa"], resultTypes: ["violations"] });
+  return violations.map(({ id, help, nodes }) => {
+    const [first] = nodes;
+    const { contrastRatio, fgColor, bgColor } = first.any[0]?.data ?? {};
+    const figures = contrastRatio ? `, ${contrastRatio} to 1, ${fgColor} on ${bgColor}` : "";
+    return `${id} (${help}${figures}), ${nodes.length} times: ${first.target.join(" ")} ${first.html.slice(0, 120).replace(/\s+/g, " ")}`;
+  });
+}
+
+/** Wrap README.md as GitHub shows it, links underlined and code in reach of the keyboard; return the page's address. */
+async function readme() {
+  const style = await readFile(require.resolve("github-markdown-css"), "utf8");
+  const body = marked.parse(await readFile(join(root, "README.md"), "utf8")).replaceAll("<pre>", '<pre tabindex="0">');
+  const page = `<!doctype html><html lang="en"><head><meta charset="utf-8"><title>README</title>
+<meta name="viewport" content="width=device-width"><base href="${pathToFileURL(root)}/"><style>${style}
+body { margin: 0 } article.markdown-body { max-width: 1012px; margin: auto; padding: 32px; box-sizing: border-box }
+article.markdown-body a { text-decoration: underline } @media (max-width: 767px) { article.markdown-body { padding: 16px } }
+</style></head>
+<body><article class="markdown-body">${body}</article></body></html>`;
+  await writeFile(join(out, "readme.html"), page);
+  return pathToFileURL(join(out, "readme.html")).href;
+}
+
+/** Open an address at a width, keep a screenshot, and return what is wrong there. */
+async function check({ url, name, width, colorScheme = "light", media = "screen" }) {
+  const page = await (await contexts[colorScheme]).newPage();
+  await page.setViewportSize({ width, height: 900 });
+  await page.emulateMedia({ media });
+  await page.goto(url);
+  await page.addScriptTag({ path: require.resolve("axe-core/axe.min.js") });
+  const wrong = [...(await page.evaluate(look)), ...(await page.evaluate(accessibility))];
+  const most = name.startsWith("site") ? TALLEST.site : TALLEST.other;
+  const height = Math.min(most, await page.evaluate(() => document.documentElement.scrollHeight));
+  const path = join(out, `${name}-${width}.png`);
+  await page.screenshot({ path, fullPage: true, clip: { x: 0, y: 0, width, height } });
+  await page.close();
+  return wrong;
+}
+
+// Wrong in every way that is looked for: a check that does not find it proves nothing.
+const BROKEN = `<!doctype html><html lang="en"><title>Wrong</title><body>
+<p style="color: #aaa; background: #fff">pale</p><img src="docs/images/minilm.svg"><img src="none.svg" alt="none">
+<table><tr><td><div style="width: 3000px">wide</div></td></tr></table>
+<table style="table-layout: fixed; width: 90px"><tr><td style="overflow: hidden"><div style="width: 200px">cut</div></td></tr></table>`;
+const FINDINGS = ["scrolls sideways", "cut", "image without", "image that does not load", "color-contrast", "image-alt"];
+
+await mkdir(out, { recursive: true });
+await writeFile(join(out, "broken.html"), BROKEN);
+const browser = await chromium.launch({
+  executablePath,
+  chromiumSandbox: process.getuid() !== 0, // which root cannot have
+  args: ["--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update"],
+});
+// Apart, because the site remembers the scheme of the last view.
+const contexts = Object.fromEntries(["light", "dark"].map((colorScheme) => [colorScheme, browser.newContext({ colorScheme })]));
+const jobs = [];
+const add = (name, url, more = {}) => jobs.push(...WIDTHS.map((width) => ({ name, url, width, ...more })));
+add("readme", await readme());
+add("readme-dark", await readme(), { colorScheme: "dark" });
+const demo = pathToFileURL(report).href;
+add("report", demo);
+add("report-dark", demo, { colorScheme: "dark" });
+jobs.push({ name: "report-print", url: demo, width: 700, media: "print" }); // A4 between its margins
+const site = join(root, ".cache", "site");
+for (const file of await readdir(site, { recursive: true })) {
+  if (!file.endsWith(".html") || file === "404.html") continue;
+  const name = `site-${relative(".", file).replaceAll(/[/\\]/g, "-").replace(".html", "")}`;
+  const url = pathToFileURL(join(site, file)).href;
+  jobs.push({ name, url, width: 400, colorScheme: "dark" });
+  if (!/CHANGELOG|decisions/.test(file)) jobs.push({ name, url, width: 1280 }); // those are text in the same frame
+}
+
+const found = await check({ name: "broken", url: pathToFileURL(join(out, "broken.html")).href, width: 400 });
+let failures = 0;
+for (const finding of FINDINGS.filter((kind) => !found.some((text) => text.startsWith(kind)))) {
+  console.log(`the page that is wrong on purpose passes: no "${finding}" among ${found.join("; ")}`);
+  failures += 1;
+}
+const total = jobs.length;
+async function work() {
+  for (let job = jobs.shift(); job; job = jobs.shift()) {
+    for (const text of await check(job)) {
+      console.log(`${job.name} at ${job.width} px: ${text}`);
+      failures += 1;
+    }
+  }
+}
+await Promise.all(Array.from({ length: TABS }, work));
+await browser.close();
+console.log(`${total} views, ${failures} findings; screenshots in ${relative(process.cwd(), out)}`);
+process.exit(failures ? 1 : 0);
