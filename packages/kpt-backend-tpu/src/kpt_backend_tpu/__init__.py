@@ -8,6 +8,7 @@ from kpt_optimize.accelerator import DeviceInfo, MemoryStatistics, Peaks, Prepar
 from .backend import BACKEND, TPUBackend, TPUConfig, device_info, memory_stats
 from .chips import CHIPS, TPUS, Chip
 from .environment import Environment, environment
+from .spmd import shard_attention, shard_experts
 from .xla import Bucketed, Compilations, TPUOptimizer, compilations, powers_of_two
 
 __version__ = "0.1.0"
@@ -32,4 +33,6 @@ __all__ = [
     "environment",
     "memory_stats",
     "powers_of_two",
+    "shard_attention",
+    "shard_experts",
 ]
