@@ -70,13 +70,13 @@ def test_attention_by_heads_is_what_it_is_on_one_device(mesh, with_lse):
     torch.manual_seed(0)
     here = [torch.randn(1, heads, 150, 32).requires_grad_() for heads in (8, 4, 4)]
     there = [each.detach().to("xla").requires_grad_() for each in here]
-    plan, sinks = (causal() & document(cu_seqlens=torch.tensor([0, 40, 150]))).plan(150), torch.randn(8)
+    plan = (causal() & document(cu_seqlens=torch.tensor([0, 40, 150]))).plan(150)
     of = shard_attention(attention, mesh)
     out, found = (
         each if with_lse else (each,)
         for each in (
-            attention(*here, plan, sinks=sinks, return_lse=with_lse),
-            of(*there, plan.to("xla"), sinks=sinks.to("xla"), return_lse=with_lse),
+            attention(*here, plan, return_lse=with_lse),
+            of(*there, plan.to("xla"), return_lse=with_lse),
         )
     )
     sum(each.square().sum() for each in out).backward()
@@ -104,6 +104,7 @@ def test_what_can_not_be_divided_is_refused(mesh):
         (lambda: of(q, k, k), r"k must be \[batch, heads, rows, head_dim\] on xla, its heads divisible by 4"),
         (lambda: of(q, q, q, causal()), "must be planned once"),
         (lambda: of(q, q, q, bias=q), "bias can't be divided by heads"),
+        (lambda: of(q, q, q, sinks=q[0, :, 0, 0]), "sinks can't be divided by heads"),
     )
     for action, message in cases:
         with pytest.raises(InputError, match=message):

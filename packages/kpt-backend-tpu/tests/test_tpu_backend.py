@@ -7,7 +7,6 @@ import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
-from types import ModuleType
 
 import numpy
 import pytest
@@ -24,7 +23,6 @@ from kpt_backend_tpu import (
     TPUConfig,
     TPUOptimizer,
     bridge,
-    chips,
     compilations,
     device_info,
     environment,
@@ -36,8 +34,8 @@ from kpt_backend_tpu.tiles import LANES, MOST_TILES, most_rows, tile_of
 from kpt_core import InputError
 from kpt_core.contract import load
 from kpt_optimize.targets import target_of
+from simulated_tpu import INSTALLED
 
-MODULE = sys.modules["kpt_backend_tpu.environment"]
 XLA = torch.device("xla", 0)
 PROGRAM = """
 import json, sys, warnings
@@ -50,39 +48,6 @@ kpt_backend_tpu.environment()
 print(json.dumps({"new": sorted({name.partition(".")[0] for name in set(sys.modules) - before}),
                   "kernels": len(kernels), "unavailable": unavailable}))
 """
-INSTALLED = {"torch-xla": torch.__version__, "jax": "0.7.1", "torchax": "0.0.13", "flax": "0.12.0", "libtpu": "0.0.51"}
-
-
-@pytest.fixture
-def see(monkeypatch, tmp_path):
-    """Simulate a PCI bus with these chips, what is installed, and torch_xla's answers; nothing is computed."""
-
-    def install(*found, distributions=INSTALLED, devices=None, memory=None):
-        for place, number in enumerate(found):
-            folder = tmp_path / f"0000:00:{place:02x}.0"
-            folder.mkdir()
-            (folder / "vendor").write_text("0x1ae0\n" if number else "0x8086\n")
-            (folder / "device").write_text(f"{TPUS[number].pci if number in TPUS else number}\n")
-        monkeypatch.setattr(chips, "_PCI", tmp_path)
-        monkeypatch.setattr(MODULE, "_version", distributions.get)
-        monkeypatch.delenv("PJRT_DEVICE", raising=False)
-        monkeypatch.delenv("KPT_TPU_INTERPRET", raising=False)
-        torch_xla, core, model = (ModuleType(name) for name in ("torch_xla", "core", "xla_model"))
-        torch_xla.device_count = lambda: len(found) if devices is None else devices
-        torch_xla.sync = lambda wait: synced.append(wait)
-
-        def get_memory_info(device):
-            if memory is None:
-                raise RuntimeError("UNIMPLEMENTED: GetAllocatorStats is not supported\nmore")
-            return memory
-
-        model.get_memory_info = get_memory_info
-        for name, module in (("", torch_xla), (".core", core), (".core.xla_model", model)):
-            monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
-
-    synced = []
-    install.synced = synced
-    return install
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -62,14 +62,14 @@ class _Join(torch.autograd.Function):
 def _joined(x: Tensor, spec: Spec, shape: torch.Size, mesh: Any) -> Tensor:
     from torch_xla.distributed.spmd import disable_manual_sharding
 
-    whole: Tensor = disable_manual_sharding(x, spec, shape, mesh=mesh).global_tensor
+    # A copy, since torch_xla notes what it does on the tensor itself.
+    whole: Tensor = disable_manual_sharding(x.clone(), spec, shape, mesh=mesh).global_tensor
     return whole
 
 
 def _summed(grad: Tensor, mesh: Any, axis: str) -> Tensor:
     spec = (axis, *(None,) * grad.dim())
-    # A copy, since torch_xla notes on the tensor itself that it is divided.
-    return _joined(grad[None].clone(), spec, torch.Size((mesh.size(), *grad.shape)), mesh).sum(0)
+    return _joined(grad[None], spec, torch.Size((mesh.size(), *grad.shape)), mesh).sum(0)
 
 
 def shard_experts(layer: Module, mesh: Any, axis: str = "model") -> Module:
@@ -96,7 +96,7 @@ def shard_experts(layer: Module, mesh: Any, axis: str = "model") -> Module:
     if not hasattr(type(experts), "rows") or "rows" in vars(experts):
         told = "are sharded already" if "rows" in vars(experts) else "have no rows(x, index, weights)"
         raise InputError(f"shard_experts: experts must be feed-forward ones of kpt_moe, once; {name} {told}")
-    parameters = {key: value for key, value in experts.named_parameters(recurse=False)}
+    parameters = dict(experts.named_parameters(recurse=False))
     if any(value.device.type != "xla" for value in parameters.values()):
         raise InputError(f"shard_experts: experts must be on xla; got {next(iter(parameters.values())).device}")
     if experts.num_experts % devices:
@@ -119,7 +119,7 @@ def shard_experts(layer: Module, mesh: Any, axis: str = "model") -> Module:
         here = whole(index) - _entered(firsts, (axis,), mesh, axis)  # others' experts are out of range, and left out
         with kpt_core.use(BACKEND.name, op="moe.experts"):  # XLA aborts the process where plain torch is divided so
             out = type(self).rows(part, whole(x), here, whole(weights))
-        joined: Tensor = _Join.apply(out[None], (axis, None, None), torch.Size((devices, *x.shape)), mesh)
+        joined = _left(out[None], (axis, None, None), torch.Size((devices, *x.shape)), mesh)
         return joined.sum(0).to(x.dtype)
 
     experts.rows = MethodType(rows, experts)
@@ -137,7 +137,7 @@ def shard_attention(attention: Callable[..., Any], mesh: Any, axis: str = "model
     Returns:
         A function of q `[B, Hq, Q, D]`, k `[B, Hkv, K, D]`, v `[B, Hkv, K, Dv]`, a plan or None, and attention's
         keywords; tensors are on `xla`, and the output is divided by heads. It raises `InputError` where heads don't
-        divide by the devices, for a mask without a plan, and for tensors among the keywords other than `sinks`.
+        divide by the devices, for a mask without a plan, and for tensors among the keywords, as sinks are.
 
     Raises:
         InputError: no such mesh.
@@ -151,22 +151,20 @@ def shard_attention(attention: Callable[..., Any], mesh: Any, axis: str = "model
                     f"shard_attention: {name} must be [batch, heads, rows, head_dim] on xla, its heads divisible by "
                     f"{devices} devices; got {list(x.shape)} on {x.device}"
                 )
-        if mask is not None and not dataclasses.is_dataclass(mask):
+        if mask is not None and not hasattr(mask, "block_bits"):
             raise InputError("shard_attention: a mask must be planned once on the host: mask.plan(...).to('xla')")
         for name, value in options.items():
-            if isinstance(value, Tensor) and name != "sinks":
-                raise InputError(f"shard_attention: {name} can't be divided by heads; sinks alone can")
-        sinks = options.pop("sinks", None)
-        options["sinks"] = None if sinks is None else _entered(sinks, (axis,), mesh, axis)
+            if isinstance(value, Tensor):  # torch_xla 2.9 aborts the process in the backward of sinks
+                raise InputError(f"shard_attention: {name} can't be divided by heads; leave it out, or use one device")
         parts = [_entered(x, (None, axis, None, None), mesh, axis) for x in (q, k, v)]
         with kpt_core.use(BACKEND.name, op="attention.dense"):
             out = attention(*parts, None if mask is None else _plan_by_heads(mask, mesh, axis), **options)
         found, *more = out if isinstance(out, tuple) else (out,)
         whole = torch.Size((*q.shape[:3], v.shape[3]))
-        found = _Join.apply(found, (None, axis, None, None), whole, mesh)
+        found = _left(found, (None, axis, None, None), whole, mesh)
         if not more:
             return found
-        return found, _Join.apply(more[0], (None, axis, None), q.shape[:3], mesh)
+        return found, _left(more[0], (None, axis, None), q.shape[:3], mesh)
 
     return by_heads
 
@@ -184,8 +182,13 @@ def _plan_by_heads(plan: Any, mesh: Any, axis: str) -> Any:
 
 
 def _entered(x: Tensor, spec: Spec, mesh: Any, axis: str) -> Tensor:
-    part: Tensor = _Enter.apply(x, spec, mesh, axis)
+    part: Tensor = _Enter.apply(x, spec, mesh, axis)  # type: ignore[no-untyped-call]
     return part
+
+
+def _left(x: Tensor, spec: Spec, shape: torch.Size, mesh: Any) -> Tensor:
+    whole: Tensor = _Join.apply(x, spec, shape, mesh)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _devices(mesh: Any, axis: str, owner: str) -> int:
