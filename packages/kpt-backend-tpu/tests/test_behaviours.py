@@ -289,7 +289,7 @@ def test_error_handling_refuses_a_device_that_is_not_there(see):
 
 
 @on_xla
-def test_a_layer_of_experts_is_prepared_padded_and_run():
+def test_a_layer_of_experts_is_prepared_and_run():
     torch.manual_seed(0)
     layer = MoELayer(MoEConfig(hidden_size=32, num_experts=4, top_k=2, intermediate_size=48)).eval()
     x = torch.randn(10, 32)

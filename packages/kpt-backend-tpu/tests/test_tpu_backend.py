@@ -1,6 +1,7 @@
 """The backend for TPUs: without one it says what is missing; with one, simulated here, what is asked of it."""
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -198,12 +199,14 @@ def test_importing_it_imports_neither_torch_xla_nor_jax():
     assert {"torch_xla", "jax", "jaxlib", "libtpu", "kpt_moe", "triton"}.isdisjoint(found["new"])
 
 
-def test_what_is_imported_for_the_first_call_leaves_random_numbers_as_they_were():
-    before = random.getstate(), str(numpy.random.get_state())
-    with bridge._random_numbers_kept():
+def test_what_is_imported_for_the_first_call_leaves_the_process_as_it_was(monkeypatch):
+    monkeypatch.setenv("KPT_ONE", "1")
+    before = random.getstate(), str(numpy.random.get_state()), dict(os.environ)
+    with bridge._process_kept():
         random.random()
         numpy.random.rand()
-    assert (random.getstate(), str(numpy.random.get_state())) == before
+        os.environ.update(KPT_ONE="2", KPT_TWO="2")
+    assert (random.getstate(), str(numpy.random.get_state()), dict(os.environ)) == before
 
 
 def test_the_entry_point_names_it_and_all_that_is_promised_is_there():
@@ -223,7 +226,8 @@ def test_the_entry_point_names_it_and_all_that_is_promised_is_there():
         (lambda: TPUOptimizer(device="xla"), "device 'xla' can't be used: "),
     ],
 )
-def test_wrong_use_of_what_is_for_xla_is_a_sentence(action, message):
+def test_wrong_use_of_what_is_for_xla_is_a_sentence(see, action, message):
+    see()
     with pytest.raises(InputError, match=message):
         action()
 
