@@ -38,6 +38,12 @@ SCHEMAS = {
 TOOLS = ("build", "import-linter", "mypy", "nox", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil")
 #: What the suite's cases of real models' sizes are named for.
 MODELS = " or ".join(("granite", "deepseek", "qwen3", "mixtral", "olmoe"))
+#: Checks that are run on `xla`: values, and those that compile few graphs beside them.
+ON_XLA = (
+    "small and (values or float32 and (process_state or autocast or without_gradients or single_gradients or "
+    "inputs_unchanged or no_aliasing or repeatable or threads or poisoned_outputs or result_type or fake_result or "
+    "double_use or custom_ops or no_host_sync))"
+)
 #: What so many commits changed is held to more trials by each run of the suite.
 LAST_COMMITS = 5
 DIST = Path("dist")
@@ -437,7 +443,7 @@ def tpu(session: nox.Session) -> None:
     """Prove of the Pallas kernels what this machine can. Not in CI: torch-xla's torch brings 3 GB of CUDA libraries.
 
     They are compiled for v5e, with `--whole` for every TPU; interpreted by JAX under the suite; and run through
-    torch-xla on XLA's CPU: one step of training, and values of small cases.
+    torch-xla on XLA's CPU: one step of training, experts and heads over four devices, and checks of small cases.
     """
     asked = Asked(session)
     rows(session, asked, "v5e", "kpt-backend-tpu")
@@ -447,10 +453,13 @@ def tpu(session: nox.Session) -> None:
         wanted = (*requirements("kpt-backend-tpu", "kpt-conformance"), *extra_of("kpt-backend-tpu", "xla"))
         session.install("-c", TORCH_XLA, "--build-constraint", PINS, *wanted, "pytest-timeout", "pytest-xdist")
         env = {**ONE_THREAD, "PJRT_DEVICE": "CPU", "KPT_TPU_INTERPRET": "1"}
-        session.run("pytest", "packages/kpt-backend-tpu/tests/test_torch_xla.py", "-W", "default", env=env)
+        tests = "packages/kpt-backend-tpu/tests"
+        with_xla = [f"{tests}/test_{name}.py" for name in ("torch_xla", "behaviours", "tpu_backend")]
+        session.run("pytest", *with_xla, "-W", "default", env=env)
         session.run("python", "examples/tpu_integration.py", env=env)
+        session.run("pytest", f"{tests}/test_spmd.py", "-W", "default", env={**env, "CPU_NUM_DEVICES": "4"})
         # XLA compiles every case anew. torch_xla is imported first: before that no tensor can lie on `xla`.
-        few = ("-p", "torch_xla", "-W", "default", "-k", "values and small", *SIDE_BY_SIDE)
+        few = ("-p", "torch_xla", "-W", "default", "-k", ON_XLA, *SIDE_BY_SIDE)
         session.run("pytest", "--kpt-backend=tpu", "-q", *few, env=env)
 
 

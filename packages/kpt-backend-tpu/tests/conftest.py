@@ -2,4 +2,6 @@
 
 import os
 
+from simulated_tpu import see  # noqa: F401  a fixture of all tests
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,13 +1,13 @@
 """The backend for TPUs: without one it says what is missing; with one, simulated here, what is asked of it."""
 
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
-from types import ModuleType
 
 import numpy
 import pytest
@@ -24,7 +24,6 @@ from kpt_backend_tpu import (
     TPUConfig,
     TPUOptimizer,
     bridge,
-    chips,
     compilations,
     device_info,
     environment,
@@ -36,8 +35,8 @@ from kpt_backend_tpu.tiles import LANES, MOST_TILES, most_rows, tile_of
 from kpt_core import InputError
 from kpt_core.contract import load
 from kpt_optimize.targets import target_of
+from simulated_tpu import INSTALLED
 
-MODULE = sys.modules["kpt_backend_tpu.environment"]
 XLA = torch.device("xla", 0)
 PROGRAM = """
 import json, sys, warnings
@@ -50,39 +49,6 @@ kpt_backend_tpu.environment()
 print(json.dumps({"new": sorted({name.partition(".")[0] for name in set(sys.modules) - before}),
                   "kernels": len(kernels), "unavailable": unavailable}))
 """
-INSTALLED = {"torch-xla": torch.__version__, "jax": "0.7.1", "torchax": "0.0.13", "flax": "0.12.0", "libtpu": "0.0.51"}
-
-
-@pytest.fixture
-def see(monkeypatch, tmp_path):
-    """Simulate a PCI bus with these chips, what is installed, and torch_xla's answers; nothing is computed."""
-
-    def install(*found, distributions=INSTALLED, devices=None, memory=None):
-        for place, number in enumerate(found):
-            folder = tmp_path / f"0000:00:{place:02x}.0"
-            folder.mkdir()
-            (folder / "vendor").write_text("0x1ae0\n" if number else "0x8086\n")
-            (folder / "device").write_text(f"{TPUS[number].pci if number in TPUS else number}\n")
-        monkeypatch.setattr(chips, "_PCI", tmp_path)
-        monkeypatch.setattr(MODULE, "_version", distributions.get)
-        monkeypatch.delenv("PJRT_DEVICE", raising=False)
-        monkeypatch.delenv("KPT_TPU_INTERPRET", raising=False)
-        torch_xla, core, model = (ModuleType(name) for name in ("torch_xla", "core", "xla_model"))
-        torch_xla.device_count = lambda: len(found) if devices is None else devices
-        torch_xla.sync = lambda wait: synced.append(wait)
-
-        def get_memory_info(device):
-            if memory is None:
-                raise RuntimeError("UNIMPLEMENTED: GetAllocatorStats is not supported\nmore")
-            return memory
-
-        model.get_memory_info = get_memory_info
-        for name, module in (("", torch_xla), (".core", core), (".core.xla_model", model)):
-            monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
-
-    synced = []
-    install.synced = synced
-    return install
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -233,12 +199,14 @@ def test_importing_it_imports_neither_torch_xla_nor_jax():
     assert {"torch_xla", "jax", "jaxlib", "libtpu", "kpt_moe", "triton"}.isdisjoint(found["new"])
 
 
-def test_what_is_imported_for_the_first_call_leaves_random_numbers_as_they_were():
-    before = random.getstate(), str(numpy.random.get_state())
-    with bridge._random_numbers_kept():
+def test_what_is_imported_for_the_first_call_leaves_the_process_as_it_was(monkeypatch):
+    monkeypatch.setenv("KPT_ONE", "1")
+    before = random.getstate(), str(numpy.random.get_state()), dict(os.environ)
+    with bridge._process_kept():
         random.random()
         numpy.random.rand()
-    assert (random.getstate(), str(numpy.random.get_state())) == before
+        os.environ.update(KPT_ONE="2", KPT_TWO="2")
+    assert (random.getstate(), str(numpy.random.get_state()), dict(os.environ)) == before
 
 
 def test_the_entry_point_names_it_and_all_that_is_promised_is_there():
@@ -258,7 +226,8 @@ def test_the_entry_point_names_it_and_all_that_is_promised_is_there():
         (lambda: TPUOptimizer(device="xla"), "device 'xla' can't be used: "),
     ],
 )
-def test_wrong_use_of_what_is_for_xla_is_a_sentence(action, message):
+def test_wrong_use_of_what_is_for_xla_is_a_sentence(see, action, message):
+    see()
     with pytest.raises(InputError, match=message):
         action()
 

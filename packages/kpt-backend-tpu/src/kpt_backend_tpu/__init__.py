@@ -6,9 +6,11 @@ Importing it imports neither torch_xla nor JAX, and claims no TPU.
 from kpt_optimize.accelerator import DeviceInfo, MemoryStatistics, Peaks, PreparedModel
 
 from .backend import BACKEND, TPUBackend, TPUConfig, device_info, memory_stats
+from .cache import Compilations, compilations, keep_compilations
 from .chips import CHIPS, TPUS, Chip
 from .environment import Environment, environment
-from .xla import Bucketed, Compilations, TPUOptimizer, compilations, powers_of_two
+from .spmd import shard_attention, shard_experts
+from .xla import Bucketed, TPUOptimizer, powers_of_two
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,9 @@ __all__ = [
     "compilations",
     "device_info",
     "environment",
+    "keep_compilations",
     "memory_stats",
     "powers_of_two",
+    "shard_attention",
+    "shard_experts",
 ]

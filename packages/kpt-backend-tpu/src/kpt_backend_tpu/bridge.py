@@ -5,6 +5,7 @@ compiles; on `tpu` by torch_tpu's `jax_op` (not verified: it needs a TPU); on th
 """
 
 import importlib
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -43,14 +44,20 @@ def call(target: str, *tensors: Tensor | None, **static: Any) -> Any:
 
 
 @contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Put Python's and NumPy's random numbers back: JAX and torchax draw some while they are imported."""
-    state, numpy = random.getstate(), sys.modules.get("numpy")
+def _process_kept() -> Iterator[None]:
+    """Put back what JAX and torchax change while they are imported: random numbers and variables of the environment.
+
+    The variables are for a libtpu that JAX would load; here torch_xla has loaded it before.
+    """
+    state, environ, numpy = random.getstate(), dict(os.environ), sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy else None
     try:
         yield
     finally:
         random.setstate(state)
+        for name in os.environ.keys() - environ.keys():
+            del os.environ[name]
+        os.environ.update(environ)
         if numpy:
             numpy.random.set_state(of_numpy)
 
@@ -59,7 +66,7 @@ def _random_numbers_kept() -> Iterator[None]:
 def _bound(target: str, device_type: str, static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """Return a function with its static arguments, the same object each time: what it is compiled to is kept by it."""
     module, _, name = target.partition(":")
-    with _random_numbers_kept():
+    with _process_kept():
         if device_type == "xla":
             # Or torch_xla waits for ever for the TPU that JAX took.
             from torch_xla._internal.jax_workarounds import jax_import_guard

@@ -1,8 +1,7 @@
-"""Give XLA few shapes to compile, count what it compiled, and optimise models for it."""
+"""Give XLA few shapes to compile, and optimise models for it."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,41 +42,6 @@ class TPUOptimizer(ModelOptimizer):
         )
         if self.device is not None and self.device.type in BACKEND.device_types:
             self.device = BACKEND.device(self.device)  # which makes it known to torch, too
-
-
-@dataclass(frozen=True, slots=True)
-class Compilations:
-    """Count what torch_xla did since the process began.
-
-    Attributes:
-        compiled: graphs that XLA compiled.
-        cached: graphs that it had compiled before.
-        seconds: that compiling took.
-    """
-
-    compiled: int
-    cached: int
-    seconds: float
-
-    def __sub__(self, before: "Compilations") -> "Compilations":
-        """Return what was done in between."""
-        return Compilations(self.compiled - before.compiled, self.cached - before.cached, self.seconds - before.seconds)
-
-
-def compilations() -> Compilations:
-    """Return how many graphs were compiled so far; look before and after a step to see if it compiles anew.
-
-    Raises:
-        InputError: torch_xla is not there.
-    """
-    reason = BACKEND.why_no_device()
-    if reason is not None:
-        raise InputError(f"compilations are counted by torch_xla: {reason}")
-    from torch_xla.debug import metrics
-
-    compiled = metrics.metric_data("CompileTime")  # how often, the sum in nanoseconds, and the last samples
-    count, total = (compiled[0], compiled[1]) if compiled else (0, 0)
-    return Compilations(int(count), int(metrics.counter_value("CachedCompile") or 0), total / 1e9)
 
 
 def powers_of_two(least: int, most: int) -> tuple[int, ...]:
