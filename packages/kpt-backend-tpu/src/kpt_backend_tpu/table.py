@@ -5,13 +5,15 @@ from kpt_core import Kernel
 _HERE = "kpt_backend_tpu"
 
 
-def _kernel(op: str, module: str, refusal: str, suffix: str = "", compiled: bool = True) -> Kernel:
+def _kernel(
+    op: str, module: str, refusal: str, suffix: str = "", *, compiled: bool = True, gradient: bool = True
+) -> Kernel:
     feature, _, name = op.partition(".")
     here = f"{_HERE}.{feature}"
     return Kernel(
         op,
         forward=f"{here}.{module}:forward{suffix}",
-        backward=f"{here}.{module}:backward{suffix}",
+        backward=f"{here}.{module}:backward{suffix}" if gradient else None,
         unsupported=f"{here}.{refusal}",
         requires={"tpu", "mxu", "bf16"},
         dtypes={"float32", "bfloat16"},
@@ -26,6 +28,7 @@ KERNELS = (
     _kernel("moe.grouped_mm", "grouped_mm", "refusals:grouped"),
     _kernel("moe.grouped_mm_wgrad", "grouped_mm", "refusals:grouped", "_wgrad"),
     _kernel("attention.dense", "dense", "dense:unsupported"),
+    _kernel("attention.paged", "paged", "paged:unsupported", gradient=False),
     _kernel(
         "fp8.linear", "linear", "linear:unsupported", compiled=False
     ),  # by XLA alone: no kernel to hold to anything

@@ -62,3 +62,35 @@ dense = tuple(
     for short, dtype in _DTYPES.items()
     for name in ("forward", "backward")
 )
+
+#: Pages of vLLM's and of flash-attention's size, and sizes that are no multiple of anything.
+_PAGES: dict[str, dict[str, Any]] = {
+    "decode": {"batch": 16, "heads": 32, "kv_heads": 8, "dims": (128, 128), "size": 16, "most": 512},
+    "long": {"batch": 8, "heads": 64, "kv_heads": 8, "dims": (64, 64), "size": 128, "most": 256},
+    "odd": {"batch": 3, "heads": 6, "kv_heads": 2, "dims": (80, 72), "size": 24, "most": 7},
+}
+
+
+def _paged(
+    dtype: str, cache: str, batch: int, heads: int, kv_heads: int, dims: tuple[int, int], size: int, most: int
+) -> Arguments:
+    pages = (cache, batch * most // 2, size, kv_heads)
+    scales = ("float32", kv_heads) if cache != dtype else None
+    given = (
+        (dtype, batch, heads, dims[0]), (*pages, dims[0]), (*pages, dims[1]), ("int32", batch, most), ("int32", batch),
+        ("float32", heads), scales, scales,
+    )  # fmt: skip
+    return given, {"window": 100 if size == 24 else 0, "scores": Scores(True, 0.1, 30.0 if size == 24 else 0.0)}
+
+
+paged = tuple(
+    Program(
+        name=f"forward {short}{' of 8 bits' if cache else ''}",
+        function="paged:decode",
+        sizes=_PAGES,
+        arguments=partial(_paged, dtype, cache or dtype),
+        contracts={chip: _CONTRACT.format(dtype=short, spills=8192, vmem=8) for chip in CHIPS},
+    )
+    for short, dtype in _DTYPES.items()
+    for cache in ("", "float8_e4m3fn")
+)
