@@ -8,6 +8,7 @@ import torch
 
 import kpt_core
 from kpt_attention import Attention, attention, causal, document
+from kpt_attention.paged import paged
 from kpt_backend_tpu import BACKEND, Bucketed, TPUOptimizer, compilations, memory_stats, powers_of_two
 from kpt_core import InputError
 from kpt_fp8 import NativeFP8Linear
@@ -125,3 +126,17 @@ def test_an_optimiser_keeps_what_pays_and_the_model_gives_the_same():
     outcomes = {outcome.step: outcome for outcome in found.report.outcomes}
     assert {"mixed_precision", "compile"} <= outcomes.keys()
     torch.testing.assert_close(found.model(x.to("xla")).cpu().float(), model(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.float8_e4m3fn])
+def test_a_step_of_decoding_over_pages_is_what_it_is_on_the_cpu(cache):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 32), *(torch.randn(9, 8, 2, 32).to(cache) for _ in range(2))
+    table, lengths = torch.randperm(9).view(3, 3).int(), torch.tensor([24, 1, 13]).int()
+    given = (q, k, v, table, lengths)
+    want, want_lse = paged(*given, window=9, return_lse=True)
+    with kpt_core.record() as selections:
+        found, found_lse = paged(*(each.to("xla") for each in given), window=9, return_lse=True)
+    assert selections[0].backend == "tpu"
+    torch.testing.assert_close(found.cpu(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found_lse.cpu(), want_lse, rtol=1e-4, atol=1e-5)
