@@ -343,6 +343,7 @@ def _call(
         out_shape=forms,
         grid_spec=grid_spec,
         compiler_params=pltpu.CompilerParams(dimension_semantics=order),
+        name=f"attention{kernel.__name__.removesuffix('_kernel')}",
         interpret=interpret,
     )(*tables, *arrays)
 

@@ -17,6 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kpt_backend_tpu.layouts import Scores
 
+#: Keys of all heads that a step multiplies at once where pages are smaller; and pages that it reads at most.
+KEYS, MOST_TOGETHER = 1024, 8
 _LEAST = float(np.finfo(np.float32).min)
 _form: Any = jax.ShapeDtypeStruct
 
@@ -28,13 +30,23 @@ def _dot(one: jax.Array, other: jax.Array, over: tuple[int, int]) -> jax.Array:
     return found
 
 
-def _kernel(
-    table: Any, first: Any, past: Any, q: Any, k: Any, v: Any, rows: Any, out: Any, lse: Any, total: Any, highest: Any,
-    sums: Any, *, groups: int, scores: Scores,
-) -> None:  # fmt: skip
-    """Add a page to a sequence's sums. `rows` `[Hq, 3]` has the keys' scale, the values' scale, and the sink."""
+def _kernel(table: Any, first: Any, past: Any, *refs: Any, together: int, groups: int, scores: Scores) -> None:
+    """Add some pages to a sequence's sums.
+
+    Args:
+        table: read ahead by the pipeline.
+        first: `[B]`, the first key that a sequence's query sees.
+        past: `[B]`, the first after these.
+        *refs: the query, pages of keys, as many of values, `[Hq, 3]` with the keys' scale, the values' scale and the
+            sink, the results, and what is kept from step to step.
+        together: pages of a step.
+        groups: heads of queries that read a head of keys.
+        scores: what happens to them.
+    """
+    q, *caches, rows, out, lse, total, highest, sums = refs
+    ks, vs = caches[:together], caches[together:]
     sequence, page = pl.program_id(0), pl.program_id(1)
-    size, heads = k.shape[1:3]
+    size, heads = together * ks[0].shape[1], ks[0].shape[2]
     begin, end = first[sequence], past[sequence]
 
     @pl.when(page == 0)
@@ -45,9 +57,9 @@ def _kernel(
 
     @pl.when((page * size < end) & ((page + 1) * size > begin))
     def _() -> None:
-        def flat(ref: Any) -> jax.Array:
-            found: jax.Array = ref[0].astype(jnp.float32).reshape(size * heads, ref.shape[3])
-            return found
+        def flat(refs: list[Any]) -> jax.Array:
+            wide = [ref[0].astype(jnp.float32).reshape(-1, ref.shape[3]) for ref in refs]
+            return wide[0] if together == 1 else jnp.concatenate(wide, 0)
 
         def number(shape: tuple[int, ...], dim: int) -> jax.Array:
             return lax.broadcasted_iota(jnp.int32, shape, dim)
@@ -57,7 +69,7 @@ def _kernel(
         place = page * size + lax.div(column, jnp.int32(heads))
         own = lax.rem(column, jnp.int32(heads)) == lax.div(number(shape, 0), jnp.int32(groups))
         seen = (place >= begin) & (place < end) & own
-        score = _dot(q[0], flat(k).astype(q.dtype), (1, 1)) * (rows[:, 0:1] * scores.scale)
+        score = _dot(q[0], flat(ks).astype(q.dtype), (1, 1)) * (rows[:, 0:1] * scores.scale)
         if scores.softcap:
             score = scores.softcap * jnp.tanh(score / scores.softcap)
         score = jnp.where(seen, score, _LEAST)
@@ -67,7 +79,7 @@ def _kernel(
         sums[...] = sums[...] * shrunk + weight.sum(1, keepdims=True)
         highest[...] = jnp.broadcast_to(most, highest.shape)
 
-        value = flat(v)
+        value = flat(vs)
         there = page * size + lax.div(number(value.shape, 0), jnp.int32(heads))
         value = jnp.where((there >= begin) & (there < end), value, 0)  # what nobody sees may be NaN
         finite = value - value == 0
@@ -75,15 +87,9 @@ def _kernel(
         total[...] = total[...] * shrunk + _dot(weight.astype(q.dtype), numbers, (1, 0))
 
         @pl.when(jnp.min(jnp.where(finite, 1.0, 0.0)) == 0)
-        def _() -> None:  # it would reach queries of other heads by their weight of zero
-            who = jnp.where(seen, 1.0, 0.0)
-
-            def reached(what: jax.Array) -> jax.Array:
-                return _dot(who, jnp.where(what, 1.0, 0.0), (1, 0)) > 0
-
-            above, below = reached(value == jnp.inf), reached(value == -jnp.inf)
-            wrong = reached(value != value) | (above & below)
-            total[...] += jnp.where(wrong, jnp.nan, jnp.where(above, jnp.inf, jnp.where(below, -jnp.inf, 0.0)))
+        def _() -> None:  # by its weight of zero it would reach queries of other heads
+            reached = _dot(jnp.where(seen, 1.0, 0.0), jnp.where(finite, 0.0, 1.0), (1, 0)) > 0
+            total[...] = jnp.where(reached, jnp.nan, total[...])
 
     @pl.when(page == pl.num_programs(1) - 1)
     def _() -> None:
@@ -127,6 +133,7 @@ def decode(
     """
     (batch, heads, dim), (pages, size, kv_heads, value_dim) = q.shape, v_cache.shape
     most, groups = block_table.shape[1], heads // kv_heads
+    together = min(max(KEYS // (size * kv_heads), 1), MOST_TOGETHER, most)
 
     def row(given: jax.Array | None, neutral: float) -> jax.Array:
         whole = jnp.full((heads,), neutral, jnp.float32) if given is None else given
@@ -137,21 +144,25 @@ def decode(
     first = jnp.maximum(past - window, 0) if window else jnp.zeros_like(past)
     table = jnp.clip(block_table, 0, pages - 1).reshape(-1)
 
-    def page_of(b: Any, j: Any, table: Any, first: Any, past: Any) -> tuple[Any, int, int, int]:
+    def page_of(b: Any, j: Any, table: Any, first: Any, past: Any, of_step: int) -> tuple[Any, int, int, int]:
         # Before and after what is seen, the page that is there already: it isn't fetched twice.
         begin, end = lax.div(first[b], jnp.int32(size)), lax.div(jnp.maximum(past[b] - 1, 0), jnp.int32(size))
-        return table[b * most + jnp.clip(j, begin, end)], 0, 0, 0
+        return table[b * most + jnp.clip(j * together + of_step, begin, end)], 0, 0, 0
+
+    def pages_of(dims: int) -> list[pl.BlockSpec]:
+        shape = (1, size, kv_heads, dims)
+        return [pl.BlockSpec(shape, partial(page_of, of_step=number)) for number in range(together)]
 
     def of_sequence(b: Any, *_: Any) -> tuple[Any, int, int]:
         return b, 0, 0
 
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
-        grid=(batch, most),
+        grid=(batch, pl.cdiv(most, together)),
         in_specs=[
             pl.BlockSpec((1, heads, dim), of_sequence),
-            pl.BlockSpec((1, size, kv_heads, dim), page_of),
-            pl.BlockSpec((1, size, kv_heads, value_dim), page_of),
+            *pages_of(dim),
+            *pages_of(value_dim),
             pl.BlockSpec((heads, 3), lambda *_: (0, 0)),
         ],
         out_specs=[pl.BlockSpec((1, heads, value_dim), of_sequence), pl.BlockSpec((1, heads, 128), of_sequence)],
@@ -162,10 +173,10 @@ def decode(
         ],
     )
     out, lse = pl.pallas_call(
-        partial(_kernel, groups=groups, scores=scores),
+        partial(_kernel, together=together, groups=groups, scores=scores),
         grid_spec=grid,
         out_shape=[_form((batch, heads, value_dim), q.dtype), _form((batch, heads, 128), jnp.float32)],
         name="paged_decode",
         interpret=interpret,
-    )(table, first, past, q, k_cache, v_cache, rows)
+    )(table, first, past, q, *[k_cache] * together, *[v_cache] * together, rows)
     return out, lse[:, :, 0]
