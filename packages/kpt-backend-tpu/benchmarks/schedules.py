@@ -100,7 +100,8 @@ def jax_kernels(devices: Any, dtype: str, tile: Any, width: int) -> Iterator[tup
         return  # splash multiplies it in one pass of bfloat16
     mask = masks.MultiHeadMask([masks.CausalMask((QUERIES, QUERIES))] * 4)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes = splash.BlockSizes(**{f"block_{name}": width for name in names})
+    widths: dict[str, Any] = {f"block_{name}": width for name in names}
+    sizes = splash.BlockSizes(**widths)
     one = splash.make_splash_mqa(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
     attend = jax.vmap(jax.vmap(one))
     q, k = array(2, 8, 4, QUERIES, DIM), array(2, 8, QUERIES, DIM)
