@@ -86,7 +86,8 @@ def jax_kernels(devices: Any, dtype: str, tile: Any, width: int) -> Iterator[tup
     place = jax.sharding.SingleDeviceSharding(devices[0])
 
     def array(*shape: int, of: str = dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, of, sharding=place)
+        form: Any = jax.ShapeDtypeStruct
+        return form(shape, of, sharding=place)
 
     rows, groups, inner, columns = (PRODUCT[name] for name in ("rows", "groups", "inner", "columns"))
     multiply = jax.jit(
