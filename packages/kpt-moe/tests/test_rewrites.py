@@ -8,7 +8,7 @@ from torch import nn
 
 import kpt_optimize
 from families import FAMILIES, experts_of
-from kpt_core import InputError, record
+from kpt_core import record
 from kpt_moe.rewrites import REWRITES, Bfloat16Experts, KptExperts, is_transformers_experts
 from kpt_moe.transformers import NAME
 
