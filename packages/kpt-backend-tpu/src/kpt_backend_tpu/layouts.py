@@ -37,3 +37,14 @@ class Scores(NamedTuple):
     causal: bool
     scale: float
     softcap: float
+
+
+class Choice(NamedTuple):
+    """Of `moe.top_k_gating`, its parameters as there."""
+
+    top_k: int
+    score: str
+    renormalize: bool
+    scale: float
+    num_groups: int
+    top_groups: int

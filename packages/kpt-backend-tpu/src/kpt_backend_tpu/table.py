@@ -27,6 +27,7 @@ KERNELS = (
     _kernel("moe.experts", "experts", "refusals:experts"),
     _kernel("moe.grouped_mm", "grouped_mm", "refusals:grouped"),
     _kernel("moe.grouped_mm_wgrad", "grouped_mm", "refusals:grouped", "_wgrad"),
+    _kernel("moe.top_k_gating", "gating", "gating:unsupported"),
     _kernel("attention.dense", "dense", "dense:unsupported"),
     _kernel("attention.paged", "paged", "paged:unsupported", gradient=False),
     _kernel(

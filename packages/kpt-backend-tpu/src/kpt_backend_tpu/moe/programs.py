@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from kpt_backend_tpu.chips import CHIPS
-from kpt_backend_tpu.layouts import Activation, Layout
+from kpt_backend_tpu.layouts import Activation, Choice, Layout
 from kpt_backend_tpu.programs import Arguments, Program
 from kpt_backend_tpu.tiles import tile_of
 
@@ -74,4 +74,28 @@ experts = tuple(
     _program(name, short, f"experts:{name}", _experts, backward=name == "backward")
     for short in _DTYPES
     for name in ("forward", "backward")
+)
+
+#: Of published models: tokens, experts, whether there is a correction bias, and the choice.
+_GATINGS: dict[str, dict[str, Any]] = {
+    "qwen3": {"tokens": 4096, "experts": 128, "choice": Choice(8, "softmax", True, 1.0, 1, 1)},
+    "gpt-oss": {"tokens": 64, "experts": 128, "choice": Choice(4, "softmax_after", False, 1.0, 1, 1)},
+    "deepseek-v3": {"tokens": 4096, "experts": 256, "choice": Choice(8, "sigmoid", True, 2.5, 8, 4), "biased": True},
+    "odd": {"tokens": 1001, "experts": 70, "choice": Choice(3, "softmax", False, 1.0, 7, 2)},
+}
+
+
+def _gating(dtype: str, tokens: int, experts: int, choice: Choice, biased: bool = False) -> Arguments:
+    return ((dtype, tokens, experts), ("float32", experts) if biased else None), {"choice": choice}
+
+
+top_k_gating = tuple(
+    Program(
+        name=f"forward {short}",
+        function="gating:forward",
+        sizes=_GATINGS,
+        arguments=partial(_gating, dtype),
+        contracts=dict.fromkeys(CHIPS, "mosaic, spills <= 4096 KiB, vmem <= 8 MiB"),
+    )
+    for short, dtype in _DTYPES.items()
 )
