@@ -226,6 +226,7 @@ def pages(session: nox.Session) -> None:
     folder, report = Path(".nox/pages").absolute(), REPORTS / "pages"
     shutil.copytree("tools/pages", folder, dirs_exist_ok=True)
     shutil.rmtree(report, ignore_errors=True)
+    report.mkdir(parents=True)
     session.run("npm", "ci", "--prefix", folder, "--no-audit", "--no-fund", "--prefer-offline", external=True)
     run(session, "kpt", "demo", "--quick", "--output", report / "demo", silent=True)
     session.run("node", folder / "check.mjs", chromium, ".", report / "demo" / "report.html", report, external=True)
