@@ -76,6 +76,7 @@ async function check({ url, name, width, colorScheme = "light", media = "screen"
   const page = await (await contexts[colorScheme]).newPage();
   await page.setViewportSize({ width, height: 900 });
   await page.emulateMedia({ media });
+  page.setDefaultTimeout(120_000); // a busy machine is no finding
   await page.goto(url);
   await page.addScriptTag({ path: require.resolve("axe-core/axe.min.js") });
   const wrong = [...(await page.evaluate(look)), ...(await page.evaluate(accessibility))];
