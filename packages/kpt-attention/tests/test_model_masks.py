@@ -23,7 +23,8 @@ IMAGES[0, 20:33] = 1
 
 
 def packed(function: Any) -> Any:
-    return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, DOCUMENTS)
+    alone = masking_utils.packed_sequence_mask_function(DOCUMENTS)
+    return masking_utils.and_masks(alone, masking_utils.remap_positions_for_packed_sequence(function, POSITIONS))
 
 
 WINDOW = masking_utils.sliding_window_causal_mask_function(6)
