@@ -97,8 +97,6 @@ def jax_kernels(devices: Any, dtype: str, tile: Any, width: int) -> Iterator[tup
         "grouped product",
         multiply.lower(array(rows, inner), array(groups, inner, columns), array(groups, of="int32")),
     )
-    if dtype == "float32":
-        return  # splash multiplies it in one pass of bfloat16
     mask = masks.MultiHeadMask([masks.CausalMask((QUERIES, QUERIES))] * 4)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     widths: dict[str, Any] = {f"block_{name}": width for name in names}
