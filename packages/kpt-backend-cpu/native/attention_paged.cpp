@@ -86,8 +86,11 @@ public:
                 const Part part{low, head, heads, begin, begin + kSplit < one.end ? begin + kSplit : one.end};
                 // Of each head the splits lie together.
                 float* result = results + (one.first_row + (head * one.splits + split) * one.rows) * per_row_;
+                const int64_t step = one.splits * one.rows * per_row_;
                 with_type(p_.k.dtype, [&](auto kind) {
-                    attend<decltype(kind)>(part, one.rows, mine_q, mine_scores, result, one.splits * one.rows * per_row_);
+                    using T = decltype(kind);
+                    if (p_.table != nullptr) attend<T, true>(part, one.rows, mine_q, mine_scores, result, step);
+                    else attend<T, false>(part, one.rows, mine_q, mine_scores, result, step);
                 });
             });
             merging.all(p_.sequences * p_.kv_heads, [&](int64_t task) {
@@ -128,13 +131,16 @@ private:
 
     // Of each row: the output, not divided yet, the largest score, and the sum of the exponentials less that. Results of
     // heads are `step` apart.
-    template <class T>
+    // What comes next is prefetched: of pages, values while scores are computed and then the next keys, a line for each that
+    // is read, since processors do not foresee where the next page lies. Of keys that lie together they do.
+    template <class T, bool Paged>
     void attend(const Part& part, int64_t rows, float* q, float* scores, float* results, int64_t step) const {
         const int64_t begin = p_.ends[part.sequence];
         const int64_t padded = (rows + kRows - 1) / kRows * kRows;
         for (int64_t h = 0; h < part.heads; h++) prepare(begin, part.head + h, rows, padded, q + h * padded * pitch_, results + h * step);
         const T* keys[kChunk];
         const T* values[kChunk];
+        const T* ahead[kChunk];
         for (int64_t from = part.begin; from < part.end; from += kChunk) {
             const int64_t count = part.end - from < kChunk ? part.end - from : kChunk;
             for (int64_t j = 0; j < count; j++) {
@@ -144,10 +150,15 @@ private:
             for (int64_t h = 0; h < part.heads; h++) {
                 const float scale = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[part.head + h] : 1.0f);
                 float* result = results + h * step;
+                for (int64_t j = 0; Paged && j < count; j++) {  // of the next head, or the next ones
+                    const bool last = h + 1 == part.heads;
+                    const int64_t key = from + kChunk + j < part.end ? from + kChunk + j : part.end - 1;
+                    ahead[j] = last ? line<T>(*this, p_.k, part.sequence, key, part.head) : keys[j] + p_.k.stride_head;
+                }
                 for (int64_t row = 0; row < rows; row += kRows) {
                     const float* own = q + (h * padded + row) * pitch_;
                     with_rows(rows - row, [&](auto height) {
-                        multiply<T, height()>(*this, keys, values, count, own, scores + row * kChunk, row == 0);
+                        multiply<T, height(), Paged>(*this, keys, values, count, own, scores + row * kChunk, row == 0);
                     });
                 }
                 for (int64_t row = 0; row < rows; row++) {
@@ -155,7 +166,7 @@ private:
                 }
                 for (int64_t row = 0; row < rows; row += kRows) {
                     with_rows(rows - row, [&](auto height) {
-                        add<T, height()>(*this, values, count, scores + row * kChunk, result + row * per_row_);
+                        add<T, height(), Paged>(*this, values, ahead, count, scores + row * kChunk, result + row * per_row_);
                     });
                 }
                 for (int64_t j = 0; j < count; j++) {
@@ -195,7 +206,7 @@ private:
     }
 
     // Products of some rows with some keys.
-    template <class T, int R>
+    template <class T, int R, bool Paged>
     KPT_INLINE void multiply(
         const Kernel& self, const T* const* keys, const T* const* values, int64_t count, const float* q, float* scores,
         bool first) {
@@ -203,16 +214,20 @@ private:
         for (int64_t j = 0; j < count; j += 2) {
             const T* one = keys[j];
             const T* two = keys[j + 1 < count ? j + 1 : j];
-            if (first) {  // the other rows find them in the cache
+            const T* soon = values[j];
+            const T* then = values[j + 1 < count ? j + 1 : j];
+            if (first && !Paged) {  // the other rows find them in the cache
                 for (int64_t next = j; next < j + 2 && next < count; next++) {
                     prefetch(reinterpret_cast<const char*>(values[next]), self.p_.value_dim * sizeof(T));
-                    // After the last come the first ones of the next head.
-                    const T* ahead = next + 8 < count ? keys[next + 8] : keys[(next + 8) % count] + self.p_.k.stride_head;
-                    prefetch(reinterpret_cast<const char*>(ahead), dim * sizeof(T));
+                    if (next + 8 < count) prefetch(reinterpret_cast<const char*>(keys[next + 8]), dim * sizeof(T));
                 }
             }
             vf sums[2][R] = {};
             const auto step = [&](int64_t i, vf a, vf b) {
+                if (Paged && first) {
+                    __builtin_prefetch(soon + i);
+                    __builtin_prefetch(then + i);
+                }
                 for (int row = 0; row < R; row++) {
                     const vf x = load(q + row * pitch + i);
                     sums[0][row] += a * x;
@@ -261,19 +276,21 @@ private:
     }
 
     // Add the weighted values to some rows, two vectors of them at a time.
-    template <class T, int R>
-    KPT_INLINE void add(const Kernel& self, const T* const* values, int64_t count, const float* weights, float* result) {
+    template <class T, int R, bool Paged>
+    KPT_INLINE void add(
+        const Kernel& self, const T* const* values, const T* const* ahead, int64_t count, const float* weights, float* result) {
         const int64_t dim = self.p_.value_dim;
         const int64_t together = self.p_.v.stride_token * static_cast<int64_t>(sizeof(T)) > kFar ? kTogether : kChunk;
         for (int64_t from = 0; from < count; from += together) {
             const int64_t to = count - from < together ? count : from + together;
-            add_some<T, R>(values, from, to, dim, self.per_row_, weights, result);
+            add_some<T, R, Paged>(values, ahead, from, to, dim, self.per_row_, weights, result);
         }
     }
 
-    template <class T, int R>
+    template <class T, int R, bool Paged>
     KPT_INLINE void add_some(
-        const T* const* values, int64_t first, int64_t past, int64_t dim, int64_t per_row, const float* weights, float* result) {
+        const T* const* values, const T* const* ahead, int64_t first, int64_t past, int64_t dim, int64_t per_row,
+        const float* weights, float* result) {
         int64_t i = 0;
         for (; i + 2 * W <= dim; i += 2 * W) {
             vf sums[R][2];
@@ -282,6 +299,10 @@ private:
                 sums[row][1] = load(result + row * per_row + i + W);
             }
             for (int64_t j = first; j < past; j++) {
+                if (Paged) {
+                    __builtin_prefetch(ahead[j] + i);
+                    __builtin_prefetch(ahead[j] + i + W);
+                }
                 const vf a = load(values[j] + i), b = load(values[j] + i + W);
                 for (int row = 0; row < R; row++) {
                     const vf weight = splat(weights[row * kChunk + j]);

@@ -1,5 +1,11 @@
-"""`attention.paged` in plain PyTorch: the pages of a sequence are brought together, and `attention.dense` attends."""
+"""`attention.paged` in plain PyTorch: the pages of a sequence are brought together, and `attention.dense` attends.
 
+Of few queries, as steps of decoding have, only so many pages at once as stay in a cache: memory that is new costs more
+than all else.
+"""
+
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,9 +14,16 @@ from torch import Tensor
 from kpt_attention.dense import dense, wide_dtype
 from kpt_attention.masks import causal as causal_mask
 from kpt_attention.masks import sliding_window
-from kpt_attention.paged import FP8
+from kpt_attention.paged import FP8, scale_of
 from kpt_attention.plan import Plan
 from kpt_core import Call
+
+#: Rows of queries of a head of keys up to which no pages but a few are brought together.
+_FEW = 16
+#: Bytes that are brought together at once.
+_BYTES = 1 << 22
+
+_Room = dict[torch.dtype, Tensor]
 
 
 def forward(call: Call) -> Any:
@@ -18,12 +31,18 @@ def forward(call: Call) -> Any:
     q, wide = call.q, wide_dtype(call.q.dtype)
     out = q.new_zeros((*q.shape[:2], call.v_cache.shape[3]))
     lse = q.new_empty(q.shape[:2], dtype=wide) if call.return_lse else None
+    room: _Room = {}
     ends = list(range(len(q) + 1)) if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for number, length in enumerate(call.lengths.tolist()):
         rows = slice(ends[number], ends[number + 1])
         if rows.start == rows.stop:
             continue
-        found, sums = _sequence(call, q[rows], call.block_table[number], length)
+        queries = rows.stop - rows.start
+        few = queries * (q.shape[1] // call.k_cache.shape[2]) <= _FEW and length > 0
+        if few and (queries == 1 or not call.causal):
+            found, sums = _few(call, q[rows], call.block_table[number], length, room)
+        else:
+            found, sums = _sequence(call, q[rows], call.block_table[number], length)
         out[rows] = found
         if lse is not None:
             lse[rows] = sums
@@ -54,6 +73,59 @@ def _sequence(call: Call, q: Tensor, table: Tensor, length: int) -> tuple[Tensor
     if call.v_scale is not None:
         out = out.to(wide_dtype(q.dtype)) * call.v_scale.repeat_interleave(q.shape[1] // k.shape[1])[:, None]
     return out.to(q.dtype), None if lse is None else lse[0].transpose(0, 1)
+
+
+def _few(call: Call, q: Tensor, table: Tensor, length: int, room: _Room) -> tuple[Tensor, Tensor | None]:
+    """Attend with queries of one sequence that see the same keys, `[queries, Hq, D]`."""
+    (queries, heads, dim), (_, size, kv_heads, value_dim) = q.shape, call.v_cache.shape
+    wide = wide_dtype(q.dtype)
+    rows = (q.to(wide) * scale_of(call)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    if call.k_scale is not None:
+        rows = rows * call.k_scale.to(wide)[:, None, None]
+    first = max(length - call.window, 0) if call.window else 0
+    step = max(1, _BYTES // (size * kv_heads * max(dim, value_dim) * wide.itemsize)) * size
+    # Keys of each piece, from where a page begins.
+    pieces = [range(max(first, begin), min(begin + step, length))
+              for begin in range(first // size * size, length, step)]  # fmt: skip
+    scores = torch.cat([rows @ some.mT for some in _pieces(call.k_cache, table, pieces, wide, room)], -1)
+    scores = scores if call.softcap == 0 else call.softcap * (scores / call.softcap).tanh_()
+    largest, sinks = scores.amax(-1, keepdim=True), None
+    if call.sinks is not None:
+        sinks = call.sinks.to(wide).view(kv_heads, -1, 1).repeat_interleave(queries, 1)
+        largest = torch.maximum(largest, sinks)
+    largest = largest.clamp(min=torch.finfo(wide).min)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    total = total if sinks is None else total + (sinks - largest).exp()
+    out = rows.new_zeros((*rows.shape[:2], value_dim))
+    parts = weights.split([len(each) for each in pieces], -1)
+    for part, some in zip(parts, _pieces(call.v_cache, table, pieces, wide, room), strict=True):
+        out.baddbmm_(part, some)
+    out = out / total.masked_fill(total == 0, 1)
+    if call.v_scale is not None:
+        out = out * call.v_scale.to(wide)[:, None, None]
+    out, lse = (each.view(heads, queries, -1).transpose(0, 1) for each in (out, largest + total.log()))
+    return out.to(q.dtype), lse[..., 0] if call.return_lse else None
+
+
+def _pieces(cache: Tensor, table: Tensor, pieces: list[range], wide: torch.dtype, room: _Room) -> Iterator[Tensor]:
+    """Yield some keys or values at a time, `[Hkv, keys, D]`, always in the same place."""
+    size, bits = cache.shape[1], cache.view(torch.uint8) if cache.dtype in FP8 else cache
+    for keys in pieces:
+        begin, end = keys.start // size, -(-keys.stop // size)
+        shape = (end - begin, *bits.shape[1:])
+        found = torch.index_select(bits, 0, table[begin:end], out=_place(room, bits, shape, bits.dtype))
+        if cache.dtype is not wide:
+            found = _place(room, bits, shape, wide).copy_(found.view(cache.dtype))
+        yield found.flatten(0, 1)[keys.start - begin * size : keys.stop - begin * size].transpose(0, 1)
+
+
+def _place(room: _Room, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return room for a shape, where there was some before if that is large enough."""
+    count = math.prod(shape)
+    if dtype not in room or len(room[dtype]) < count:
+        room[dtype] = like.new_empty(count, dtype=dtype)
+    return room[dtype][:count].view(shape)
 
 
 def _rows(cache: Tensor, pages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
