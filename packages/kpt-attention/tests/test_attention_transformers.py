@@ -1,5 +1,6 @@
 """Models of transformers with `attn_implementation="kpt"` beside eager ones: logits, gradients, padding, generation."""
 
+import pickle
 import warnings
 from typing import Any
 
@@ -261,3 +262,30 @@ def test_continuous_batching_gives_the_tokens_of_generate(family: str) -> None:
         decoder(family, "kpt").generate_batch(prompts, generation_config=told)
     with pytest.raises(InputError, match="attn_implementation is 'eager': load it with"):
         enable_continuous_batching(decoder(family, "eager"))
+
+
+def test_a_model_that_another_one_switches_off_says_so():
+    one, ids = decoder("Llama", "kpt"), torch.arange(3, 9)[None]
+    one(ids)
+    copied = pickle.loads(pickle.dumps(one))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one.set_attn_implementation("eager")  # on purpose, and no other model is concerned
+        one(ids)
+        one.set_attn_implementation("kpt")
+        compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(ids).logits, one(ids).logits)
+    other = type(one)._from_config(one.config, attn_implementation="eager")
+    for switched in (one, copied):
+        with warnings.catch_warnings(record=True) as told, record() as log:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                switched(ids)
+        messages = [str(each.message) for each in told if each.category is KptWarning]
+        if switched is one:
+            assert [other.config is one.config, log] == [True, []]
+            assert len(messages) == 1
+            assert "'eager', and LlamaForCausalLM has the same config" in messages[0]
+        else:  # has a config of its own
+            assert log
+            assert not messages

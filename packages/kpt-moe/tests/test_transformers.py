@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import kpt_moe.transformers
 from families import FAMILIES, VOCABULARY, Family, experts_of
-from kpt_core import record
+from kpt_core import KptWarning, record
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -144,3 +144,13 @@ def test_models_with_experts_of_another_kind_are_left_alone():
     have, ops = run(model, kpt_moe.transformers.NAME, x)
     assert ops == []
     assert all(torch.equal(have[name], value) for name, value in want.items() if value is not None)
+
+
+def test_a_model_that_another_one_switches_off_says_so():
+    model, ids = FAMILIES["mixtral"].build(), torch.arange(3, 9)[None]
+    model.set_experts_implementation(kpt_moe.transformers.NAME)
+    model(ids)
+    other = type(model)._from_config(model.config, experts_implementation="eager")
+    with pytest.warns(KptWarning, match="'eager', and MixtralForCausalLM has the same config"), record() as log:
+        model(ids)
+    assert [other.config is model.config, log] == [True, []]

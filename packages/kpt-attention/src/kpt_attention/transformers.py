@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 )
 
 from kpt_core import InputError, KptWarning
-from kpt_core.errors import warn_caller
+from kpt_core.errors import warn_caller, warn_of_switch
 
 from .dense import dense
 from .masks import causal, dense_mask, sliding_window
@@ -129,6 +129,7 @@ def kpt_attention_forward(
     Raises:
         InputError: an argument is unknown, or asks for what is not there.
     """
+    warn_of_switch(module, "_attn_implementation", NAME)
     unknown = sorted(name for name, given in kwargs.items() if name not in _KNOWN and given is not None)
     if unknown:
         raise InputError(

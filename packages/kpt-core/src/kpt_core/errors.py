@@ -1,6 +1,7 @@
 """Every error and warning that KPT raises, in one hierarchy."""
 
 import difflib
+import gc
 import sys
 import warnings
 from collections.abc import Iterable
@@ -92,6 +93,54 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     while frame.f_back is not None and _lies_between(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+class _Watch:
+    """A forward pre-hook that warns once where its module's config no longer says what it said."""
+
+    def __init__(self, attribute: str, name: str) -> None:
+        self.attribute, self.name, self.told = attribute, name, False
+
+    def __call__(self, module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling() or self.told:
+            return
+        now = getattr(module.config, self.attribute, None)
+        if now == self.name:
+            return
+        self.told = True
+        models = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)
+                  and hasattr(type(each), "from_pretrained")]  # fmt: skip
+        holders = [each for each in models if each.__dict__.get("config") is module.config]
+        own = {each for holder in holders if module in (inside := set(holder.modules())) for each in inside}
+        others = [each for each in holders if each not in own]
+        for each in own:
+            for hook in each._forward_pre_hooks.values():
+                if isinstance(hook, _Watch) and hook.attribute == self.attribute:
+                    hook.told = True
+        if others:
+            warn_caller(
+                f"{type(module).__name__} is no longer served by KPT: its config's {self.attribute} was {self.name!r} "
+                f"and is {now!r}, and {type(others[0]).__name__} has the same config, which transformers keeps for all "
+                "models that are made from it: give each model a copy.deepcopy(config)",
+                KptWarning,
+            )
+
+
+def warn_of_switch(module: torch.nn.Module, attribute: str, name: str) -> None:
+    """Let a Hugging Face module that KPT serves warn, once, where another model switches it off by their common config.
+
+    Args:
+        module: has a `config`.
+        attribute: of the config, which says by whom the module is served, as `_attn_implementation`.
+        name: KPT's name there.
+    """
+    if torch.compiler.is_compiling() or getattr(getattr(module, "config", None), attribute, None) != name:
+        return
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _Watch) and hook.attribute == attribute:
+            hook.told = False
+            return
+    module.register_forward_pre_hook(_Watch(attribute, name))
 
 
 def _lies_between(frame: FrameType) -> bool:
