@@ -8,7 +8,10 @@ from importlib import import_module
 import pytest
 from public_names import ROOT, page_showing, public_names
 
-PACKAGES = ("kpt-core", "kpt-optimize", "kpt-moe", "kpt-fp8", "kpt-attention")
+PACKAGES = (
+    *("kpt-core", "kpt-optimize", "kpt-moe", "kpt-fp8", "kpt-attention", "kpt-conformance"),
+    *(f"kpt-backend-{vendor}" for vendor in ("cpu", "nvidia", "amd", "xpu", "tpu")),
+)
 NAMES = [
     (module, name)
     for package in PACKAGES
@@ -34,7 +37,10 @@ def test_a_public_name_is_documented(module: str, name: str) -> None:
         f"{module}.{name} has no docstring, or one that begins in lower case: {text[:60]!r}"
     )
     # Errors, and results without methods to speak of, come from what is shown.
-    result = inspect.isclass(found) and (issubclass(found, Exception | tuple) or dataclasses.is_dataclass(found))
+    # Protocols are what somebody else writes.
+    result = inspect.isclass(found) and (
+        issubclass(found, Exception | tuple) or dataclasses.is_dataclass(found) or getattr(found, "_is_protocol", False)
+    )
     assert result or "Examples:" in text or page_showing(name), (
         f"no code of a document uses {module}.{name}: show it in docs/by-example, or under 'Examples:' in its docstring"
     )

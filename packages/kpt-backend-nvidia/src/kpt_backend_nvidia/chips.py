@@ -130,7 +130,7 @@ def unsupported(capability: tuple[int, int]) -> str | None:
 
 @cache
 def capabilities_of(capability: tuple[int, int]) -> frozenset[Capability]:
-    """What a chip of a compute capability can do, in KPT's words.
+    """Return what a chip of a compute capability can do, in KPT's words.
 
     A chip newer than those known here has the base set, which stays, and none of what belongs to a family.
 
@@ -152,7 +152,7 @@ def capabilities_of(capability: tuple[int, int]) -> frozenset[Capability]:
 
 
 def peaks_of(product: str) -> Peaks | None:
-    """The peaks of a product, for rooflines.
+    """Return the peaks of a product, for rooflines.
 
     Args:
         product: as the driver names it, for instance `NVIDIA H100 80GB HBM3` (that is the SXM module).
