@@ -57,6 +57,16 @@ def test_what_is_not_a_number_is_chosen_first_and_stays_in_its_row():
     assert torch.equal(index[[0, 1, 2, 3, 5, 6, 7, 8]], plain[1][[0, 1, 2, 3, 5, 6, 7, 8]])
 
 
+def test_a_group_of_nan_and_minus_infinity_does_not_let_the_others_in():
+    logits = torch.tensor([[9.0, -9, -9, -9, -torch.inf, torch.nan, -torch.inf, -torch.inf, 5, 4, 0, 0]])
+    how = {"top_k": 2, "score": "softmax_after", "num_groups": 3, "top_groups": 2}
+    with force("tpu", KERNEL):
+        _, index = top_k_gating(logits, torch.zeros(12), **how)
+    with kpt_core.use("reference", strict=True):
+        assert torch.equal(index, top_k_gating(logits, torch.zeros(12), **how)[1])
+    assert index.tolist() == [[5, 8]]
+
+
 def test_what_the_kernel_does_not_do_is_refused_in_a_sentence():
     call = top_k_gating.bind(torch.randn(4, 64), top_k=2)
     assert unsupported(call) is None

@@ -3,10 +3,18 @@
 from kpt_core import Kernel
 
 _HERE = "kpt_backend_tpu"
+_FP8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 
 
 def _kernel(
-    op: str, module: str, refusal: str, suffix: str = "", *, compiled: bool = True, gradient: bool = True
+    op: str,
+    module: str,
+    refusal: str,
+    suffix: str = "",
+    *,
+    compiled: bool = True,
+    gradient: bool = True,
+    dtypes: frozenset[str] = frozenset(),
 ) -> Kernel:
     feature, _, name = op.partition(".")
     here = f"{_HERE}.{feature}"
@@ -16,7 +24,7 @@ def _kernel(
         backward=f"{here}.{module}:backward{suffix}" if gradient else None,
         unsupported=f"{here}.{refusal}",
         requires={"tpu", "mxu", "bf16"},
-        dtypes={"float32", "bfloat16"},
+        dtypes={"float32", "bfloat16"} | dtypes,
         priority=20,
         deterministic=True,
         aot=f"{here}.programs:{name}" if compiled else None,
@@ -30,7 +38,8 @@ KERNELS = (
     _kernel("moe.top_k_gating", "gating", "gating:unsupported"),
     _kernel("attention.dense", "dense", "dense:unsupported"),
     _kernel("attention.paged", "paged", "paged:unsupported", gradient=False),
-    _kernel(
-        "fp8.linear", "linear", "linear:unsupported", compiled=False
-    ),  # by XLA alone: no kernel to hold to anything
+    # By XLA alone: no kernel to hold to anything.
+    _kernel("fp8.linear", "linear", "linear:unsupported", compiled=False),
+    _kernel("fp8.scaled_mm", "scaled_mm", "scaled_mm:unsupported", gradient=False, dtypes=_FP8),
+    _kernel("fp8.quantize", "quantize", "quantize:unsupported", gradient=False, dtypes=_FP8),
 )

@@ -7,12 +7,12 @@ from kpt_backend_tpu.bridge import call as jax
 from kpt_core import Call, Refusal
 
 #: Formats that torch_xla holds.
-_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def unsupported(call: Call) -> Refusal | str | None:
     """Return why a call is not for the kernel, or None."""
-    if call.weight.dtype not in _FORMATS:
+    if call.weight.dtype not in FORMATS:
         return Refusal("a weight in {dtype}; torch_xla holds float8_e4m3fn and float8_e5m2", dtype=call.weight.dtype)
     if call.scale.dtype is not torch.float32:
         return Refusal("scales in {dtype}; this kernel takes float32", dtype=call.scale.dtype)

@@ -41,6 +41,7 @@ def _inside(key: jax.Array, columns: jax.Array, choice: Choice, by_two: bool) ->
         if by_two and size > 1:
             rest = jnp.where(columns == _first(tile == best, columns), -jnp.inf, tile)
             best = best + rest.max(1, keepdims=True)
+            best = jnp.where(best != best, jnp.inf, best)  # inf, which stands for NaN, and -inf
         values.append(best)
     inside = columns < 0
     for group, value in enumerate(values):
