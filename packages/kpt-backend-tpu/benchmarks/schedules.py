@@ -20,6 +20,7 @@ from typing import Any
 
 from kpt_backend_tpu.attention import programs as attention
 from kpt_backend_tpu.chips import CHIPS, PRODUCTS, TPUS, product_of
+from kpt_backend_tpu.fp8 import programs as fp8
 from kpt_backend_tpu.moe import programs as moe
 from kpt_backend_tpu.tiles import tile_of
 from kpt_conformance.aot import tpu
@@ -119,6 +120,10 @@ def our_kernels(devices: Any, dtype: str) -> Iterator[tuple[str, Any]]:
     yield "grouped product", of(moe.grouped_mm, "forward").lower(devices, PRODUCT)
     yield "attention forward", of(attention.dense, "forward").lower(devices, PREFILL)
     yield "attention backward", of(attention.dense, "backward").lower(devices, PREFILL)
+    if dtype == "bfloat16":  # which tiles of 8 bits are widened to
+        for scales in ("row", "block"):
+            given = fp8._SIZES["prefill"]
+            yield f"8-bit product, {scales}", of(fp8.scaled_mm, f"forward {scales}").lower(devices, given)
     for name, sizes in attention._PAGES.items():
         yield f"decode, pages of {sizes['size']}", of(attention.paged, "forward").lower(devices, attention._PAGES[name])
 
@@ -127,6 +132,8 @@ def work(what: str, kernel: str, tile: Any, width: int, itemsize: int) -> tuple[
     """Return the operations of a tile, and the bytes that it alone reads (0 where tiles share them)."""
     if what == "grouped product":
         return 2.0 * tile.rows * tile.inner * tile.columns, 0
+    if what.startswith("8-bit"):
+        return 2.0 * 512**3, 0
     if what.startswith("attention"):
         products = 2
         if what.endswith("backward"):
