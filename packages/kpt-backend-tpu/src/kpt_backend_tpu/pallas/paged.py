@@ -80,16 +80,22 @@ def _kernel(table: Any, first: Any, past: Any, *refs: Any, together: int, groups
         highest[...] = jnp.broadcast_to(most, highest.shape)
 
         value = flat(vs)
-        there = page * size + lax.div(number(value.shape, 0), jnp.int32(heads))
-        value = jnp.where((there >= begin) & (there < end), value, 0)  # what nobody sees may be NaN
-        finite = value - value == 0
-        numbers = jnp.where(finite, value, 0).astype(q.dtype)
-        total[...] = total[...] * shrunk + _dot(weight.astype(q.dtype), numbers, (1, 0))
+        added = _dot(weight.astype(q.dtype), value.astype(q.dtype), (1, 0))
+        whole = jnp.min(jnp.where(added - added == 0, 1.0, 0.0))
+        total[...] = total[...] * shrunk
 
-        @pl.when(jnp.min(jnp.where(finite, 1.0, 0.0)) == 0)
-        def _() -> None:  # by its weight of zero it would reach queries of other heads
-            reached = _dot(jnp.where(seen, 1.0, 0.0), jnp.where(finite, 0.0, 1.0), (1, 0)) > 0
-            total[...] = jnp.where(reached, jnp.nan, total[...])
+        @pl.when(whole == 1)
+        def _() -> None:
+            total[...] += added
+
+        @pl.when(whole == 0)
+        def _() -> None:  # of what nobody sees, perhaps; by weights of zero it would reach queries of other heads, too
+            there = page * size + lax.div(number(value.shape, 0), jnp.int32(heads))
+            known = jnp.where((there >= begin) & (there < end), value, 0)
+            finite = known - known == 0
+            total[...] += _dot(weight.astype(q.dtype), jnp.where(finite, known, 0).astype(q.dtype), (1, 0))
+            sees, spoils = (jnp.where(each, 1.0, 0.0).astype(jnp.bfloat16) for each in (seen, ~finite))
+            total[...] = jnp.where(_dot(sees, spoils, (1, 0)) > 0, jnp.nan, total[...])
 
     @pl.when(page == pl.num_programs(1) - 1)
     def _() -> None:
@@ -142,12 +148,15 @@ def decode(
     rows = jnp.stack((row(k_scale, 1.0), row(v_scale, 1.0), row(sinks, -jnp.inf)), 1)
     past = jnp.clip(lengths, 0, most * size)
     first = jnp.maximum(past - window, 0) if window else jnp.zeros_like(past)
-    table = jnp.clip(block_table, 0, pages - 1).reshape(-1)
+    steps = pl.cdiv(most, together)
+    # Before and after what is seen, the page that is there already: it isn't fetched twice. Made here, since each step
+    # of the grid asks for its pages and for those of the next one.
+    begin, end = first // size, jnp.maximum(past - 1, 0) // size
+    place = jnp.clip(jnp.arange(steps * together, dtype=jnp.int32), begin[:, None], end[:, None])
+    table = jnp.clip(jnp.take_along_axis(block_table, place, 1), 0, pages - 1).reshape(-1)
 
     def page_of(b: Any, j: Any, table: Any, first: Any, past: Any, of_step: int) -> tuple[Any, int, int, int]:
-        # Before and after what is seen, the page that is there already: it isn't fetched twice.
-        begin, end = lax.div(first[b], jnp.int32(size)), lax.div(jnp.maximum(past[b] - 1, 0), jnp.int32(size))
-        return table[b * most + jnp.clip(j * together + of_step, begin, end)], 0, 0, 0
+        return table[(b * steps + j) * together + of_step], 0, 0, 0
 
     def pages_of(dims: int) -> list[pl.BlockSpec]:
         shape = (1, size, kv_heads, dims)
@@ -158,7 +167,7 @@ def decode(
 
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
-        grid=(batch, pl.cdiv(most, together)),
+        grid=(batch, steps),
         in_specs=[
             pl.BlockSpec((1, heads, dim), of_sequence),
             *pages_of(dim),
