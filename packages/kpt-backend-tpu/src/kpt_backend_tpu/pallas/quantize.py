@@ -1,7 +1,8 @@
 """Quantising to 8 bits in one reading: largest magnitudes, scales and codes of rows or blocks of 128.
 
-Every bit is that of the op's reference, on a TPU too, which has no denormal numbers and divides by multiplying with a
-reciprocal: quotients are corrected by what they leave, and codes and denormal numbers are made of integers.
+Every bit is that of the op's reference where JAX interprets it. A TPU, which none of this has run on, has no denormal
+numbers, and XLA multiplies by reciprocals there as it does on CPUs: so quotients are corrected by what they leave, and
+codes and denormal numbers are made of integers.
 """
 
 from functools import partial
@@ -31,12 +32,18 @@ def _number(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return two numbers of 12 bits and a sign that sum to `x`."""
+    high = _number(_bits(x) & ~0xFFF)
+    return high, x - high
+
+
 def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
     """Return the quotient, rounded to nearest, where `by` is between 1 and 2; of nothing denormal but zero."""
     near = x / by
     product = near * by
-    # What the product lost, exactly (Dekker 1971): halves of 12 bits have products without rounding.
-    (high, low), (top, rest) = ((half, each - half) for each in (near, by) for half in (_number(_bits(each) & ~0xFFF),))
+    # What the product lost, exactly (Dekker 1971): products of halves aren't rounded.
+    (high, low), (top, rest) = _halves(near), _halves(by)
     lost = ((high * top - product) + high * rest + low * top) + low * rest
     better = near + ((x - product) - lost) / by
     return jnp.where(better == better, better, near)  # of infinities
