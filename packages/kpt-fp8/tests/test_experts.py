@@ -8,6 +8,7 @@ from torch import nn
 
 import kpt_core
 from kpt_core import InputError, UnknownNameError
+from kpt_core.errors import warn_of_switch
 from kpt_fp8 import (
     FP8InferenceEngine,
     FP8Tensor,
@@ -186,6 +187,9 @@ def test_the_engine_of_experts_alone_has_nothing_to_calibrate():
 def test_a_plan_weighs_experts_beside_linear_layers(family):
     model, batches = model_of(family), [torch.randint(0, 96, (2, 12)) for _ in range(2)]
     name = "model.layers.0.mlp.experts"
+    # What KPT's own serving leaves behind is no reason to leave experts as they are.
+    warn_of_switch(model.get_submodule(name), "_experts_implementation", model.config._experts_implementation)
+    assert model.get_submodule(name)._forward_pre_hooks
     planning = plan_fp8(model, batches, max_error=1.0, granularities=["row", "128x128"])
     told = {(layer.name, layer.granularity): layer for layer in planning.sensitivity.layers}
     assert name not in planning.sensitivity.skipped

@@ -95,13 +95,14 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-class _Watch:
-    """A forward pre-hook that warns once where its module's config no longer says what it said."""
+class SwitchWatch:
+    """A forward pre-hook that warns once where its module's config no longer says what it said; may be lost."""
 
     def __init__(self, attribute: str, name: str) -> None:
         self.attribute, self.name, self.told = attribute, name, False
 
     def __call__(self, module: Any, args: Any) -> None:
+        """Look at the module's config; of what another model did, warn."""
         if torch.compiler.is_compiling() or self.told:
             return
         now = getattr(module.config, self.attribute, None)
@@ -115,7 +116,7 @@ class _Watch:
         others = [each for each in holders if each not in own]
         for each in own:
             for hook in each._forward_pre_hooks.values():
-                if isinstance(hook, _Watch) and hook.attribute == self.attribute:
+                if isinstance(hook, SwitchWatch) and hook.attribute == self.attribute:
                     hook.told = True
         if others:
             warn_caller(
@@ -137,10 +138,10 @@ def warn_of_switch(module: torch.nn.Module, attribute: str, name: str) -> None:
     if torch.compiler.is_compiling() or getattr(getattr(module, "config", None), attribute, None) != name:
         return
     for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, _Watch) and hook.attribute == attribute:
+        if isinstance(hook, SwitchWatch) and hook.attribute == attribute:
             hook.told = False
             return
-    module.register_forward_pre_hook(_Watch(attribute, name))
+    module.register_forward_pre_hook(SwitchWatch(attribute, name))
 
 
 def _lies_between(frame: FrameType) -> bool:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 from kpt_core import InputError
+from kpt_core.errors import SwitchWatch
 
 from .experts import is_fused_experts
 from .formats import DTYPES, NAMES_OF_DTYPES
@@ -199,7 +200,8 @@ def _require_plain(owner: str, name: str, module: nn.Module) -> None:
             raise InputError(
                 f"{owner}: the {own} of {name!r} must be {NAMES_OF_DTYPES}; got {weight.dtype}: exclude the layer"
             )
-    if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
+    hooked = any(not isinstance(hook, SwitchWatch) for hooks in _HOOKS for hook in getattr(module, hooks).values())
+    if hooked or "forward" in vars(module):
         raise InputError(
             f"{owner}: {name!r} has hooks or a forward of its own, which the converted layer would lose: remove them, "
             "convert, and add them again, or exclude the layer"
