@@ -104,4 +104,5 @@ def quantize(
     if stochastic:
         quotient = round_stochastically(quotient, form, seed, offset)
     # One NaN for all: which sign a conversion gives it differs between dtypes and devices.
-    return quotient.nan_to_num_(math.nan).to(dtype).contiguous(), scale
+    # Not by `nan_to_num`, which torch-xla can't give NaN.
+    return quotient.masked_fill(quotient.isnan(), math.nan).to(dtype).contiguous(), scale
