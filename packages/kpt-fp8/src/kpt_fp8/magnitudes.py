@@ -32,7 +32,7 @@ class Largest:
         if magnitude.numel() == 0:
             return
         finite = magnitude.isfinite()
-        own = torch.stack((torch.where(finite, magnitude, 0).amax().float(), finite.any().float()))
+        own = torch.stack((torch.where(finite, magnitude, 0).max().float(), finite.any().float()))
         self._seen = own if self._seen is None else torch.maximum(self._seen.to(own.device), own)
 
     @property

@@ -104,7 +104,8 @@ def largest(x: Tensor, granularity: str) -> Tensor:
     magnitude = x.abs().nan_to_num_(0.0, 0.0)
     rows, columns = BLOCKS[granularity]
     if rows is None:
-        return magnitude.amax() if x.numel() else x.new_zeros(())
+        # torch-xla's `amax` of no dimension gives back what it is given.
+        return magnitude.max() if x.numel() else x.new_zeros(())
     if columns is None:
         return magnitude.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
     tiles = _of_blocks(magnitude, -1, columns)

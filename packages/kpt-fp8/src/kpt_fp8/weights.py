@@ -66,7 +66,7 @@ def quantize_weight(
     whole = shared == "tensor"
     if whole:
         tops = [largest(part.to(torch.float32), shared) for _, part in _parts(weight)]
-        top = torch.stack(tops).amax() if tops else weight.new_zeros((), dtype=torch.float32)
+        top = torch.stack(tops).max() if tops else weight.new_zeros((), dtype=torch.float32)
         scale.copy_(scale_of(top, FORMATS[dtype].most, rounding))
     meter = meter or QualityMeter()
     height = BLOCKS[shared][0] or 1

@@ -35,7 +35,7 @@ def current(x: Tensor, dtype: torch.dtype, granularity: str) -> tuple[Tensor, Te
     finite = amax.isfinite()
     scale = scale_of(torch.where(finite, amax, 0.0), FORMATS[dtype].most, "none")
     codes, scale = quantize(x, scale, dtype=dtype, granularity=granularity)
-    return codes, torch.where(finite, scale, math.nan), amax.amax()
+    return codes, torch.where(finite, scale, math.nan), amax.max()
 
 
 def _magnitudes(x: Tensor, granularity: str) -> Tensor:
@@ -71,7 +71,7 @@ def observed_delayed(codes: Tensor, scale: Tensor) -> Tensor:
     if codes.numel() == 0:
         return torch.zeros(len(OBSERVED), device=codes.device)
     largest = torch.full((), form.most, device=codes.device).to(codes.dtype).view(torch.uint8)
-    amax = bits.amax().view(codes.dtype).to(torch.float32) * scale
+    amax = bits.max().view(codes.dtype).to(torch.float32) * scale
     # Zeros of the difference: to compare and to count bools takes twice as long.
     saturated = _zeros(bits ^ largest)
     return torch.stack((amax, saturated, _zeros(bits), torch.zeros_like(amax)))
