@@ -17,8 +17,10 @@ namespace {
 // depend neither on the other sequences nor on the threads.
 constexpr int64_t kChunk = 64, kSplit = 512;
 constexpr int kRows = 4;
-// Values that are added at once where rows are far apart: often that is a power of two, and a cache of 8 ways holds 8.
+// Rows that are read at once where they are far apart: often that is a power of two, and a cache of 8 ways holds 8.
 constexpr int64_t kTogether = 8, kFar = 1024;
+// How many keys ahead one is fetched.
+constexpr int64_t kAhead = 8;
 
 struct Part {
     int64_t sequence, head, heads, begin, end;
@@ -29,8 +31,11 @@ struct Sequence {
     int64_t begin, end, splits, rows, first_part, first_row;
 };
 
-KPT_INLINE void prefetch(const char* at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+// Into the second cache: the first has no room for what is read between.
+template <class T>
+KPT_INLINE void fetch(const T* from, int64_t count) {
+    const char* at = reinterpret_cast<const char*>(from);
+    for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
 class Kernel {
@@ -58,7 +63,7 @@ public:
         most_rows = (most_rows + kRows - 1) / kRows * kRows;
         const int64_t heads = p_.k.stride_head < p_.k.stride_token ? p_.kv_heads : 1;
         const auto q = own.add<float>(most_rows * heads * pitch_);
-        const auto scores = own.add<float>(most_rows * kChunk);
+        const auto scores = own.add<float>(most_rows * heads * kChunk);
         const int64_t own_size = own.size();
         Layout layout;
         const auto of_threads = layout.add<char>(own_size * p_.threads);
@@ -89,8 +94,7 @@ public:
                 const int64_t step = one.splits * one.rows * per_row_;
                 with_type(p_.k.dtype, [&](auto kind) {
                     using T = decltype(kind);
-                    if (p_.table != nullptr) attend<T, true>(part, one.rows, mine_q, mine_scores, result, step);
-                    else attend<T, false>(part, one.rows, mine_q, mine_scores, result, step);
+                    attend<T>(part, one.rows, mine_q, mine_scores, result, step);
                 });
             });
             merging.all(p_.sequences * p_.kv_heads, [&](int64_t task) {
@@ -131,9 +135,9 @@ private:
 
     // Of each row: the output, not divided yet, the largest score, and the sum of the exponentials less that. Results of
     // heads are `step` apart.
-    // What comes next is prefetched: of pages, values while scores are computed and then the next keys, a line for each that
-    // is read, since processors do not foresee where the next page lies. Of keys that lie together they do.
-    template <class T, bool Paged>
+    // Heads whose keys lie together are read in turn for a few keys, so that memory is read in its order. What comes next is
+    // fetched, as far as the cache that holds it: values while scores are computed, and then the next keys.
+    template <class T>
     void attend(const Part& part, int64_t rows, float* q, float* scores, float* results, int64_t step) const {
         const int64_t begin = p_.ends[part.sequence];
         const int64_t padded = (rows + kRows - 1) / kRows * kRows;
@@ -141,40 +145,55 @@ private:
         const T* keys[kChunk];
         const T* values[kChunk];
         const T* ahead[kChunk];
+        const int64_t keys_at_once = at_once<T>(p_.k), values_at_once = at_once<T>(p_.v);
         for (int64_t from = part.begin; from < part.end; from += kChunk) {
             const int64_t count = part.end - from < kChunk ? part.end - from : kChunk;
             for (int64_t j = 0; j < count; j++) {
+                const int64_t next = from + kChunk + j < part.end ? from + kChunk + j : part.end - 1;
                 keys[j] = line<T>(*this, p_.k, part.sequence, from + j, part.head);
                 values[j] = line<T>(*this, p_.v, part.sequence, from + j, part.head);
+                ahead[j] = line<T>(*this, p_.k, part.sequence, next, part.head);
+            }
+            for (int64_t j = 0; j < count; j += keys_at_once) {
+                const int64_t past = count - j < keys_at_once ? count : j + keys_at_once;
+                for (int64_t h = 0; h < part.heads; h++) {
+                    const int64_t k_at = h * p_.k.stride_head, v_at = h * p_.v.stride_head;
+                    for (int64_t row = h * padded; row < h * padded + rows; row += kRows) {
+                        with_rows(h * padded + rows - row, [&](auto height) {
+                            multiply<T, height()>(
+                                *this, keys, k_at, row == h * padded ? values : nullptr, v_at, j, past, q + row * pitch_,
+                                scores + row * kChunk);
+                        });
+                    }
+                }
             }
             for (int64_t h = 0; h < part.heads; h++) {
                 const float scale = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[part.head + h] : 1.0f);
-                float* result = results + h * step;
-                for (int64_t j = 0; Paged && j < count; j++) {  // of the next head, or the next ones
-                    const bool last = h + 1 == part.heads;
-                    const int64_t key = from + kChunk + j < part.end ? from + kChunk + j : part.end - 1;
-                    ahead[j] = last ? line<T>(*this, p_.k, part.sequence, key, part.head) : keys[j] + p_.k.stride_head;
-                }
-                for (int64_t row = 0; row < rows; row += kRows) {
-                    const float* own = q + (h * padded + row) * pitch_;
-                    with_rows(rows - row, [&](auto height) {
-                        multiply<T, height(), Paged>(*this, keys, values, count, own, scores + row * kChunk, row == 0);
-                    });
-                }
                 for (int64_t row = 0; row < rows; row++) {
-                    weigh(span_of(begin + row / groups_), from, count, scale, scores + row * kChunk, result + row * per_row_);
+                    weigh(
+                        span_of(begin + row / groups_), from, count, scale, scores + (h * padded + row) * kChunk,
+                        results + h * step + row * per_row_);
                 }
-                for (int64_t row = 0; row < rows; row += kRows) {
-                    with_rows(rows - row, [&](auto height) {
-                        add<T, height(), Paged>(*this, values, ahead, count, scores + row * kChunk, result + row * per_row_);
-                    });
-                }
-                for (int64_t j = 0; j < count; j++) {
-                    keys[j] += p_.k.stride_head;
-                    values[j] += p_.v.stride_head;
+            }
+            for (int64_t j = 0; j < count; j += values_at_once) {
+                const int64_t past = count - j < values_at_once ? count : j + values_at_once;
+                for (int64_t h = 0; h < part.heads; h++) {
+                    const int64_t k_at = h * p_.k.stride_head, v_at = h * p_.v.stride_head;
+                    for (int64_t row = 0; row < rows; row += kRows) {
+                        with_rows(rows - row, [&](auto height) {
+                            add<T, height()>(
+                                *this, values, v_at, row == 0 ? ahead : nullptr, k_at, j, past,
+                                scores + (h * padded + row) * kChunk, results + h * step + row * per_row_);
+                        });
+                    }
                 }
             }
         }
+    }
+
+    template <class T>
+    static int64_t at_once(const kpt_pages& x) {
+        return x.stride_token * static_cast<int64_t>(sizeof(T)) > kFar ? kTogether : kChunk;
     }
 
     // Widen the queries of a head of keys, and clear their results.
@@ -205,42 +224,41 @@ private:
         else body(std::integral_constant<int, 1>{});
     }
 
-    // Products of some rows with some keys.
-    template <class T, int R, bool Paged>
+    // Products of some rows with the keys from `first` on; the values of these are fetched, if any are given.
+    template <class T, int R>
     KPT_INLINE void multiply(
-        const Kernel& self, const T* const* keys, const T* const* values, int64_t count, const float* q, float* scores,
-        bool first) {
-        const int64_t dim = self.p_.dim, pitch = self.pitch_;
-        for (int64_t j = 0; j < count; j += 2) {
-            const T* one = keys[j];
-            const T* two = keys[j + 1 < count ? j + 1 : j];
-            const T* soon = values[j];
-            const T* then = values[j + 1 < count ? j + 1 : j];
-            if (first && !Paged) {  // the other rows find them in the cache
-                for (int64_t next = j; next < j + 2 && next < count; next++) {
-                    prefetch(reinterpret_cast<const char*>(values[next]), self.p_.value_dim * sizeof(T));
-                    if (next + 8 < count) prefetch(reinterpret_cast<const char*>(keys[next + 8]), dim * sizeof(T));
-                }
+        const Kernel& self, const T* const* keys, int64_t k_at, const T* const* values, int64_t v_at, int64_t first, int64_t past,
+        const float* q, float* scores) {
+        constexpr int Keys = R == 1 || W == 16 ? 4 : 2;
+        const int64_t dim = self.p_.dim, value_dim = self.p_.value_dim, pitch = self.pitch_;
+        for (int64_t j = first; j < past; j += Keys) {
+            const T* own[Keys];
+            for (int n = 0; n < Keys; n++) {
+                own[n] = keys[j + n < past ? j + n : past - 1] + k_at;
+                if (values == nullptr) continue;
+                fetch(values[j + n < past ? j + n : past - 1] + v_at, value_dim);
+                if (j + n + kAhead < past) fetch(keys[j + n + kAhead] + k_at, dim);
             }
-            vf sums[2][R] = {};
-            const auto step = [&](int64_t i, vf a, vf b) {
-                if (Paged && first) {
-                    __builtin_prefetch(soon + i);
-                    __builtin_prefetch(then + i);
-                }
+            vf sums[(R * Keys + 3) / 4 * 4] = {};
+            const auto step = [&](int64_t i, const vf* x) {
                 for (int row = 0; row < R; row++) {
-                    const vf x = load(q + row * pitch + i);
-                    sums[0][row] += a * x;
-                    sums[1][row] += b * x;
+                    const vf own = load(q + row * pitch + i);
+                    for (int n = 0; n < Keys; n++) sums[row * Keys + n] += x[n] * own;
                 }
             };
+            vf x[Keys];
             int64_t i = 0;
-            for (; i + W <= dim; i += W) step(i, load(one + i), load(two + i));
-            if (i < dim) step(i, load(one + i, dim - i), load(two + i, dim - i));
-            for (int row = 0; row < R; row++) {
-                scores[row * kChunk + j] = sum_of(sums[0][row]);
-                scores[row * kChunk + j + 1] = sum_of(sums[1][row]);
+            for (; i + W <= dim; i += W) {
+                for (int n = 0; n < Keys; n++) x[n] = load(own[n] + i);
+                step(i, x);
             }
+            if (i < dim) {
+                for (int n = 0; n < Keys; n++) x[n] = load(own[n] + i, dim - i);
+                step(i, x);
+            }
+            float products[(R * Keys + 3) / 4 * 4];
+            for (int n = 0; n < R * Keys; n += 4) sums_of_four(sums + n, products + n);
+            for (int row = 0; row < R; row++) memcpy(scores + row * kChunk + j, products + row * Keys, Keys * sizeof(float));
         }
     }
 
@@ -275,22 +293,12 @@ private:
         for (int64_t i = 0; i < value_pitch_; i += W) store(result + i, load(result + i) * fading);
     }
 
-    // Add the weighted values to some rows, two vectors of them at a time.
-    template <class T, int R, bool Paged>
+    // Add the weighted values from `first` on to some rows, two vectors of them at a time; what is `ahead` is fetched.
+    template <class T, int R>
     KPT_INLINE void add(
-        const Kernel& self, const T* const* values, const T* const* ahead, int64_t count, const float* weights, float* result) {
-        const int64_t dim = self.p_.value_dim;
-        const int64_t together = self.p_.v.stride_token * static_cast<int64_t>(sizeof(T)) > kFar ? kTogether : kChunk;
-        for (int64_t from = 0; from < count; from += together) {
-            const int64_t to = count - from < together ? count : from + together;
-            add_some<T, R, Paged>(values, ahead, from, to, dim, self.per_row_, weights, result);
-        }
-    }
-
-    template <class T, int R, bool Paged>
-    KPT_INLINE void add_some(
-        const T* const* values, const T* const* ahead, int64_t first, int64_t past, int64_t dim, int64_t per_row,
+        const Kernel& self, const T* const* values, int64_t v_at, const T* const* ahead, int64_t k_at, int64_t first, int64_t past,
         const float* weights, float* result) {
+        const int64_t dim = self.p_.value_dim, per_row = self.per_row_;
         int64_t i = 0;
         for (; i + 2 * W <= dim; i += 2 * W) {
             vf sums[R][2];
@@ -299,11 +307,8 @@ private:
                 sums[row][1] = load(result + row * per_row + i + W);
             }
             for (int64_t j = first; j < past; j++) {
-                if (Paged) {
-                    __builtin_prefetch(ahead[j] + i);
-                    __builtin_prefetch(ahead[j] + i + W);
-                }
-                const vf a = load(values[j] + i), b = load(values[j] + i + W);
+                if (ahead != nullptr) fetch(ahead[j] + k_at + i, 2 * W);
+                const vf a = load(values[j] + v_at + i), b = load(values[j] + v_at + i + W);
                 for (int row = 0; row < R; row++) {
                     const vf weight = splat(weights[row * kChunk + j]);
                     sums[row][0] += a * weight;
@@ -318,7 +323,9 @@ private:
         for (; i < dim; i += W) {
             for (int row = 0; row < R; row++) {
                 vf sum = {};
-                for (int64_t j = first; j < past; j++) sum += load(values[j] + i, dim - i) * splat(weights[row * kChunk + j]);
+                for (int64_t j = first; j < past; j++) {
+                    sum += load(values[j] + v_at + i, dim - i) * splat(weights[row * kChunk + j]);
+                }
                 float* to = result + row * per_row + i;
                 store(to, load(to) + sum);
             }

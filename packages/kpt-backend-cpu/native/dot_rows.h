@@ -16,20 +16,6 @@ constexpr int64_t near_bytes = 20 << 10;
 // Else weights are asked for so far ahead: behind a column mostly the run's next one lies.
 constexpr int64_t ahead_bytes = 2048;
 
-KPT_INLINE void sums_of_four(const vf* v, float* out) {
-#if defined(__AVX512F__)
-    const auto halves = [](vf a, vf b) {
-        return _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
-    };
-    const __m512d ab = (__m512d)halves(v[0], v[1]), cd = (__m512d)halves(v[2], v[3]);
-    const __m512 lanes = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
-    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
-#else
-    for (int j = 0; j < 4; j++) out[j] = sum_of(v[j]);
-#endif
-}
-
 // Four rows of weights from some k on, and those that will be wanted next (NULL for none; behind a run, others).
 template <class T>
 struct FourColumns {

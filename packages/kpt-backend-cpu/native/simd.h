@@ -269,4 +269,22 @@ KPT_INLINE float sum_of(vf value) {
 #endif
 }
 
+KPT_INLINE void sums_of_four(const vf* v, float* out) {
+#if defined(__AVX512F__)
+    const auto halves = [](vf a, vf b) {
+        return _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    };
+    const __m512d ab = (__m512d)halves(v[0], v[1]), cd = (__m512d)halves(v[2], v[3]);
+    const __m512 lanes = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+#elif defined(__AVX2__)
+    const __m256 ab = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), cd = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
+    const __m256 lanes = _mm256_hadd_ps(ab, cd);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
+#else
+    for (int j = 0; j < 4; j++) out[j] = sum_of(v[j]);
+#endif
+}
+
 }  // namespace kpt

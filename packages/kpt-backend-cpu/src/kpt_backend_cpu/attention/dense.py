@@ -17,7 +17,7 @@ NAME = "attention.dense"
 #: Packed rows are as long.
 MOST_DIM = 256
 #: So few queries of so many keys leave most of a tile empty.
-_FEW_QUERIES, _MANY_KEYS = 8, 256
+_FEW_QUERIES, _MANY_KEYS = 16, 256
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
 #: What is left to kernels in plain PyTorch.
 _REFUSED = ("bias", "alibi_slopes", "relative_bias")

@@ -9,7 +9,7 @@ from kpt_core import Call, get_op
 
 NAME = "attention.paged"
 #: Where a sequence has more queries, bringing its pages together costs less than reading them for a few at a time.
-_MOST_QUERIES = 8
+_MOST_QUERIES = 15
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor | None]:
