@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "dot_formats.h"
 #include "exponential.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -38,10 +39,19 @@ KPT_INLINE void fetch(const T* from, int64_t count) {
     for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
+// Values of 8 bits are added as they widen fastest: in so many of a unit.
+template <class T>
+inline constexpr float unit = 1.0f;
+template <>
+inline constexpr float unit<e4m3> = 256.0f;
+template <class T>
+KPT_INLINE vf in_units(const T* p) { return load(p); }
+KPT_INLINE vf in_units(const e4m3* p) { return load_256th(p); }
+
 class Kernel {
 public:
     explicit Kernel(const struct kpt_attention_paged& p)
-        : p_(p), groups_(p.heads / p.kv_heads), pitch_(round_up(p.dim)), value_pitch_(round_up(p.value_dim)),
+        : p_(p), groups_(p.heads / p.kv_heads), staging_(staging_of(p)), value_pitch_(round_up(p.value_dim)),
           per_row_(value_pitch_ + 2) {}
 
     int run() {
@@ -62,7 +72,8 @@ public:
         }
         most_rows = (most_rows + kRows - 1) / kRows * kRows;
         const int64_t heads = p_.k.stride_head < p_.k.stride_token ? p_.kv_heads : 1;
-        const auto q = own.add<float>(most_rows * heads * pitch_);
+        const auto q = own.add<char>(most_rows * heads * staging_.bytes());
+        const auto query = own.add<float>(p_.dim);
         const auto scores = own.add<float>(most_rows * heads * kChunk);
         const int64_t own_size = own.size();
         Layout layout;
@@ -76,7 +87,7 @@ public:
         Tasks reading, merging;
         parallel(threads, [&](int rank) {
             char* mine = of_threads.in(space) + rank * own_size;
-            float* mine_q = reinterpret_cast<float*>(mine + q.at);
+            float* mine_query = reinterpret_cast<float*>(mine + query.at);
             float* mine_scores = reinterpret_cast<float*>(mine + scores.at);
             reading.all(parts, [&](int64_t task) {
                 int64_t low = 0, high = p_.sequences - 1;  // the last whose parts begin at the task or before it
@@ -94,7 +105,8 @@ public:
                 const int64_t step = one.splits * one.rows * per_row_;
                 with_type(p_.k.dtype, [&](auto kind) {
                     using T = decltype(kind);
-                    attend<T>(part, one.rows, mine_q, mine_scores, result, step);
+                    prepare(part, one.rows, mine + q.at, mine_query, result, step);
+                    attend<T>(part, one.rows, mine + q.at, mine_scores, result, step);
                 });
             });
             merging.all(p_.sequences * p_.kv_heads, [&](int64_t task) {
@@ -108,6 +120,13 @@ public:
 
 private:
     static int64_t round_up(int64_t size) { return (size + W - 1) / W * W; }
+
+    // Queries of bfloat16 multiply keys as bfloat16, exactly, where there is an instruction for that.
+    static Staging staging_of(const struct kpt_attention_paged& p) {
+        const bool small = size_of(p.k.dtype) == 1;
+        const bool bf16 = KPT_HAS_BF16_DOT && p.q.dtype == KPT_BFLOAT16 && (small || p.k.dtype == KPT_BFLOAT16);
+        return Staging{bf16, bf16 && small, p.dim};
+    }
 
     const int32_t* span_of(int64_t query) const { return p_.spans + query * 2; }
 
@@ -138,10 +157,9 @@ private:
     // Heads whose keys lie together are read in turn for a few keys, so that memory is read in its order. What comes next is
     // fetched, as far as the cache that holds it: values while scores are computed, and then the next keys.
     template <class T>
-    void attend(const Part& part, int64_t rows, float* q, float* scores, float* results, int64_t step) const {
+    void attend(const Part& part, int64_t rows, const char* q, float* scores, float* results, int64_t step) const {
         const int64_t begin = p_.ends[part.sequence];
         const int64_t padded = (rows + kRows - 1) / kRows * kRows;
-        for (int64_t h = 0; h < part.heads; h++) prepare(begin, part.head + h, rows, padded, q + h * padded * pitch_, results + h * step);
         const T* keys[kChunk];
         const T* values[kChunk];
         const T* ahead[kChunk];
@@ -160,9 +178,18 @@ private:
                     const int64_t k_at = h * p_.k.stride_head, v_at = h * p_.v.stride_head;
                     for (int64_t row = h * padded; row < h * padded + rows; row += kRows) {
                         with_rows(h * padded + rows - row, [&](auto height) {
-                            multiply<T, height()>(
-                                *this, keys, k_at, row == h * padded ? values : nullptr, v_at, j, past, q + row * pitch_,
-                                scores + row * kChunk);
+                            const T* const* fetched = row == h * padded ? values : nullptr;
+                            const char* own = q + row * staging_.bytes();
+                            float* to = scores + row * kChunk;
+#if KPT_HAS_BF16_DOT
+                            if constexpr (sizeof(T) == 1 || is_bfloat16<T>) {
+                                if (staging_.bf16) {
+                                    multiply<Bfloat16Dot<T>, height()>(*this, keys, k_at, fetched, v_at, j, past, own, to);
+                                    return;
+                                }
+                            }
+#endif
+                            multiply<FloatDot<T>, height()>(*this, keys, k_at, fetched, v_at, j, past, own, to);
                         });
                     }
                 }
@@ -196,19 +223,16 @@ private:
         return x.stride_token * static_cast<int64_t>(sizeof(T)) > kFar ? kTogether : kChunk;
     }
 
-    // Widen the queries of a head of keys, and clear their results.
-    void prepare(int64_t begin, int64_t kv_head, int64_t rows, int64_t padded, float* q, float* result) const {
-        for (int64_t row = 0; row < padded; row++) {
-            float* to = q + row * pitch_;
-            for (int64_t i = 0; i < pitch_; i += W) store(to + i, vf{});
-            if (row >= rows) continue;
-            const int64_t query = begin + row / groups_, head = kv_head * groups_ + row % groups_;
-            with_float_type(p_.q.dtype, [&](auto kind) {
-                using Q = decltype(kind);
-                const Q* from = static_cast<const Q*>(p_.q.data) + query * p_.q.stride_t + head * p_.q.stride_h;
-                for (int64_t i = 0; i < p_.dim; i += W) store(to + i, load(from + i, p_.dim - i), p_.dim - i);
-            });
-            float* own = result + row * per_row_;
+    // Bring the queries of some heads of keys together, as they are multiplied, and clear their results.
+    void prepare(const Part& part, int64_t rows, char* q, float* query, float* results, int64_t step) const {
+        const int64_t padded = (rows + kRows - 1) / kRows * kRows;
+        for (int64_t row = 0; row < part.heads * rows; row++) {
+            const int64_t h = row / rows, own_row = row % rows;
+            const int64_t at = p_.ends[part.sequence] + own_row / groups_, head = (part.head + h) * groups_ + own_row % groups_;
+            const char* from = static_cast<const char*>(p_.q.data) + (at * p_.q.stride_t + head * p_.q.stride_h) * size_of(p_.q.dtype);
+            widen_all(from, p_.q.dtype, p_.dim, query);
+            stage(staging_, query, 0, p_.dim, q + (h * padded + own_row) * staging_.bytes());
+            float* own = results + h * step + own_row * per_row_;
             for (int64_t i = 0; i < value_pitch_; i += W) store(own + i, vf{});
             own[value_pitch_] = -__builtin_inff();
             own[value_pitch_ + 1] = 0.0f;
@@ -225,14 +249,15 @@ private:
     }
 
     // Products of some rows with the keys from `first` on; the values of these are fetched, if any are given.
-    template <class T, int R>
+    template <class D, int R>
     KPT_INLINE void multiply(
-        const Kernel& self, const T* const* keys, int64_t k_at, const T* const* values, int64_t v_at, int64_t first, int64_t past,
-        const float* q, float* scores) {
+        const Kernel& self, const typename D::Weight* const* keys, int64_t k_at, const typename D::Weight* const* values,
+        int64_t v_at, int64_t first, int64_t past, const char* staged, float* scores) {
         constexpr int Keys = R == 1 || W == 16 ? 4 : 2;
-        const int64_t dim = self.p_.dim, value_dim = self.p_.value_dim, pitch = self.pitch_;
+        const auto* q = reinterpret_cast<const typename D::Staged*>(staged);
+        const int64_t dim = self.p_.dim, value_dim = self.p_.value_dim, pitch = self.staging_.padded();
         for (int64_t j = first; j < past; j += Keys) {
-            const T* own[Keys];
+            const typename D::Weight* own[Keys];
             for (int n = 0; n < Keys; n++) {
                 own[n] = keys[j + n < past ? j + n : past - 1] + k_at;
                 if (values == nullptr) continue;
@@ -240,21 +265,23 @@ private:
                 if (j + n + kAhead < past) fetch(keys[j + n + kAhead] + k_at, dim);
             }
             vf sums[(R * Keys + 3) / 4 * 4] = {};
-            const auto step = [&](int64_t i, const vf* x) {
+            typename D::Vector x[Keys][D::vectors];
+            const auto step = [&](int64_t i) {
                 for (int row = 0; row < R; row++) {
-                    const vf own = load(q + row * pitch + i);
-                    for (int n = 0; n < Keys; n++) sums[row * Keys + n] += x[n] * own;
+                    for (int part = 0; part < D::vectors; part++) {
+                        const auto query = D::get_x(q + row * pitch + i + part * (D::numbers / D::vectors));
+                        for (int n = 0; n < Keys; n++) sums[row * Keys + n] = D::dot(sums[row * Keys + n], query, x[n][part]);
+                    }
                 }
             };
-            vf x[Keys];
             int64_t i = 0;
-            for (; i + W <= dim; i += W) {
-                for (int n = 0; n < Keys; n++) x[n] = load(own[n] + i);
-                step(i, x);
+            for (; i + D::numbers <= dim; i += D::numbers) {
+                for (int n = 0; n < Keys; n++) D::get(own[n] + i, x[n]);
+                step(i);
             }
             if (i < dim) {
-                for (int n = 0; n < Keys; n++) x[n] = load(own[n] + i, dim - i);
-                step(i, x);
+                for (int n = 0; n < Keys; n++) D::get(own[n] + i, dim - i, x[n]);
+                step(i);
             }
             float products[(R * Keys + 3) / 4 * 4];
             for (int n = 0; n < R * Keys; n += 4) sums_of_four(sums + n, products + n);
@@ -308,7 +335,7 @@ private:
             }
             for (int64_t j = first; j < past; j++) {
                 if (ahead != nullptr) fetch(ahead[j] + k_at + i, 2 * W);
-                const vf a = load(values[j] + v_at + i), b = load(values[j] + v_at + i + W);
+                const vf a = in_units(values[j] + v_at + i), b = in_units(values[j] + v_at + i + W);
                 for (int row = 0; row < R; row++) {
                     const vf weight = splat(weights[row * kChunk + j]);
                     sums[row][0] += a * weight;
@@ -324,7 +351,7 @@ private:
             for (int row = 0; row < R; row++) {
                 vf sum = {};
                 for (int64_t j = first; j < past; j++) {
-                    sum += load(values[j] + v_at + i, dim - i) * splat(weights[row * kChunk + j]);
+                    sum += load(values[j] + v_at + i, dim - i) / unit<T> * splat(weights[row * kChunk + j]);
                 }
                 float* to = result + row * per_row + i;
                 store(to, load(to) + sum);
@@ -349,7 +376,8 @@ private:
                 total += own[1] * weight_of(own[0] - base);
             }
             const bool dead = total == 0.0f;
-            const float factor = (p_.v_scale != nullptr ? p_.v_scale[kv_head] : 1.0f) / (dead ? 1.0f : total);
+            const float one = p_.v.dtype == KPT_FLOAT8_E4M3FN ? unit<e4m3> : 1.0f;
+            const float factor = one * (p_.v_scale != nullptr ? p_.v_scale[kv_head] : 1.0f) / (dead ? 1.0f : total);
             if (p_.lse != nullptr) {
                 p_.lse[query * p_.heads + head] = dead ? -__builtin_inff() : base + __builtin_logf(total);
             }
@@ -371,7 +399,9 @@ private:
     static float weight_of(float x) { return exp_of_loss(splat(x))[0]; }
 
     const struct kpt_attention_paged& p_;
-    const int64_t groups_, pitch_, value_pitch_, per_row_;
+    const int64_t groups_;
+    const Staging staging_;
+    const int64_t value_pitch_, per_row_;
     Sequence* sequences_ = nullptr;
 };
 

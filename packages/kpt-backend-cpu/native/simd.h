@@ -179,15 +179,16 @@ KPT_INLINE vf widen_halves(vh bits) {
 
 KPT_INLINE vf load(const float16* p) { return widen_halves(*reinterpret_cast<const vh_anywhere*>(p)); }
 
-KPT_INLINE vf load(const e4m3* p) {
+// A 256th of W numbers, for who can multiply by 256 later.
+KPT_INLINE vf load_256th(const e4m3* p) {
     typedef int8_t vsb __attribute__((vector_size(W)));
     typedef int16_t vsh __attribute__((vector_size(W * 2)));
-    // The sign is in bit 14 too, which is the highest of the exponent.
-    const vh wide = (vh)__builtin_convertvector((vsb)*reinterpret_cast<const vb_anywhere*>(p), vsh);
-    const vf value = widen_halves(wide << 7 & 0xbfff) * 256.0f;
-    const vi is_nan = (as_bits(value) & 0x7fffffff) == 0x43f00000;  // 480, the next after the largest
-    return is_nan ? splat(__builtin_nanf("")) : value;
+    // The sign is in bit 14 too, which is the highest of the exponent. Where all of what stands below is set, it becomes NaN.
+    const vh half = (vh)__builtin_convertvector((vsb)*reinterpret_cast<const vb_anywhere*>(p), vsh) << 7 & 0xbfff;
+    return widen_halves(half | ((half + 0x80) & 0x4000));
 }
+
+KPT_INLINE vf load(const e4m3* p) { return load_256th(p) * 256.0f; }
 
 KPT_INLINE vf load(const e5m2* p) {
     const vb bytes = *reinterpret_cast<const vb_anywhere*>(p);
