@@ -259,7 +259,7 @@ def parts() -> None:
     out, total = merge(*halves[0], *halves[1])
     print(f"   two halves of the keys, merged: output differs by {difference(out, whole)}, "
           f"log-sum-exp by {difference(total, lse)}\n")  # fmt: skip
-    print("   " + str(kpt_core.explain(dense, q, k, v, **plan.arguments())).replace("\n", "\n   ") + "\n")
+    print("   " + str(kpt_core.explain(dense, q, k, v, **plan.arguments(512, 512))).replace("\n", "\n   ") + "\n")
 
 
 def _from(first: int) -> Plan:

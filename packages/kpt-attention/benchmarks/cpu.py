@@ -41,7 +41,8 @@ def contestants(mask_name: str, tokens: int, flex: bool) -> dict[str, Attention]
     """Return what is timed under a mask."""
     mask = causal() if mask_name == "causal" else sliding_window(WINDOW)
     plan = mask.plan(tokens)
-    found: dict[str, Attention] = {name: partial(by_kernel, each, plan.arguments()) for name, each in KERNELS.items()}
+    given = plan.arguments(tokens, tokens)
+    found: dict[str, Attention] = {name: partial(by_kernel, each, given) for name, each in KERNELS.items()}
     if mask_name == "causal":
         return {**found, "SDPA": partial(scaled_dot_product_attention, is_causal=True)}
     found["SDPA"] = partial(scaled_dot_product_attention, attn_mask=mask.dense(tokens, tokens))

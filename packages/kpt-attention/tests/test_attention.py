@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 
 import kpt_core
-from kpt_attention import attention, causal, dense_mask, merge, padding, sliding_window
+from kpt_attention import (
+    Plan,
+    attention,
+    attention_varlen,
+    causal,
+    dense_mask,
+    flex_attention,
+    live_blocks,
+    merge,
+    packed,
+    padding,
+    predicate,
+    sliding_window,
+)
+from kpt_attention.plan import allowed_keys, to_block_mask
 from kpt_core import InputError
 from test_masks import expression
 
@@ -141,11 +155,86 @@ def test_extra_memory_is_linear() -> None:
     from kpt_attention.torch_kernels import tiles
 
     plan = (causal() & padding(torch.ones(1, 4096).bool())).plan(4096)
-    call = dense.bind(q, k, v, **plan.arguments())._replace(needs=("q", "k", "v"))
+    call = dense.bind(q, k, v, **plan.arguments(4096, 4096))._replace(needs=("q", "k", "v"))
     with Watch():
         _, saved = tiles.forward(call)
         tiles.backward(call, saved, torch.ones_like(q), None)
     assert largest <= 128 * 1024  # a tile's scores; all of them are 16.8 million
+
+
+ENDS = torch.tensor([0, 8, 20])
+
+
+@pytest.mark.parametrize(
+    ("plan", "queries", "keys"),
+    [
+        (causal().plan(64, 128), 64, 64),  # saw the future
+        (causal().plan(1, 10), 1, 11),  # did not see the newest key
+        (sliding_window(8).plan(128, 256), 64, 64),
+        (sliding_window(8).plan(64, 256), 64, 64),  # gave zeros
+        (packed(ENDS).plan(20), 20, 17),
+        ((causal() & predicate(lambda b, h, q, k: (q + k) % 3 > 0)).plan(60), 60, 63),  # as many blocks
+    ],
+)
+def test_a_plan_serves_its_own_lengths_alone(plan: Plan, queries: int, keys: int) -> None:
+    q, k, v = draw(queries, keys)
+    told = f"the plan is for {plan.queries} queries and {plan.keys} keys; got {queries} and {keys}: "
+    for moved in (plan, plan.to("cpu")):
+        with pytest.raises(InputError, match=told):
+            attention(q, k, v, moved)
+    with pytest.raises(InputError, match=told):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s, plan)
+    for function in (live_blocks, to_block_mask):
+        with pytest.raises(InputError, match=told):
+            function(plan, queries, keys)
+    with pytest.raises(InputError, match=f"for {plan.queries} queries and {plan.keys} keys; got those up to"):
+        allowed_keys(plan, range(plan.queries or 0), range((plan.keys or 0) + 1), torch.device("cpu"))
+    if plan.intervals is not None:
+        q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+        with pytest.raises(InputError, match=told):
+            attention_varlen(q, k, v, ENDS, mask=plan)
+
+
+def test_a_plan_of_one_head_serves_no_others_where_heads_differ() -> None:
+    q, k, v = draw(8, 8)
+    plan = predicate(lambda b, h, q, k: k <= q + h, per_batch=False, per_head=True).plan(8)
+    with pytest.raises(InputError, match=r"is for 1 heads, which differ under its mask; got 4: give mask\.plan"):
+        attention(q, k, v, plan)
+
+
+def test_a_growing_plan_serves_each_step_of_decoding() -> None:
+    made = []
+
+    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        made.append(k.numel())
+        return (q - k) % 3 < 2
+
+    for mask in (causal(), sliding_window(5), causal() & predicate(allows, per_batch=False, per_head=False)):
+        plan = mask.plan(1, 10, growing=True).to("cpu")
+        for queries, keys in ((1, 10), (1, 11), (1, 130), (3, 12), (1, 9)):
+            q, k, v = draw(queries, keys)
+            want = softmax_attention(q, k, v, mask.dense(queries, keys))
+            made.clear()
+            for _ in range(3):  # as many layers: lowered once
+                torch.testing.assert_close(attention(q, k, v, plan), want)
+            assert len(made) <= 2
+            torch.testing.assert_close(flex_attention(q, k, v, lambda s, b, h, i, j: s, plan), want)
+            assert live_blocks(plan, queries, keys).any()
+    with pytest.raises(InputError, match="the last query of a growing plan stands at the last key; got offset=0"):
+        causal().plan(1, 10, offset=0, growing=True)
+
+
+@pytest.mark.parametrize("mask", [None, causal(), sliding_window(4)], ids=["within", "causality", "intervals"])
+def test_plans_of_other_lengths_compile_into_two_graphs(mask: Any) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(attention, backend=counter, fullgraph=True)
+    for tokens in (16, 20, 33, 64):
+        q, k, v = draw(tokens, tokens, dtype=torch.float32)
+        got = compiled(q, k, v, causal() if mask is None else mask.plan(tokens))
+        torch.testing.assert_close(got, attention(q, k, v, mask or causal()))
+    assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize(
@@ -153,7 +242,10 @@ def test_extra_memory_is_linear() -> None:
     [
         ({"mask": torch.ones(4, 4).bool()}, r"mask must be a Mask or a Plan; got Tensor: kpt_attention.dense_mask"),
         ({"mask": causal().plan(4), "position": 2}, r"position=2, but the plan was made for 0"),
-        ({"mask": sliding_window(2).plan(5)}, r"intervals must be int32 .*; got torch.int32 \[1, 1, 5, 1, 2\]"),
+        (
+            {"mask": sliding_window(2).plan(5)},
+            r"is for 5 queries and 5 keys; got 4 and 4: make one .*plan\(4, 4\)",
+        ),
         ({"bias": torch.ones(1, 1, 4, 4).bool()}, r"bias must be floating"),
     ],
 )

@@ -113,7 +113,7 @@ def test_each_mask_shows_its_keys(name: str) -> None:
 
 
 def test_plans_are_as_plain_as_the_mask() -> None:
-    assert causal().plan(300).arguments() == {
+    assert causal().plan(300).arguments(300, 300) == {
         "intervals": None, "blocks": None, "block_bits": None, "causal": True, "position": 0,
     }  # fmt: skip
     assert everything().plan(1, 9).position == 8

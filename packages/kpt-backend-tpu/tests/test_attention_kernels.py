@@ -42,7 +42,7 @@ def given_of(mask: Mask | None, queries=40, keys=70, heads=4, kv_heads=2, dims=(
     plan = Plan() if mask is None else mask.plan(queries, keys, batch=batch, heads=heads)
     q, k, v = normal(batch, heads, queries, dims[0]), normal(batch, kv_heads, keys, dims[0], seed=1), None
     v = normal(batch, kv_heads, keys, dims[1], seed=2)
-    return {"q": q, "k": k, "v": v, **plan.arguments(), **more}
+    return {"q": q, "k": k, "v": v, **plan.arguments(queries, keys), **more}
 
 
 CASES = {
@@ -84,7 +84,7 @@ def test_what_nobody_sees_and_rows_that_see_nothing_reach_nobody(mask):
     plan = (mask & hidden).plan(60, 70)
     if mask is not BITS:  # the same as intervals
         plan = dense_mask((mask & hidden).dense(60, 70)).plan(60, 70)
-    given = given_of(None, queries=60) | plan.arguments()
+    given = given_of(None, queries=60) | plan.arguments(60, 70)
     assert (given["intervals"] is None) == (mask is BITS)
     clean = run(given, kernel=True)
     for name in ("k", "v"):

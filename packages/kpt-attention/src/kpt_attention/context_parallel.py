@@ -348,7 +348,7 @@ class ContextParallel:
         plan = self._plans[(self.rank - step) % self.ranks]
         assert plan is not None
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = dense(q, k, v, **plan.arguments(), **options)
+            out, lse = dense(q, k, v, **plan.arguments(q.shape[2], k.shape[2]), **options)
         assert lse is not None
         return out, lse
 
@@ -365,7 +365,8 @@ class ContextParallel:
         if kv_heads % ranks:  # each rank gets a copy of the one that its queries read
             k, v = (x.repeat_interleave(ranks // kv_heads, 1) for x in (k, v))
         mine = slice(self.rank * heads // ranks, (self.rank + 1) * heads // ranks)
-        arguments = plan.arguments() | {name: None if x is None else x[mine] for name, x in learned.items()}
+        arguments = plan.arguments(self.tokens, self.tokens)
+        arguments |= {name: None if x is None else x[mine] for name, x in learned.items()}
         for name in ("intervals", "blocks"):
             if (table := arguments[name]) is not None and table.shape[1] > 1:
                 arguments[name] = table[:, mine]

@@ -77,7 +77,9 @@ def flex_attention(
             f"{shapes}"
         )
     queries, keys = q.shape[2], k.shape[2]
-    if not isinstance(mask, Plan):
+    if isinstance(mask, Plan):
+        mask = mask.fitted(queries, keys, q.shape[0], q.shape[1])
+    else:
         first = keys - queries
         mask = Plan(position=first) if mask is None else mask.plan(
             queries, keys, batch=q.shape[0], heads=q.shape[1], offset=first, device=q.device

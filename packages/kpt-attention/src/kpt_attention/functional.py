@@ -70,6 +70,7 @@ def attention(
         )
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(mask, Plan):
+        mask = mask.fitted(queries, keys, q.shape[0], q.shape[1])
         if position is not None and position != mask.position:
             raise InputError(f"attention: position={position}, but the plan was made for {mask.position}: leave it out")
         plan = mask
@@ -85,7 +86,8 @@ def attention(
                 "makes one of a bool tensor, and a float tensor is the argument bias"
             )
     out, lse = dense(
-        q, k, v, **plan.arguments(), bias=bias, alibi_slopes=alibi_slopes, relative_bias=relative_bias, sinks=sinks,
+        q, k, v, **plan.arguments(queries, keys), bias=bias, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
+        sinks=sinks,
         return_lse=return_lse, scale=scale, softcap=softcap, dropout=dropout, seed=seed, offset=offset,
     )  # fmt: skip
     return out if lse is None else (out, lse)

@@ -8,8 +8,8 @@ earlier keys, the first query stands at `offset`, which is the number of keys mi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from kpt_core import InputError
 
 from .intervals import complement, intersect, unite
-from .plan import BLOCK, Plan
+from .plan import BLOCK, Growing, Plan
 
 #: More intervals for a query than so many, and the mask is kept as bits of blocks.
 MOST_INTERVALS = 16
@@ -98,6 +98,7 @@ class Mask(ABC):
         heads: int = 1,
         offset: int | None = None,
         device: torch.device | str = "cpu",
+        growing: bool = False,
     ) -> Plan:
         """Lower the mask: to causality alone, to intervals of keys, or to the bits of blocks that are partly live.
 
@@ -108,20 +109,34 @@ class Mask(ABC):
             heads: of the queries.
             offset: position of the first query; `keys - queries` if None.
             device: where the plan is made.
+            growing: whether the plan may serve calls of other lengths, as steps of decoding are: it is lowered anew for
+                them, its last query at the last key. Otherwise they are refused.
 
         Raises:
-            InputError: the mask is for other sizes.
+            InputError: the mask is for other sizes, or `growing` comes with an `offset`.
         """
         keys = queries if keys is None else keys
+        if growing:
+            if offset is not None:
+                raise InputError(
+                    f"plan: the last query of a growing plan stands at the last key; got offset={offset}: leave it out"
+                )
+            made = self.plan(queries, keys, batch=batch, heads=heads, device=device)
+            return replace(made, growing=Growing(partial(self.plan, batch=batch, heads=heads), device))
         offset = keys - queries if offset is None else offset
         extent = Extent(batch, heads, queries, keys, offset, torch.device(device))
         self.check(extent)
+        by_batch, by_head = self.spread()
+        sizes: dict[str, Any] = {
+            "position": offset, "queries": queries, "keys": keys,
+            "batch": batch if by_batch else None, "heads": heads if by_head else None,
+        }  # fmt: skip
         if (whole := self.plain()) is not None:
-            return Plan(causal=whole == "causal", position=offset)
+            return Plan(causal=whole == "causal", **sizes)
         rows = self.intervals(extent)
         if rows is not None and rows.shape[-2] <= MOST_INTERVALS:
-            return Plan(position=offset, intervals=rows.int())
-        return Plan(position=offset, **_blocks(self, extent))
+            return Plan(intervals=rows.int(), **sizes)
+        return Plan(**_blocks(self, extent), **sizes)
 
     def dense(self, queries: int, keys: int | None = None, **sizes: Any) -> Tensor:
         """Return the mask as `[B or 1, H or 1, Q, K]` bool, True where a query may see a key, for tests and pictures.

@@ -155,7 +155,8 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         out, lse = dense(
-            q, k, v, **plan.arguments(), sinks=self.sinks, return_lse=need_weights, softcap=self.softcap,
+            q, k, v, **plan.arguments(q.shape[2], k.shape[2], *q.shape[:2]), sinks=self.sinks,
+            return_lse=need_weights, softcap=self.softcap,
             dropout=dropout, seed=seed,
         )  # fmt: skip
         out = self.out_proj(out.transpose(1, 2).flatten(2))
@@ -169,7 +170,7 @@ class Attention(nn.Module):
 
     def _plan(self, mask: Mask | Plan | Tensor | None, x: Tensor) -> Plan:
         if isinstance(mask, Plan):
-            return mask
+            return mask.fitted(x.shape[1], x.shape[1])
         if isinstance(mask, Tensor):
             if mask.dtype is not torch.bool:
                 raise InputError(f"{type(self).__name__}: a tensor as mask must be bool; got {mask.dtype}")

@@ -1,6 +1,7 @@
 """A mask as tensors and numbers, which every kernel takes: nothing, causality, intervals of keys, or live blocks."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,32 @@ BLOCK = 128
 DEAD, PARTIAL, FULL = 0, 1, 2
 
 
+class Growing:
+    """Lower a mask anew for the lengths of each call, and keep the last plan.
+
+    Args:
+        lower: gives the plan for queries and keys on a device, the last query at the last key.
+        device: where plans are made.
+    """
+
+    def __init__(self, lower: Callable[..., "Plan"], device: torch.device | str) -> None:
+        self._lower, self._device = lower, device
+        self._last: Plan | None = None
+
+    def plan(self, queries: int, keys: int) -> "Plan":
+        """Return the plan for these lengths."""
+        last = self._last
+        if last is None or (last.queries, last.keys) != (queries, keys):
+            last = self._lower(queries, keys, device=self._device)
+            if not torch.compiler.is_compiling():  # a graph's sizes are no numbers to keep
+                self._last = last
+        return last
+
+    def to(self, device: torch.device | str) -> "Growing":
+        """Return the same on a device."""
+        return Growing(self._lower, device)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Arguments of `attention.dense` that say which keys a query may see; all that are given must allow a key.
@@ -25,6 +52,11 @@ class Plan:
         blocks: `[B or 1, H or 1, Q blocks, K blocks]` int32: 0 for a block of 128 by 128 that is dead, 1 for one that
             is full, else 2 more than its place in `block_bits`.
         block_bits: `[n, 128, 16]` uint8: the bits of blocks that are partly live, the lowest first.
+        queries: of each sequence, which it was lowered for; None if it holds for any, as one made by hand does.
+        keys: likewise.
+        batch: sequences that it was lowered for, where they differ; None where they do not.
+        heads: likewise.
+        growing: lowers it anew for other lengths; None for a plan of its own lengths alone.
     """
 
     causal: bool = False
@@ -32,22 +64,67 @@ class Plan:
     intervals: Tensor | None = None
     blocks: Tensor | None = None
     block_bits: Tensor | None = None
+    queries: int | None = None
+    keys: int | None = None
+    batch: int | None = None
+    heads: int | None = None
+    growing: Growing | None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """Return them by the names of the op's parameters."""
+    def fitted(self, queries: int, keys: int, batch: int | None = None, heads: int | None = None) -> "Plan":
+        """Return the plan for a call of these sizes: itself, or one that is lowered anew if it is a growing one.
+
+        Args:
+            queries: of each sequence of the call.
+            keys: likewise.
+            batch: sequences of the call; not looked at if None.
+            heads: of its queries; likewise.
+
+        Raises:
+            InputError: the plan is for other sizes.
+        """
+        for name, own, asked in (("sequences", self.batch, batch), ("heads", self.heads, heads)):
+            if own is not None and asked is not None and own != asked:
+                raise InputError(
+                    f"the plan is for {own} {name}, which differ under its mask; got {asked}: give mask.plan the batch "
+                    "and heads of the call"
+                )
+        if (self.queries is None or self.queries == queries) and (self.keys is None or self.keys == keys):
+            return self
+        if self.growing is not None:
+            return self.growing.plan(queries, keys)
+        raise InputError(
+            f"the plan is for {self.queries} queries and {self.keys} keys; got {queries} and {keys}: make one of these "
+            f"lengths, mask.plan({queries}, {keys}), or one for any, mask.plan({queries}, {keys}, growing=True)"
+        )
+
+    def arguments(self, queries: int, keys: int, batch: int | None = None, heads: int | None = None) -> dict[str, Any]:
+        """Return what the op takes for a call of these sizes, by the names of its parameters.
+
+        Args:
+            queries: of each sequence of the call.
+            keys: likewise.
+            batch: sequences of the call; not looked at if None.
+            heads: of its queries; likewise.
+
+        Raises:
+            InputError: the plan is for other sizes.
+        """
+        plan = self.fitted(queries, keys, batch, heads)
         return {
-            "intervals": self.intervals,
-            "blocks": self.blocks,
-            "block_bits": self.block_bits,
-            "causal": self.causal,
-            "position": self.position,
+            "intervals": plan.intervals,
+            "blocks": plan.blocks,
+            "block_bits": plan.block_bits,
+            "causal": plan.causal,
+            "position": plan.position,
         }
 
     def to(self, device: torch.device | str) -> "Plan":
         """Return the plan on a device."""
-        moved: dict[str, Any] = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in
-                 self.arguments().items()}  # fmt: skip
-        return Plan(**moved)
+        moved: dict[str, Any] = {
+            name: None if (value := getattr(self, name)) is None else value.to(device)
+            for name in ("intervals", "blocks", "block_bits", "growing")
+        }
+        return replace(self, **moved)
 
 
 def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK, block_k: int = BLOCK) -> Tensor:
@@ -63,7 +140,11 @@ def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK
     Returns:
         0 for dead blocks, 1 for partly live ones, 2 for full ones. It is exact: no live block is called dead, no dead
         one live, where the plan has one of causality, intervals and blocks.
+
+    Raises:
+        InputError: the plan is for other lengths, or has other blocks.
     """
+    plan = plan.fitted(queries, keys) if isinstance(plan, Plan) else plan
     rows, columns = -(-queries // block_q), -(-keys // block_k)
     given = [each for each in (plan.intervals, plan.blocks) if each is not None]
     device = given[0].device if given else getattr(getattr(plan, "q", None), "device", torch.device("cpu"))
@@ -115,7 +196,17 @@ def allowed_keys(plan: Plan | Call, queries: range, keys: range, device: torch.d
     """Return which keys of a part queries of a part may see, `[B or 1, H or 1, queries, keys]` bool; None for all.
 
     With blocks, both ranges must begin where a block does.
+
+    Raises:
+        InputError: the plan is of fewer queries or keys.
     """
+    if isinstance(plan, Plan):
+        of = (queries.stop if plan.queries is None else plan.queries, keys.stop if plan.keys is None else plan.keys)
+        if queries.stop > of[0] or keys.stop > of[1]:
+            raise InputError(
+                f"allowed_keys: the plan is for {of[0]} queries and {of[1]} keys; got those up to {queries.stop} and "
+                f"{keys.stop}: make one of these lengths (mask.plan, or plan.fitted of a growing plan)"
+            )
     found: Tensor | None = None
     columns = torch.arange(keys.start, keys.stop, device=device)
     if plan.causal:
@@ -147,7 +238,7 @@ def _bits_of(blocks: Tensor, block_bits: Tensor, queries: range, keys: range) ->
     places = torch.arange(8, device=block_bits.device, dtype=torch.uint8)
     partial = table >= 2
     which = table.clamp(min=2).long() - 2
-    if len(block_bits) == 0:
+    if block_bits.shape[0] == 0:
         bits = torch.zeros((*table.shape, BLOCK, BLOCK), dtype=torch.bool, device=table.device)
     else:
         bits = ((block_bits[which].unsqueeze(-1) >> places) & 1).bool().flatten(-2)
@@ -164,10 +255,16 @@ def to_block_mask(plan: Plan, queries: int, keys: int) -> Any:
         plan: the plan.
         queries: of each sequence.
         keys: likewise.
+
+    Raises:
+        InputError: the plan is for other lengths.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    states = live_blocks(plan, queries, keys)
+    plan = plan.fitted(queries, keys)
+    states, block_bits = live_blocks(plan, queries, keys), plan.block_bits
+    if block_bits is not None and block_bits.shape[0] == 0:  # made by hand: the function reads some in dead blocks, too
+        block_bits = block_bits.new_zeros((1, *block_bits.shape[1:]))
 
     def listed(state: int) -> tuple[Tensor, Tensor]:
         chosen = states == state
@@ -184,9 +281,9 @@ def to_block_mask(plan: Plan, queries: int, keys: int) -> Any:
                 inside = inside | ((k >= plan.intervals[(*row, place, 0)]) & (k < plan.intervals[(*row, place, 1)]))
             found = found & inside
         if plan.blocks is not None:
-            assert plan.block_bits is not None
+            assert block_bits is not None
             places = plan.blocks[_at(b, plan.blocks, 0), _at(h, plan.blocks, 1), q // BLOCK, k // BLOCK]
-            byte = plan.block_bits[(places - 2).clamp(min=0), q % BLOCK, k % BLOCK // 8]
+            byte = block_bits[(places - 2).clamp(min=0), q % BLOCK, k % BLOCK // 8]
             found = found & ((places == 1) | ((places > 1) & ((byte >> (k % 8)) & 1).bool()))
         return found
 

@@ -168,7 +168,8 @@ def kpt_attention_forward(
             _warn_of_packing(kwargs.get("position_ids"))
     seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
     out, _ = dense(
-        query, key, value, **plan.arguments(), bias=bias, sinks=s_aux, return_lse=False, scale=scaling,
+        query, key, value, **plan.arguments(query.shape[2], key.shape[2]), bias=bias, sinks=s_aux, return_lse=False,
+        scale=scaling,
         softcap=softcap or 0.0, dropout=dropout, seed=seed,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None

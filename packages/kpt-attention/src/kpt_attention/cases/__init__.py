@@ -84,7 +84,7 @@ def _build(
         heads=heads,
         offset=position if mask != "documents" or queries > keys else keys - queries,
     )
-    given = {name: value for name, value in plan.arguments().items() if value is not None}
+    given = {name: value for name, value in plan.arguments(queries, keys).items() if value is not None}
     modifiers: dict[str, Tensor] = {}
     if added == "bias":
         modifiers["bias"] = _normal(generator, batch, heads, queries, keys)

@@ -66,8 +66,8 @@ def _sequence(call: Call, q: Tensor, table: Tensor, length: int) -> tuple[Tensor
         scaled = q.to(wide_dtype(q.dtype)) * call.k_scale.repeat_interleave(q.shape[1] // k.shape[1])[:, None]
         scaled, k, v = (each.to(scaled.dtype) for each in (scaled, k, v))
     out, lse = dense(
-        scaled.transpose(0, 1)[None], k, v, **plan.arguments(), sinks=call.sinks, return_lse=call.return_lse,
-        scale=call.scale, softcap=call.softcap,
+        scaled.transpose(0, 1)[None], k, v, **plan.arguments(queries, length), sinks=call.sinks,
+        return_lse=call.return_lse, scale=call.scale, softcap=call.softcap,
     )  # fmt: skip
     out = out[0].transpose(0, 1)
     if call.v_scale is not None:
