@@ -1,5 +1,8 @@
 """Layers and `flex_attention`: beside PyTorch's own attention, with and without caches."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kpt_core
-from kpt_attention import Attention, FlashAttention3, FlexAttention, PagedCache, causal, flex_attention, prefix_lm
+from kpt_attention import (
+    Attention,
+    FlashAttention3,
+    FlexAttention,
+    PagedCache,
+    attention,
+    causal,
+    flex_attention,
+    padding,
+    prefix_lm,
+)
+from kpt_attention.dense import dense
 from kpt_attention.modules import PATTERNS
 from kpt_core import InputError
 
@@ -139,6 +153,27 @@ def test_functions_of_scores_give_what_torchs_give_and_their_gradient():
     assert torch.autograd.gradcheck(of_slopes, (slope.clone().requires_grad_(), *leaves))
 
 
+Q = X.unflatten(-1, (4, 8)).transpose(1, 2)
+SQUARE = torch.ones(12, 12, dtype=torch.bool).tril()
+LAYER, ROTARY = (Attention(32, 4, rotary_base=base, dtype=X.dtype) for base in (None, 100.0))
+
+
+def test_a_square_mask_is_taken_for_what_it_is_said_to_be():
+    x = X[:1].expand(12, -1, -1) + torch.arange(12)[:, None, None]
+    torch.testing.assert_close(LAYER(x, SQUARE[None, None]), expected(LAYER, x, SQUARE)[0])
+    torch.testing.assert_close(LAYER(x, padding(SQUARE)), expected(LAYER, x, SQUARE[:, None, None])[0])
+    torch.testing.assert_close(LAYER(X, SQUARE), expected(LAYER, X, SQUARE)[0])
+    alone = torch.ones(1, 1, dtype=torch.bool)
+    torch.testing.assert_close(LAYER(X[:1, :1], alone), LAYER(X[:1, :1]))
+
+
+def test_positions_may_be_shared_by_the_sequences():
+    shifted = torch.arange(12) + 3
+    wanted = ROTARY(X, positions=shifted)
+    for given in (shifted[None], shifted.expand(2, -1), shifted.int()):
+        torch.testing.assert_close(ROTARY(X, positions=given), wanted)
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
@@ -146,9 +181,42 @@ def test_functions_of_scores_give_what_torchs_give_and_their_gradient():
         (lambda: Attention(32, 4, num_kv_heads=3), r"num_kv_heads \(3\) must divide num_heads \(4\)"),
         (lambda: Attention(12, 4, rotary_base=1e4), "a rotary embedding turns pairs; got head_dim 3"),
         (lambda: FlashAttention3(32, 4, dropout=1.0), r"dropout must be in \[0, 1\); got 1\.0"),
-        (lambda: Attention(32, 4, window=3), "window must be positive, of causal attention; got 3 with causal=False"),
+        (lambda: Attention(32, 4, window=3), "window is of causal attention; got 3 with causal=False"),
         (lambda: Attention(32, 4)(X[0]), r"x must be \[batch, tokens, 32\]; got \[12, 32\]"),
-        (lambda: Attention(32, 4, dtype=X.dtype)(X, X[0]), r"a tensor as mask must be bool; got torch\.float64"),
+        (lambda: LAYER(X, X[0]), r"a tensor as mask must be bool, .*; got torch\.float64 \[12, 32\]: pass mask\.bool"),
+        (lambda: LAYER(X, SQUARE[0]), r"a tensor as mask must be bool, .*; got torch\.bool \[12\]"),
+        (lambda: LAYER(X, SQUARE.tolist()), r"mask must be a Mask, a Plan or a bool tensor; got list \[\[True"),
+        (lambda: LAYER(X, SQUARE.numpy()), "mask must be a Mask, a Plan or a bool tensor; got ndarray array"),
+        (lambda: LAYER(X, max), "got builtin_function_or_method .*predicate"),
+        (lambda: LAYER(X, causal().plan(11)), "the plan is for 11 queries and 11 keys; got 12 and 12"),
+        (
+            lambda: LAYER(X[:1].expand(12, -1, -1), SQUARE),
+            r"a mask of \[12, 12\] for 12 sequences of as many tokens may be padding or say .*: pass kpt_attention\.p",
+        ),
+        (lambda: ROTARY(X, positions=list(range(12))), r"positions must be a tensor of integers on cpu; got \[0, 1"),
+        (lambda: ROTARY(X, positions=X[:, :, 0]), "positions must be a tensor of integers on cpu; got torch.float64"),
+        (
+            lambda: ROTARY(X, positions=torch.arange(12, device="meta")),
+            "positions must be a tensor of integers on cpu; got torch.int64 on meta",
+        ),
+        (lambda: ROTARY(X, positions=torch.arange(11)), r"positions must be \[12\], or \[2, 12\] as x; got \[11\]"),
+        (lambda: ROTARY(X, positions=torch.ones(3, 12).int()), r"or \[2, 12\] as x; got \[3, 12\]"),
+        (lambda: ROTARY(X, positions=torch.tensor(3)), r"or \[2, 12\] as x; got \[\]"),
+        (lambda: Attention(32, 4, softcap=math.nan), "softcap must be positive and finite, or 0 for none; got nan"),
+        (lambda: Attention(32, 4, softcap=-1.0), r"softcap must be positive and finite, or 0 for none; got -1\.0"),
+        (lambda: Attention(32, 4, dropout=math.nan), r"dropout must be in \[0, 1\); got nan"),
+        (lambda: Attention(32, 4, rotary_base=0.0), r"rotary_base must be positive and finite, .*; got 0\.0"),
+        (lambda: Attention(np.int64(32), 4), r"embed_dim must be an int of at least 1; got (np\.int64\()?32"),
+        (lambda: Attention(32, 4, num_kv_heads=0), "num_kv_heads must be an int of at least 1; got 0"),
+        (lambda: Attention(32, 4, head_dim=8.0), r"head_dim must be an int of at least 1; got 8\.0"),
+        (lambda: Attention(32, True), "num_heads must be an int of at least 1; got True"),
+        (lambda: Attention(32, 4, causal=True, window=-3), "window must be an int of at least 0; got -3"),
+        (lambda: attention(Q, Q, Q, softcap=math.nan), "softcap must be positive and finite, or 0 for none; got nan"),
+        (lambda: attention(Q, Q, Q, softcap=math.inf), "softcap must be positive and finite, or 0 for none; got inf"),
+        (lambda: attention(Q, Q, Q, scale=math.nan), r"scale must be finite, or None for .*; got nan"),
+        (lambda: attention(Q, Q, Q, position=1.0), r"position must be an int; got 1\.0"),
+        (lambda: dense(Q, Q, Q, seed=np.int64(3)), r"seed must be an int; got (np\.int64\()?3"),
+        (lambda: dense(Q, Q, Q, drawn_seed=torch.ones(1)), r"drawn_seed must be int64 \[\]; got torch\.float32 \[1\]"),
         (lambda: FlexAttention(32, 4, "striped"), "pattern must be one of full, causal, .*; got 'striped'"),
         (lambda: FlexAttention(32, 4, "dilated", {"size": 2}), "settings of 'dilated' do not fit: .*'step'"),
         (lambda: flex_attention(X, X, X, lambda s, *_: s), r"q, k and v must be \[batch, heads, tokens, head_dim\]"),

@@ -75,6 +75,11 @@ def saved_unannotated(call: Call): ...
         (gives_unknown, {}, "gives None; expected"),
         (identity, {"random": True}, "random: it asks for 'seed', which is none of its parameters"),
         (identity, {"saves": "result"}, "saves is 'result'; expected a function or 'results'"),
+        (
+            identity,
+            {"saves": "results", "fake_saves": len},
+            "fake_saves goes with a function as saves; got .*'results'",
+        ),
         (identity, {"saves": saved_unannotated}, "saves must be annotated to give a tuple of so many tensors"),
     ],
 )

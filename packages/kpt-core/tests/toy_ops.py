@@ -100,6 +100,11 @@ def _saves(call: Call) -> tuple[Tensor, Tensor]:
     return product, (product > 0).sum(1, dtype=torch.int32)
 
 
+def _fake_saves(call: Call) -> tuple[Tensor, Tensor]:
+    rows = call.x.shape[0]
+    return call.x.new_empty(rows, call.weight.shape[1]), call.x.new_empty(rows, dtype=torch.int32)
+
+
 def _flops(call: Call) -> int:
     return 2 * call.x.shape[0] * call.weight.shape[0] * call.weight.shape[1]
 
@@ -108,7 +113,7 @@ def _fake(call: Call) -> Tensor:
     return call.x.new_empty(call.x.shape[0], call.weight.shape[1])
 
 
-@op("toy.layer", saves=_saves, unread=("bias",), flops=_flops, fake=_fake)
+@op("toy.layer", saves=_saves, fake_saves=_fake_saves, unread=("bias",), flops=_flops, fake=_fake)
 def layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer with a squared ReLU; saves the product, and how much of each row is positive."""
     result = (x @ weight).relu().square()

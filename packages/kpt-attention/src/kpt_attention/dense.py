@@ -8,13 +8,14 @@ from torch import Tensor
 from kpt_core import Call, InputError, op
 from kpt_core.policy import next_power_of_two
 
-from .dropout import kept
+from .dropout import kept, seed_of
 from .plan import BLOCK, allowed_keys
 
 #: What queries, keys and values may be.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAME = "attention.dense"
-_TENSORS = ("k", "v", "intervals", "blocks", "block_bits", "bias", "alibi_slopes", "relative_bias", "sinks")
+_TENSORS = ("k", "v", "intervals", "blocks", "block_bits", "bias", "alibi_slopes", "relative_bias", "sinks",
+            "drawn_seed")  # fmt: skip
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -115,8 +116,17 @@ def _check_modifiers(call: Call) -> None:
         )
     if not 0 <= call.dropout < 1:
         raise InputError(f"{_NAME}: dropout must be in [0, 1); got {call.dropout}")
-    if call.softcap < 0:
-        raise InputError(f"{_NAME}: softcap must be positive, or 0 for none; got {call.softcap}")
+    if not 0 <= call.softcap < math.inf:
+        raise InputError(f"{_NAME}: softcap must be positive and finite, or 0 for none; got {call.softcap}")
+    if call.scale is not None and not -math.inf < call.scale < math.inf:
+        raise InputError(f"{_NAME}: scale must be finite, or None for 1 / sqrt(head_dim); got {call.scale}")
+    for name in ("position", "seed", "offset"):
+        value = getattr(call, name)
+        if not isinstance(value, (int, torch.SymInt)):
+            raise InputError(f"{_NAME}: {name} must be an int; got {value!r}: int(...) makes one of a whole number")
+    drawn = call.drawn_seed
+    if drawn is not None and (drawn.dtype is not torch.int64 or drawn.dim()):
+        raise InputError(f"{_NAME}: drawn_seed must be int64 []; got {drawn.dtype} {list(drawn.shape)}")
 
 
 def _fake(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -132,6 +142,11 @@ def _saves(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """
     out, largest, total, _ = _attend(call)
     return out, largest.squeeze(-1), total.squeeze(-1)
+
+
+def _fake_saves(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    rows = (call.q.new_empty(call.q.shape[:3], dtype=wide_dtype(call.q.dtype)) for _ in range(2))
+    return call.q.new_empty((*call.q.shape[:3], call.v.shape[3])), *rows
 
 
 def _flops(call: Call) -> int:
@@ -166,8 +181,8 @@ def biases(call: Call, scores: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return scores
 
 
-@op(_NAME, check=_check, fake=_fake, saves=_saves, optional_results={1: "return_lse"}, random=True,
-    flops=_flops, size_key=_size_key,     autocast=("q", "k", "v"))  # fmt: skip
+@op(_NAME, check=_check, fake=_fake, saves=_saves, fake_saves=_fake_saves, optional_results={1: "return_lse"},
+    random=True, flops=_flops, size_key=_size_key, autocast=("q", "k", "v"))  # fmt: skip
 def dense(
     q: Tensor,
     k: Tensor,
@@ -188,6 +203,7 @@ def dense(
     dropout: float = 0.0,
     seed: int = 0,
     offset: int = 0,
+    drawn_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend: each query's mean of the values of the keys that it may see, weighed by the softmax of its scores.
 
@@ -214,6 +230,7 @@ def dense(
         dropout: the rate at which probabilities are dropped; the others are divided by `1 - dropout`.
         seed: of dropout.
         offset: of dropout: another one draws other numbers.
+        drawn_seed: `[]` int64, added to `seed`: a compiled graph can draw it, where a number would be a constant of it.
 
     Returns:
         The output `[B, Hq, Q, Dv]` in q's dtype; and the log-sum-exp of the scores, sink included, `[B, Hq, Q]` float32
@@ -228,6 +245,7 @@ def dense(
     call = dense.bind(
         q, k, v, intervals, blocks, block_bits, bias, alibi_slopes, relative_bias, sinks, return_lse=return_lse,
         causal=causal, position=position, scale=scale, softcap=softcap, dropout=dropout, seed=seed, offset=offset,
+        drawn_seed=drawn_seed,
     )  # fmt: skip
     out, largest, total, dead = _attend(call)
     lse = (largest + total.log()).masked_fill(dead, -math.inf).squeeze(-1)
@@ -262,5 +280,5 @@ def _attend(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weights = (exponentials / total)[..., :-1]
     if call.dropout > 0:
         each = torch.arange(batch * heads * queries, device=q.device).view(batch, heads, queries, 1)
-        weights = weights * kept(call.dropout, call.seed, call.offset, each, columns) / (1 - call.dropout)
+        weights = weights * kept(call.dropout, seed_of(call), call.offset, each, columns) / (1 - call.dropout)
     return weights.to(q.dtype) @ v, largest, total, dead

@@ -6,6 +6,8 @@ The generator is SplitMix64 (Steele, Lea, Flood 2014) of a counter: any part of 
 import torch
 from torch import Tensor
 
+from kpt_core import Call
+
 _INCREMENT = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
@@ -21,7 +23,12 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ _shifted(x, 31)
 
 
-def kept(rate: float, seed: int, offset: int, rows: Tensor, columns: Tensor) -> Tensor:
+def seed_of(call: Call) -> int | Tensor:
+    """Return the seed of a call of `attention.dense`, which a tensor adds to where it was drawn in a compiled graph."""
+    return call.seed if call.drawn_seed is None else call.drawn_seed + call.seed  # type: ignore[no-any-return]
+
+
+def kept(rate: float, seed: int | Tensor, offset: int, rows: Tensor, columns: Tensor) -> Tensor:
     """Return which places of `rows` and `columns`, int64 tensors that broadcast, are kept, as bool.
 
     Args:

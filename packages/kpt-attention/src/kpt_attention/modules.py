@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting as exporting
 
 from kpt_core import InputError
 
@@ -78,17 +79,27 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         name, num_kv_heads = type(self).__name__, num_heads if num_kv_heads is None else num_kv_heads
-        if min(embed_dim, num_heads, num_kv_heads) < 1 or (head_dim is None and embed_dim % num_heads):
+        counts = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "window": window}
+        for setting, count in counts.items() if head_dim is None else (*counts.items(), ("head_dim", head_dim)):
+            if type(count) is not int or count < (setting != "window"):
+                raise InputError(
+                    f"{name}: {setting} must be an int of at least {int(setting != 'window')}; got {count!r}"
+                )
+        if head_dim is None and embed_dim % num_heads:
             raise InputError(f"{name}: num_heads ({num_heads}) must divide embed_dim ({embed_dim}); or give head_dim")
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
         if num_heads % num_kv_heads:
             raise InputError(f"{name}: num_kv_heads ({num_kv_heads}) must divide num_heads ({num_heads})")
         if rotary_base is not None and head_dim % 2:
             raise InputError(f"{name}: a rotary embedding turns pairs; got head_dim {head_dim}")
+        if rotary_base is not None and not 0 < rotary_base < math.inf:
+            raise InputError(f"{name}: rotary_base must be positive and finite, or None for none; got {rotary_base}")
+        if not 0 <= softcap < math.inf:
+            raise InputError(f"{name}: softcap must be positive and finite, or 0 for none; got {softcap}")
         if not 0 <= dropout < 1:
             raise InputError(f"{name}: dropout must be in [0, 1); got {dropout}")
-        if window < 0 or (window and not causal):
-            raise InputError(f"{name}: window must be positive, of causal attention; got {window} with causal={causal}")
+        if window and not causal:
+            raise InputError(f"{name}: window is of causal attention; got {window} with causal={causal}")
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
         self.causal, self.window, self.dropout, self.softcap = causal, window, dropout, softcap
         self.rotary_base = rotary_base
@@ -119,7 +130,8 @@ class Attention(nn.Module):
         Args:
             x: `[batch, tokens, embed_dim]`; with a step `[new tokens, embed_dim]`, of all its sequences.
             mask: beside what the layer's settings say: a `Mask`; a `Plan`, in place of them; a bool tensor `[batch,
-                tokens]` that is False for padding, or one that broadcasts to `[batch, heads, tokens, tokens]`.
+                tokens]` that is False for padding, or one that broadcasts to `[batch, heads, tokens, tokens]`. One of
+                two dimensions is refused where there are as many sequences as tokens, since it could be either.
             positions: `[tokens]` or `[batch, tokens]` for the rotary embedding; counted from 0 if None.
             need_weights: whether to return the probabilities, too. They are computed beside, in memory of all of them.
             step: of a `PagedCache`, whose window must be the layer's: new tokens are written, and all are attended to.
@@ -137,6 +149,8 @@ class Attention(nn.Module):
             raise InputError(f"{name}: x must be {expected}; got {list(x.shape)}")
         projections = (self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)
         q, k, v = (projection(x).unflatten(-1, (heads, self.head_dim)) for projection, heads in projections)
+        if positions is not None:
+            self._check_positions(positions, x)
         if self.rotary_base is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device) if step is None else step.positions
@@ -153,11 +167,12 @@ class Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         plan = self._plan(mask, x)
         dropout = self.dropout if self.training else 0.0
-        seed = int(torch.randint(1 << 62, ())) if dropout else 0
+        # As a tensor: a number would break a compiled graph, and make an accelerator's host wait.
+        drawn_seed = torch.randint(1 << 62, (), device=x.device) if dropout else None
         out, lse = dense(
             q, k, v, **plan.arguments(q.shape[2], k.shape[2], *q.shape[:2]), sinks=self.sinks,
             return_lse=need_weights, softcap=self.softcap,
-            dropout=dropout, seed=seed,
+            dropout=dropout, drawn_seed=drawn_seed,
         )  # fmt: skip
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return (out, self._weights(q, k, plan, lse)) if need_weights else out
@@ -168,21 +183,51 @@ class Attention(nn.Module):
             return None
         return masks.causal() & masks.sliding_window(self.window) if self.window else masks.causal()
 
+    def _check_positions(self, positions: object, x: Tensor) -> None:
+        who, shape = type(self).__name__, list(x.shape[:-1])
+        if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.device != x.device:
+            raise InputError(
+                f"{who}: positions must be a tensor of integers on {x.device}; got "
+                + (
+                    f"{positions.dtype} on {positions.device}"
+                    if isinstance(positions, Tensor)
+                    else f"{positions!r:.80}"
+                )
+            )
+        given = positions.shape
+        if not 1 <= len(given) <= len(shape) or given[-1] != shape[-1] or given[0] not in (1, shape[-len(given)]):
+            raise InputError(f"{who}: positions must be {shape[-1:]}, or {shape} as x; got {list(given)}")
+
     def _plan(self, mask: Mask | Plan | Tensor | None, x: Tensor) -> Plan:
         if isinstance(mask, Plan):
             return mask.fitted(x.shape[1], x.shape[1])
+        who = type(self).__name__
         if isinstance(mask, Tensor):
-            if mask.dtype is not torch.bool:
-                raise InputError(f"{type(self).__name__}: a tensor as mask must be bool; got {mask.dtype}")
+            if mask.dtype is not torch.bool or not 1 < mask.dim() < 5:
+                raise InputError(
+                    f"{who}: a tensor as mask must be bool, [batch, tokens] or to broadcast to [batch, heads, tokens, "
+                    f"tokens]; got {mask.dtype} {list(mask.shape)}: pass mask.bool(), of an additive one mask == 0"
+                )
+            # An exported program is for all sizes: there two dimensions are padding.
+            if mask.dim() == 2 and mask.shape[0] == mask.shape[1] == x.shape[0] == x.shape[1] > 1 and not exporting():
+                raise InputError(
+                    f"{who}: a mask of {list(mask.shape)} for {x.shape[0]} sequences of as many tokens may be padding "
+                    "or say which keys a query sees: pass kpt_attention.padding(mask), or mask[None, None]"
+                )
             while mask.dim() == 3 or (mask.dim() == 2 and mask.shape != x.shape[:2]):
                 mask = mask.unsqueeze(0)
             mask = masks.padding(mask) if mask.dim() == 2 else masks.dense_mask(mask)
+        elif mask is not None and not isinstance(mask, Mask):
+            raise InputError(
+                f"{who}: mask must be a Mask, a Plan or a bool tensor; got {type(mask).__name__} {mask!r:.80}: "
+                "torch.as_tensor(...) makes a tensor, and kpt_attention.predicate(f) a mask of a function"
+            )
         own = self.own_mask()
         mask = own if mask is None else mask if own is None else own & mask
         if mask is None:
             return Plan()
         tokens = x.shape[1]
-        return mask.plan(tokens, tokens, batch=len(x), heads=self.num_heads, device=x.device)
+        return mask.plan(tokens, tokens, batch=x.shape[0], heads=self.num_heads, device=x.device)
 
     def _weights(self, q: Tensor, k: Tensor, plan: Plan, lse: Tensor | None) -> Tensor:
         """Return the probabilities, of the scores and their log-sum-exp."""

@@ -262,6 +262,7 @@ class Op(Generic[P, R]):
         self.check: Callable[[Call], None] | None = settings["check"]
         self.fake: Callable[[Call], Any] | None = settings["fake"]
         self.saves: Callable[[Call], tuple[Tensor, ...]] | str | None = settings["saves"]
+        self.fake_saves: Callable[[Call], tuple[Tensor, ...]] | None = settings["fake_saves"]
         self.flops: Callable[[Call], int] | None = settings["flops"]
         self.size_key: Callable[[Call], tuple[int | str, ...]] | None = settings["size_key"]
         self.random: bool = settings["random"]
@@ -309,6 +310,8 @@ class Op(Generic[P, R]):
                 raise RegistrationError(f"op {name!r}: saves must be annotated to give a tuple of so many tensors")
         elif self.saves not in (None, RESULTS):
             raise RegistrationError(f"op {name!r}: saves is {self.saves!r}; expected a function or {RESULTS!r}")
+        if self.fake_saves is not None and not self.saved_count:
+            raise RegistrationError(f"op {name!r}: fake_saves goes with a function as saves; got saves={self.saves!r}")
         #: As many as there are: code that Dynamo traces may read no number of an object.
         self.result_names = tuple(f"result_{place}" for place in range(self.result_count))
         self.saved_names = tuple(f"saved_{place}" for place in range(self.saved_count))

@@ -51,6 +51,7 @@ def op(
     check: Callable[[Call], None] | None = None,
     fake: Callable[[Call], Any] | None = None,
     saves: Callable[[Call], tuple[Tensor, ...]] | str | None = None,
+    fake_saves: Callable[[Call], tuple[Tensor, ...]] | None = None,
     unread: Iterable[str] = (),
     mutates: Iterable[str] = (),
     random: bool = False,
@@ -69,6 +70,8 @@ def op(
         fake: gives the results as empty contiguous tensors; without it the reference runs on fake tensors.
         saves: what backward needs beside the arguments: `"results"`, or a function that computes the saved tensors
             from the call in plain PyTorch, annotated with a tuple of as many. Every kernel with a backward saves these.
+        fake_saves: gives what `saves` does as empty contiguous tensors, by shapes alone. Without it `saves` runs on
+            fake tensors, where code that counts to a size makes a compiler's graph for that size alone.
         unread: parameters whose values no gradient depends on; they are not kept for backward.
         mutates: parameters that a call changes; None may be given for one that is optional. Such an op is not run again
             when a kernel raised. Gradients are of the other arguments; none flows through what is changed.
@@ -87,9 +90,9 @@ def op(
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
         made = Op(
-            name, reference, check=check, fake=fake, saves=saves, unread=tuple(unread), mutates=tuple(mutates),
-            random=random, optional_results=optional_results or {}, flops=flops, autocast=tuple(autocast),
-            size_key=size_key,
+            name, reference, check=check, fake=fake, saves=saves, fake_saves=fake_saves, unread=tuple(unread),
+            mutates=tuple(mutates), random=random, optional_results=optional_results or {}, flops=flops,
+            autocast=tuple(autocast), size_key=size_key,
         )  # fmt: skip
         entry, made.run_reference = entries(made)
         # A class of its own, since a call looks for `__call__` there; binding is Python's own, and as quick.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kpt_attention.dense import biases, scale_of, wide_dtype
-from kpt_attention.dropout import kept
+from kpt_attention.dropout import kept, seed_of
 from kpt_attention.plan import BLOCK, DEAD, FULL, allowed_keys, live_blocks
 from kpt_core import Call
 
@@ -170,7 +170,7 @@ class _Tile:
         h = torch.arange(heads, device=self.q.device)[self.heads, None, None]
         q = torch.arange(queries, device=self.q.device)[self.rows.start : self.rows.stop, None]
         _, columns = self.positions(keys)
-        found: Tensor = kept(call.dropout, call.seed, call.offset, (b * heads + h) * queries + q, columns)
+        found: Tensor = kept(call.dropout, seed_of(call), call.offset, (b * heads + h) * queries + q, columns)
         return self.grouped(found.to(self.wide) / (1 - call.dropout))
 
     def seen(self, allowed: Tensor | None) -> Tensor | None:

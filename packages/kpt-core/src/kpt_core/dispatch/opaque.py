@@ -163,7 +163,8 @@ def _forward_functional(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
 def _fake(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
     call = _call(op, values)
     with torch.no_grad():
-        return _whole(op, call, op.faked(call), ())
+        saved = op.fake_saves(call) if op.fake_saves is not None and call.needs else ()
+        return _whole(op, call, op.faked(call), saved)
 
 
 def _fake_functional(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
