@@ -117,7 +117,7 @@ def _check_modifiers(call: Call) -> None:
     if not 0 <= call.dropout < 1:
         raise InputError(f"{_NAME}: dropout must be in [0, 1); got {call.dropout}")
     if not 0 <= call.softcap < math.inf:
-        raise InputError(f"{_NAME}: softcap must be positive and finite, or 0 for none; got {call.softcap}")
+        raise InputError(f"{_NAME}: softcap must be positive, or 0 for none; got {call.softcap}")
     if call.scale is not None and not -math.inf < call.scale < math.inf:
         raise InputError(f"{_NAME}: scale must be finite, or None for 1 / sqrt(head_dim); got {call.scale}")
     for name in ("position", "seed", "offset"):

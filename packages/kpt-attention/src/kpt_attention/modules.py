@@ -95,7 +95,7 @@ class Attention(nn.Module):
         if rotary_base is not None and not 0 < rotary_base < math.inf:
             raise InputError(f"{name}: rotary_base must be positive and finite, or None for none; got {rotary_base}")
         if not 0 <= softcap < math.inf:
-            raise InputError(f"{name}: softcap must be positive and finite, or 0 for none; got {softcap}")
+            raise InputError(f"{name}: softcap must be positive, or 0 for none; got {softcap}")
         if not 0 <= dropout < 1:
             raise InputError(f"{name}: dropout must be in [0, 1); got {dropout}")
         if window and not causal:
