@@ -68,6 +68,7 @@ def _build(
     mask: str = "none",
     added: str | None = None,
     sinks: bool = False,
+    drawn: bool = False,
     return_lse: bool = True,
     place: str = "end",
     **settings: Any,
@@ -96,6 +97,8 @@ def _build(
         modifiers["relative_bias"] = _normal(generator, heads, 11)
     if sinks:
         modifiers["sinks"] = _normal(generator, heads)
+    if drawn:
+        modifiers["drawn_seed"] = torch.tensor(-11)
     return {"q": q, "k": k, "v": v, **given, **modifiers, "return_lse": return_lse, **settings}
 
 
@@ -197,6 +200,7 @@ DENSE = CaseTable(
         _case("sinks", sinks=True, mask="window", groups=2),
         _case("scaled", scale=0.7),
         _case("dropout", dropout=0.3, seed=5, offset=3, groups=2, mask="causal"),
+        _case("dropout of a drawn seed", dropout=0.3, seed=5, drawn=True),
         _case("llama-3.2-1b, 512 tokens", queries=512, keys=512, batch=1, **_LLAMA, model=True),
         _case("llama-3.2-1b, decode", queries=1, keys=1024, batch=1, **_LLAMA, model=True),
         _case("llama-3.2-1b, 8192 tokens", queries=8192, keys=8192, batch=1, **_LLAMA, model=True, large=True),
@@ -261,6 +265,7 @@ DENSE = CaseTable(
             "scale": (None, 0.2),
             "dropout": (0.0, 0.25),
             "seed": (0, 7),
+            "drawn": (False, True),
             "offset": (0, 3),
         },
         allowed=_affordable,
