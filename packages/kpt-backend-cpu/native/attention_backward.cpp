@@ -10,6 +10,7 @@ using Given = struct kpt_attention_backward;
 
 // So many blocks are looked at twice, since short rows are where one key may have all of the weight.
 constexpr int64_t kFewBlocks = 3;
+constexpr int64_t kSmallSums = int64_t{1} << 26;
 
 template <class Kind>
 class Tile {
@@ -287,20 +288,35 @@ void sum_parts(
     }
 }
 
+// Bytes that the sums of all tasks may have: as many as the tensors that the call is given and returns, or what is little anyway.
+int64_t most_of_sums(const kpt_attention& p) {
+    const int64_t of_queries = p.heads * p.queries, of_keys = p.kv_heads * p.keys;
+    const int64_t given = p.batch * (of_queries + of_keys) * (p.dim + p.value_dim) * size_of(p.q.dtype);
+    return given > kSmallSums ? given : kSmallSums;
+}
+
 template <class Kind>
 int backward(const Given& g) {
     const kpt_attention& p = g.forward;
     const int64_t tiles = (p.queries + kTileQueries - 1) / kTileQueries, groups = p.heads / p.kv_heads;
     const int64_t heads = p.batch * p.kv_heads, items = groups * tiles;
-    const int threads = threads_for(p.batch * p.heads * p.queries * p.keys * (p.dim + p.value_dim), p.threads);
+    int threads = threads_for(p.batch * p.heads * p.queries * p.keys * (p.dim + p.value_dim), p.threads);
     // Where heads are few, tiles of each are dealt to several tasks, whose sums are added.
     int64_t parts = threads == 1 || heads >= 4 * threads ? 1 : (4 * threads + heads - 1) / heads;
     if (heads % threads == 0) parts = 1;
     if (parts > items) parts = items > 0 ? items : 1;
     const int64_t pitch = round_up(p.dim, kPanel), value_pitch = round_up(p.value_dim, kPanel);
-    const int64_t sums_size = p.keys * (pitch + value_pitch), places = parts == 1 ? threads : heads * parts;
+    const int64_t sums_size = p.keys * (pitch + value_pitch), sums_bytes = sums_size * static_cast<int64_t>(sizeof(float));
+    // Several tasks for each thread balance them; where their sums would outgrow the tensors, one has to do.
+    if (const int64_t of_a_part = heads * sums_bytes; parts > 1 && of_a_part > 0) {
+        const int64_t fitting = most_of_sums(p) / of_a_part, least = (threads + heads - 1) / heads;
+        const int64_t most = fitting > least ? fitting : least;
+        if (parts > most) parts = most;
+    }
+    if (heads > 0 && heads * parts < threads) threads = static_cast<int>(heads * parts);
+    const int64_t places = parts == 1 ? threads : heads * parts;
     const int64_t size = round_up(Tile<Kind>(g, Room(nullptr)).size(), 4096);
-    const Scratch space(size * threads), summed(places * sums_size * static_cast<int64_t>(sizeof(float)));
+    const Scratch space(size * threads), summed(places * sums_bytes);
     if (space.get() == nullptr || summed.get() == nullptr) return KPT_NO_MEMORY;
     float* all_sums = static_cast<float*>(summed.get());
     const auto write = [&](int64_t head, Span keys, const float* sums) {
