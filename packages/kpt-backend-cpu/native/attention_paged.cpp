@@ -18,6 +18,8 @@ namespace {
 // depend neither on the other sequences nor on the threads.
 constexpr int64_t kChunk = 64, kSplit = 512;
 constexpr int kRows = 4;
+// Fewer products than this take less time than waking a thread.
+constexpr int64_t kAlone = 1 << 16;
 // Rows that are read at once where they are far apart: often that is a power of two, and a cache of 8 ways holds 8.
 constexpr int64_t kTogether = 8, kFar = 1024;
 // How many keys ahead one is fetched.
@@ -25,6 +27,11 @@ constexpr int64_t kAhead = 8;
 
 struct Part {
     int64_t sequence, head, heads, begin, end;
+};
+
+// The keys that a query sees.
+struct Seen {
+    int32_t begin, end;
 };
 
 // Keys of a sequence, in how many parts of a head they are read, rows of a head, and what comes before them.
@@ -60,7 +67,8 @@ public:
         const Scratch known(whole.size());
         if (known.get() == nullptr) return KPT_NO_MEMORY;
         sequences_ = sequences.in(known);
-        int64_t parts = 0, most_rows = 0, all_rows = 0;
+        int64_t parts = 0, most_rows = 0, all_rows = 0, work = 0;
+        bool whole_each = true;  // each sequence is one part, which writes the result itself
         for (int64_t s = 0; s < p_.sequences; s++) {
             Sequence& one = sequences_[s];
             one = look_at(s);
@@ -69,21 +77,29 @@ public:
             parts += one.splits * p_.kv_heads;
             all_rows += one.splits * p_.kv_heads * one.rows;
             if (one.splits > 0 && one.rows > most_rows) most_rows = one.rows;
+            whole_each = whole_each && one.splits == 1;
+            work += (one.end - one.begin) * one.rows * p_.kv_heads * (p_.dim + p_.value_dim);
         }
         most_rows = (most_rows + kRows - 1) / kRows * kRows;
-        const int64_t heads = p_.k.stride_head < p_.k.stride_token ? p_.kv_heads : 1;
+        const int wanted = work < kAlone ? 1 : p_.threads;
+        int64_t heads = p_.k.stride_head < p_.k.stride_token ? p_.kv_heads : 1;
+        // Reading memory in its order is worth less than a thread that has nothing to do.
+        while (heads > 1 && parts / heads < 4 * wanted && wanted > 1) {
+            do heads--;
+            while (p_.kv_heads % heads != 0);
+        }
         const auto q = own.add<char>(most_rows * heads * staging_.bytes());
         const auto query = own.add<float>(p_.dim);
         const auto scores = own.add<float>(most_rows * heads * kChunk);
         const int64_t own_size = own.size();
         Layout layout;
-        const auto of_threads = layout.add<char>(own_size * p_.threads);
+        parts /= heads;
+        const int threads = parts < wanted ? static_cast<int>(parts > 0 ? parts : 1) : wanted;
+        const auto of_threads = layout.add<char>(own_size * threads);
         const auto partial = layout.add<float>(all_rows * per_row_);
         const Scratch space(layout.size());
         if (space.get() == nullptr) return KPT_NO_MEMORY;
         float* results = partial.in(space);
-        parts /= heads;
-        const int threads = parts < p_.threads ? static_cast<int>(parts > 0 ? parts : 1) : p_.threads;
         Tasks reading, merging;
         parallel(threads, [&](int rank) {
             char* mine = of_threads.in(space) + rank * own_size;
@@ -108,7 +124,9 @@ public:
                     prepare(part, one.rows, mine + q.at, mine_query, result, step);
                     attend<T>(part, one.rows, mine + q.at, mine_scores, result, step);
                 });
+                for (int64_t h = 0; whole_each && h < heads; h++) merge(low, head + h, one.rows, result + h * step, 1);
             });
+            if (whole_each) return;
             merging.all(p_.sequences * p_.kv_heads, [&](int64_t task) {
                 const Sequence& one = sequences_[task / p_.kv_heads];
                 const int64_t head = task % p_.kv_heads, first = one.first_row + head * one.splits * one.rows;
@@ -128,16 +146,36 @@ private:
         return Staging{bf16, bf16 && small, p.dim};
     }
 
-    const int32_t* span_of(int64_t query) const { return p_.spans + query * 2; }
+    // How many tokens come before those of a sequence.
+    int64_t before(int64_t s) const { return p_.ends != nullptr ? p_.ends[s] : s * p_.queries; }
+
+    int64_t queries_of(int64_t s) const { return p_.ends != nullptr ? p_.ends[s + 1] - p_.ends[s] : p_.queries; }
+
+    Seen seen_by(int64_t s, int64_t query) const {
+        if (p_.spans != nullptr) {
+            const int32_t* span = p_.spans + (before(s) + query) * 2;
+            return {span[0], span[1]};
+        }
+        int64_t past = p_.page_size;
+        if (p_.causal && p_.position + query + 1 < past) past = p_.position + query + 1;
+        return {0, static_cast<int32_t>(past > 0 ? past : 0)};
+    }
+
+    // Where a head of a query begins.
+    int64_t place_of(const kpt_heads& x, int64_t s, int64_t query, int64_t head) const {
+        const int64_t tokens = p_.ends != nullptr ? (p_.ends[s] + query) * x.stride_t : s * x.stride_b + query * x.stride_t;
+        return tokens + head * x.stride_h;
+    }
 
     // The keys that some query of a sequence sees, and in how many parts.
     Sequence look_at(int64_t s) const {
-        Sequence found{INT64_MAX, 0, 0, (p_.ends[s + 1] - p_.ends[s]) * groups_, 0, 0};
-        for (int64_t query = p_.ends[s]; query < p_.ends[s + 1]; query++) {
-            const int32_t* span = span_of(query);
-            if (span[0] >= span[1]) continue;
-            if (span[0] < found.begin) found.begin = span[0];
-            if (span[1] > found.end) found.end = span[1];
+        const int64_t queries = queries_of(s);
+        Sequence found{INT64_MAX, 0, 0, queries * groups_, 0, 0};
+        for (int64_t query = 0; query < queries; query++) {
+            const Seen seen = seen_by(s, query);
+            if (seen.begin >= seen.end) continue;
+            if (seen.begin < found.begin) found.begin = seen.begin;
+            if (seen.end > found.end) found.end = seen.end;
         }
         if (found.end == 0) found.begin = 0;
         found.splits = (found.end - found.begin + kSplit - 1) / kSplit;
@@ -158,7 +196,6 @@ private:
     // fetched, as far as the cache that holds it: values while scores are computed, and then the next keys.
     template <class T>
     void attend(const Part& part, int64_t rows, const char* q, float* scores, float* results, int64_t step) const {
-        const int64_t begin = p_.ends[part.sequence];
         const int64_t padded = (rows + kRows - 1) / kRows * kRows;
         const T* keys[kChunk];
         const T* values[kChunk];
@@ -198,7 +235,7 @@ private:
                 const float scale = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[part.head + h] : 1.0f);
                 for (int64_t row = 0; row < rows; row++) {
                     weigh(
-                        span_of(begin + row / groups_), from, count, scale, scores + (h * padded + row) * kChunk,
+                        seen_by(part.sequence, row / groups_), from, count, scale, scores + (h * padded + row) * kChunk,
                         results + h * step + row * per_row_);
                 }
             }
@@ -228,8 +265,8 @@ private:
         const int64_t padded = (rows + kRows - 1) / kRows * kRows;
         for (int64_t row = 0; row < part.heads * rows; row++) {
             const int64_t h = row / rows, own_row = row % rows;
-            const int64_t at = p_.ends[part.sequence] + own_row / groups_, head = (part.head + h) * groups_ + own_row % groups_;
-            const char* from = static_cast<const char*>(p_.q.data) + (at * p_.q.stride_t + head * p_.q.stride_h) * size_of(p_.q.dtype);
+            const int64_t at = place_of(p_.q, part.sequence, own_row / groups_, (part.head + h) * groups_ + own_row % groups_);
+            const char* from = static_cast<const char*>(p_.q.data) + at * size_of(p_.q.dtype);
             widen_all(from, p_.q.dtype, p_.dim, query);
             stage(staging_, query, 0, p_.dim, q + (h * padded + own_row) * staging_.bytes());
             float* own = results + h * step + own_row * per_row_;
@@ -290,16 +327,16 @@ private:
     }
 
     // Turn products of a row into weights, and fade what it has so far.
-    void weigh(const int32_t* span, int64_t from, int64_t count, float scale, float* scores, float* result) const {
+    void weigh(Seen span, int64_t from, int64_t count, float scale, float* scores, float* result) const {
         float* state = result + value_pitch_;
         vf most = splat(state[0]);
         vi places;
         for (int i = 0; i < W; i++) places[i] = i;
-        for (int64_t j = 0; j < kChunk; j += W) {
+        for (int64_t j = 0; j < count; j += W) {
             vf score = load(scores + j) * scale;
             if (p_.softcap > 0.0f) score = tanh(score / p_.softcap) * p_.softcap;
             const vi place = places + static_cast<int32_t>(from + j);
-            const vi seen = (place >= span[0]) & (place < span[1]) & (place < static_cast<int32_t>(from + count));
+            const vi seen = (place >= span.begin) & (place < span.end) & (place < static_cast<int32_t>(from + count));
             score = select(seen, score, splat(-__builtin_inff()));
             most = larger(most, score);
             store(scores + j, score);
@@ -308,7 +345,7 @@ private:
         for (int i = 1; i < W; i++) largest = most[i] > largest ? most[i] : largest;
         const float base = largest > -FLT_MAX ? largest : -FLT_MAX;
         vf total = {};
-        for (int64_t j = 0; j < kChunk; j += W) {
+        for (int64_t j = 0; j < count; j += W) {
             const vf weight = exp_of_loss(load(scores + j) - base);
             total += weight;
             store(scores + j, weight);
@@ -360,10 +397,10 @@ private:
     }
 
     // Join the parts of a sequence and a head of keys, the sink among them, and write the results.
-    void merge(int64_t s, int64_t kv_head, int64_t rows, const float* parts, int64_t splits) const {
+    void merge(int64_t s, int64_t kv_head, int64_t rows, float* parts, int64_t splits) const {
         const int64_t per_row = per_row_;
         for (int64_t row = 0; row < rows; row++) {
-            const int64_t query = p_.ends[s] + row / groups_, head = kv_head * groups_ + row % groups_;
+            const int64_t query = row / groups_, head = kv_head * groups_ + row % groups_;
             float largest = p_.sinks != nullptr ? p_.sinks[head] : -__builtin_inff();
             for (int64_t split = 0; split < splits; split++) {
                 const float own = parts[(split * rows + row) * per_row + value_pitch_];
@@ -372,23 +409,25 @@ private:
             const float base = largest < -FLT_MAX ? -FLT_MAX : largest;
             float total = p_.sinks != nullptr ? weight_of(p_.sinks[head] - base) : 0.0f;
             for (int64_t split = 0; split < splits; split++) {
-                const float* own = parts + (split * rows + row) * per_row + value_pitch_;
-                total += own[1] * weight_of(own[0] - base);
+                float* own = parts + (split * rows + row) * per_row + value_pitch_;
+                own[0] = weight_of(own[0] - base);
+                total += own[1] * own[0];
             }
             const bool dead = total == 0.0f;
             const float one = p_.v.dtype == KPT_FLOAT8_E4M3FN ? unit<e4m3> : 1.0f;
             const float factor = one * (p_.v_scale != nullptr ? p_.v_scale[kv_head] : 1.0f) / (dead ? 1.0f : total);
             if (p_.lse != nullptr) {
-                p_.lse[query * p_.heads + head] = dead ? -__builtin_inff() : base + __builtin_logf(total);
+                const int64_t at = p_.ends != nullptr ? (p_.ends[s] + query) * p_.heads + head : (s * p_.heads + head) * p_.queries + query;
+                p_.lse[at] = dead ? -__builtin_inff() : base + __builtin_logf(total);
             }
             with_float_type(p_.out.dtype, [&](auto kind) {
                 using Out = decltype(kind);
-                Out* to = static_cast<Out*>(p_.out.data) + query * p_.out.stride_t + head * p_.out.stride_h;
+                Out* to = static_cast<Out*>(p_.out.data) + place_of(p_.out, s, query, head);
                 for (int64_t i = 0; i < p_.value_dim; i += W) {
                     vf sum = {};
                     for (int64_t split = 0; split < splits; split++) {
                         const float* own = parts + (split * rows + row) * per_row;
-                        sum += load(own + i) * weight_of(own[value_pitch_] - base);
+                        sum += load(own + i) * own[value_pitch_];
                     }
                     store(to + i, sum * factor, p_.value_dim - i);
                 }

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 4
+#define KPT_CPU_INTERFACE 5
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -177,21 +177,23 @@ struct kpt_pages {
 };
 
 /* attention.paged, and attention.dense of few queries. Queries are [tokens, heads, dim], those of a sequence behind one
- * another. A key `j` of sequence `s` is row `j % page_size` of page `table[s][j / page_size]`, or without a table row `j`
- * of page `s`. */
+ * another; or, without `ends`, each sequence has `queries` of them, `stride_b` after those of the one before. A key `j` of
+ * sequence `s` is row `j % page_size` of page `table[s][j / page_size]`, or without a table row `j` of page `s`. */
 struct kpt_attention_paged {
-    struct kpt_heads q, out; /* stride_b unused */
+    struct kpt_heads q, out; /* stride_b unused with `ends` */
     struct kpt_pages k, v;   /* of one dtype */
-    float* lse;              /* [tokens, heads] contiguous, or NULL */
+    float* lse;              /* contiguous [tokens, heads], without `ends` [sequences, heads, queries]; or NULL */
     const int32_t* table;    /* or NULL */
     int64_t table_stride, page_size;
-    const int32_t* ends;  /* [sequences + 1]: where the queries of each end, from 0 */
-    const int32_t* spans; /* of each query the first key that it sees, and the first after these */
+    const int32_t* ends; /* [sequences + 1]: where the queries of each end, from 0; or NULL */
+    /* Of each query the first key that it sees, and the first after these. NULL, without a table, for all keys of the page;
+     * if `causal`, for query `i` of a sequence up to key `position + i`. */
+    const int32_t* spans;
     const float* sinks;             /* [heads] or NULL */
     const float *k_scale, *v_scale; /* [kv_heads] or NULL */
-    int64_t sequences, heads, kv_heads, dim, value_dim;
+    int64_t sequences, queries, heads, kv_heads, dim, value_dim, position;
     float scale, softcap; /* softcap 0 for none */
-    int32_t threads;
+    int32_t causal, threads;
 };
 
 #define KPT_EXPORT __attribute__((visibility("default")))

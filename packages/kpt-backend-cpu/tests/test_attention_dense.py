@@ -1,11 +1,14 @@
 """Native attention: what the suite's cases leave out, threads that share a head, and what is refused."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import kpt_core
+from kpt_backend_cpu import native
 from kpt_core import get_op
 
 NAME = "attention.dense"
@@ -100,3 +103,78 @@ def test_it_refuses_in_a_sentence_and_plain_pytorch_serves(options, sentence, ke
     with kpt_core.use("cpu", op=NAME), pytest.raises(kpt_core.NoKernelError, match=sentence):
         get_op(NAME)(**call)
     assert get_op(NAME)(**call)[0].isfinite().all()
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the native functions that run."""
+    names, run = [], native.run
+
+    def noted(name, *arguments):
+        names.append(name)
+        run(name, *arguments)
+
+    monkeypatch.setattr(native, "run", noted)
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_query_reads_each_key_once_however_few_there_are(dtype, kernels, ran):
+    q, k, v = torch.randn(1, 4, 1, 16).to(dtype), *torch.randn(2, 1, 2, 300, 16).to(dtype)
+    for keys in range(1, 301):
+        with kpt_core.record() as log:
+            get_op(NAME)(q, k[:, :, :keys], v[:, :, :keys], return_lse=False, causal=True, position=keys - 1)
+        assert log[0].kernel == "kpt_backend_cpu.attention.dense:forward"
+    assert ran == ["kpt_attention_paged"] * 300
+
+
+@pytest.mark.parametrize("keys", [16, 100, 255, 256])
+@pytest.mark.parametrize(
+    ("queries", "name"), [(2, "kpt_attention_paged"), (15, "kpt_attention_paged"), (16, "kpt_attention_forward")]
+)
+def test_up_to_15_queries_read_each_key_once(keys, queries, name, kernels, ran):
+    q, k, v = torch.randn(2, 6, queries, 16), *torch.randn(2, 2, 3, keys, 16)
+    with kpt_core.use("cpu", op=NAME):
+        got, lse = get_op(NAME)(q, k, v, causal=True, position=keys - queries)
+    assert ran == [name]
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    scores = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(~seen, -math.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=2e-5)
+    torch.testing.assert_close(got, scores.softmax(-1) @ v.repeat_interleave(2, 1), rtol=0, atol=2e-5)
+
+
+def test_queries_and_keys_of_any_strides_are_read_where_they_lie(kernels, ran):
+    q, k, v = torch.randn(3, 5, 4, 24), *torch.randn(2, 3, 40, 2, 24)  # [batch, tokens, heads, dim]
+    q, k, v = (each.transpose(1, 2)[..., :16] for each in (q, k, v))
+    got, want = (kernels["dense"](*each)[0] for each in ((q, k, v), [each.contiguous() for each in (q, k, v)]))
+    assert torch.equal(got, want)
+    assert ran == ["kpt_attention_paged"] * 2
+
+
+def test_sums_of_many_threads_take_no_more_memory_than_a_part_for_each(kernels):
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("there is no /proc, which tells a process's peak of memory")
+    tokens, threads = 4096, 64
+    q, k, v = (torch.randn(1, heads, tokens, 64, requires_grad=True) for heads in (8, 2, 2))
+    place = torch.arange(tokens)
+    intervals = torch.stack((place, place + 1), -1).int()[None, None, :, None]  # little to compute
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    with kpt_core.use("cpu", op=NAME):
+        out, _ = get_op(NAME)(q, k, v, intervals, return_lse=False)
+
+        def peak():
+            return int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]) / 1024
+
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        except OSError:
+            pytest.skip("this system does not let a process forget its peak of memory")
+        start = peak()
+        torch.autograd.grad(out.sum(), (q, k, v))
+        grown = peak() - start
+    torch.set_num_threads(before)
+    of_a_part = tokens * 2 * 64 * 4 / 2**20
+    # Beside the sums: gradients, the threads' own rooms of about 1 MiB, and their stacks. Four parts each took 512 MiB.
+    assert grown < threads * of_a_part + 150

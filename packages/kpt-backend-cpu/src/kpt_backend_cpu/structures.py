@@ -10,7 +10,7 @@ from struct import Struct
 from typing import Any
 
 #: KPT_CPU_INTERFACE: libraries of another one are not used.
-INTERFACE = 4
+INTERFACE = 5
 
 #: What `scales_of` may be.
 SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
@@ -271,12 +271,15 @@ class AttentionPaged(Structure):
         ("k_scale", c_void_p),
         ("v_scale", c_void_p),
         ("sequences", c_int64),
+        ("queries", c_int64),
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
         ("value_dim", c_int64),
+        ("position", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
+        ("causal", c_int32),
         ("threads", c_int32),
     )
 

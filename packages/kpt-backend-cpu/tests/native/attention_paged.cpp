@@ -10,7 +10,7 @@ namespace {
 struct Case {
     int dtype, cache_dtype;
     int64_t sequences, kv_heads, groups, page_size, most_pages, most_queries, dim, value_dim, gap, window;
-    bool causal, sinks, scales, paged;
+    bool causal, sinks, scales, paged, uniform;  // uniform: sequences have as many queries, and see all keys
     double softcap;
     int threads;
 
@@ -20,12 +20,12 @@ struct Case {
 void check_paged(Random& random, const Case& c) {
     begin_case(
         "kpt_attention_paged of %s and %s, %lld sequences of %lld queries at most, heads %lld of %lld, pages %lld of %lld, "
-        "dims %lld and %lld, gap %lld, window %lld, causal %d, sinks %d, scales %d, table %d, softcap %g, %d threads",
+        "dims %lld and %lld, gap %lld, window %lld, causal %d, sinks %d, scales %d, table %d, uniform %d, softcap %g, %d threads",
         name_of(c.dtype), name_of(c.cache_dtype), static_cast<long long>(c.sequences), static_cast<long long>(c.most_queries),
         static_cast<long long>(c.kv_heads), static_cast<long long>(c.heads()), static_cast<long long>(c.most_pages),
         static_cast<long long>(c.page_size), static_cast<long long>(c.dim), static_cast<long long>(c.value_dim),
-        static_cast<long long>(c.gap), static_cast<long long>(c.window), c.causal, c.sinks, c.scales, c.paged, c.softcap,
-        c.threads);
+        static_cast<long long>(c.gap), static_cast<long long>(c.window), c.causal, c.sinks, c.scales, c.paged, c.uniform,
+        c.softcap, c.threads);
     // Without a table a sequence is one page.
     const int64_t page_size = c.paged ? c.page_size : c.page_size * c.most_pages, most_pages = c.paged ? c.most_pages : 1;
     const int64_t pages = c.sequences * most_pages + (c.paged ? 2 : 0), slots = pages * page_size;
@@ -35,7 +35,8 @@ void check_paged(Random& random, const Case& c) {
     for (int64_t i = pages - 1; c.paged && i > 0; i--) std::swap(order[i], order[random.below(i + 1)]);
     std::vector<bool> seen(slots, false);
     for (int64_t s = 0; s < c.sequences; s++) {
-        const int64_t length = random.below(page_size * most_pages + 1), queries = random.below(c.most_queries + 1);
+        const int64_t length = c.uniform ? page_size : random.below(page_size * most_pages + 1);
+        const int64_t queries = c.uniform ? c.most_queries : random.below(c.most_queries + 1);
         for (int64_t i = 0; i < queries; i++) {
             const int64_t position = length - queries + i;
             const int64_t past = std::max<int64_t>(c.causal ? position + 1 : length, 0);
@@ -101,17 +102,23 @@ void check_paged(Random& random, const Case& c) {
     for (Rows& each : out) {
         each = Rows(c.dtype, tokens * c.heads(), c.value_dim, c.gap);
         Array<float> lse(tokens * c.heads());
-        const auto heads = [&](const Rows& x) { return kpt_heads{x.memory.data(), 0, x.stride, c.heads() * x.stride, x.dtype}; };
+        const auto heads = [&](const Rows& x) { return kpt_heads{x.memory.data(), c.most_queries * c.heads() * x.stride, x.stride, c.heads() * x.stride, x.dtype}; };
         const auto paged = [&](const Rows& x) {
             return kpt_pages{x.memory.data(), page_size * c.kv_heads * x.stride, c.kv_heads * x.stride, x.stride, x.dtype};
         };
         const struct kpt_attention_paged args{
             heads(q), heads(each), paged(k), paged(v), lse.data(), c.paged ? of_table.data() : nullptr, most_pages, page_size,
-            of_ends.data(), of_spans.data(), c.sinks ? of_sinks.data() : nullptr, c.scales ? of_k.data() : nullptr,
-            c.scales ? of_v.data() : nullptr, c.sequences, c.heads(), c.kv_heads, c.dim, c.value_dim, scale,
-            static_cast<float>(c.softcap), c.threads};
+            c.uniform ? nullptr : of_ends.data(), c.uniform ? nullptr : of_spans.data(), c.sinks ? of_sinks.data() : nullptr, c.scales ? of_k.data() : nullptr,
+            c.scales ? of_v.data() : nullptr, c.sequences, c.uniform ? c.most_queries : 0, c.heads(),
+            c.kv_heads, c.dim, c.value_dim, page_size - c.most_queries, scale, static_cast<float>(c.softcap), c.causal, c.threads};
         CHECK(kernels.attention_paged(&args) == KPT_OK, "it returned an error");
-        const std::vector<float> got = lse.values();
+        std::vector<float> got = lse.values();
+        if (c.uniform) {  // heads come before queries
+            for (int64_t i = 0; i < tokens * c.heads(); i++) {
+                const int64_t query = i / c.heads(), head = i % c.heads(), s = query / c.most_queries;
+                got[i] = lse.values()[(s * c.heads() + head) * c.most_queries + query % c.most_queries];
+            }
+        }
         std::vector<double> allowed;
         for (double sum : want_lse) allowed.push_back(2e-5 * (1.0 + (std::isfinite(sum) ? std::fabs(sum) : 0.0)));
         compare("lse", std::vector<double>(got.begin(), got.end()), want_lse, allowed);
@@ -145,7 +152,8 @@ void test_attention_paged() {
             c.window = c.causal && random.coin() ? 1 + random.below(90) : 0;
             c.sinks = random.coin();
             c.scales = random.coin();
-            c.paged = random.below(4) > 0;
+            c.paged = random.coin();
+            c.uniform = !c.paged && c.window == 0 && random.coin();
             c.softcap = random.below(3) == 0 ? 1.5 : 0.0;
             c.threads = random.coin() ? 3 : 1;
             check_paged(random, c);

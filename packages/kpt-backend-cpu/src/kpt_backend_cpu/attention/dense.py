@@ -1,13 +1,11 @@
 """`attention.dense` natively: a running softmax over the blocks of keys that queries see, and its gradients."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.attention.few import run
 from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
 from kpt_backend_cpu.native import asked_instruction_set
 from kpt_core import Call, Refusal
@@ -16,7 +14,7 @@ NAME = "attention.dense"
 
 #: Packed rows are as long.
 MOST_DIM = 256
-#: So few queries of so many keys leave most of a tile empty.
+#: So few queries leave most of a tile empty; of so many keys that is worse than what others compute.
 _FEW_QUERIES, _MANY_KEYS = 16, 256
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
 #: What is left to kernels in plain PyTorch.
@@ -53,48 +51,44 @@ def unsupported(call: Call) -> Refusal | str | None:
 
 
 def _reads_once(call: Call) -> bool:
-    """Return whether few queries of many keys may go to the kernel that reads each key once, as decoding wants."""
+    """Return whether few queries may go to the kernel that reads each key once, as decoding wants."""
     _, heads, queries, _ = call.q.shape
-    keys, intervals = call.k.shape[2], call.intervals
-    if queries >= _FEW_QUERIES or keys < _MANY_KEYS or call.needs or call.blocks is not None or heads == 0:
+    if queries >= _FEW_QUERIES or call.needs or call.blocks is not None or heads == 0:
         return False
+    intervals = call.intervals
     return intervals is None or (queries == 1 and intervals.shape[1] == 1 and intervals.shape[3] == 1)
 
 
 def _read_once(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the output and the log-sum-exp of few queries."""
-    batch, heads, queries, _ = call.q.shape
-    keys = call.k.shape[2]
-    out = call.q.new_empty((batch, queries, heads, call.v.shape[3]))
-    lse = call.q.new_empty((batch, queries, heads), dtype=torch.float32) if call.return_lse else None
-    ends = torch.arange(batch + 1, dtype=torch.int32) * queries
-    past = torch.full((queries,), keys, dtype=torch.int32)
-    if call.causal:
-        past = (torch.arange(queries, dtype=torch.int32) + (call.position + 1)).clamp_(0, keys)
-    spans = torch.stack((torch.zeros_like(past), past), 1).repeat(batch, 1)
+    """Return the output and the log-sum-exp of few queries: a sequence's keys are one page."""
+    q, k, v, scale = _rows("q", call.q), _rows("k", call.k), _rows("v", call.v), call.scale
+    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
+    out = torch.empty((batch, heads, queries, value_dim), dtype=q.dtype)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32) if call.return_lse else None
+    spans = None
     if call.intervals is not None:
-        given = call.intervals[:, 0, 0, 0].clamp(0, keys)
-        spans = torch.stack((given[:, 0].expand(batch), given[:, 1].minimum(spans[:, 1])), 1)
-    q, k, v = (_rows(name, getattr(call, name)) for name in ("q", "k", "v"))
-    few = Few(
-        q.transpose(1, 2).flatten(0, 1), k.transpose(1, 2), v.transpose(1, 2), call.sinks, call.scale, call.softcap
+        past = min(max(call.position + 1, 0), keys) if call.causal else keys
+        begins, ends = call.intervals[:, 0, 0, 0].expand(batch, 2).unbind(1)
+        spans = torch.stack((begins.clamp(0, keys), ends.clamp(0, past)), 1)
+    sinks = None if call.sinks is None else readable(NAME, "sinks", call.sinks.detach().float(), whole=True)
+    native.run(
+        "kpt_attention_paged",
+        *_heads(q),
+        *_heads(out),
+        *_page(k),
+        *_page(v),
+        *(address(lse), 0, 0, keys, 0, address(spans), address(sinks), 0, 0),
+        *(batch, queries, heads, kv_heads, dim, value_dim, call.position),
+        *(1 / math.sqrt(dim) if scale is None else float(scale), call.softcap),
+        *(call.causal, torch.get_num_threads()),
     )
-    sums = None if lse is None else lse.flatten(0, 1)
-    run(NAME, few, out.flatten(0, 1), sums, ends, spans, None)
-    return out.transpose(1, 2).contiguous(), None if lse is None else lse.transpose(1, 2).contiguous()
+    return out, lse
 
 
-class Few(NamedTuple):
-    """Hold what `run` takes of a call: a sequence's keys are a page."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    sinks: Tensor | None
-    scale: float | None
-    softcap: float
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+def _page(x: Tensor) -> tuple[int, ...]:
+    """Return the numbers of `structures.Pages`."""
+    sequence, head, token, _ = x.stride()
+    return x.data_ptr(), sequence, token, head, DTYPES[x.dtype]
 
 
 def _is_plain(call: Call) -> bool:

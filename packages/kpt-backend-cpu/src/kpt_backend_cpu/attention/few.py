@@ -1,4 +1,4 @@
-"""Attention of few queries: each key and value is read once, where it lies."""
+"""Attention of few queries to pages of keys: each key and value is read once, where it lies."""
 
 import math
 from typing import Any
@@ -10,23 +10,21 @@ from kpt_backend_cpu import native
 from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
 
 
-def run(
-    name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spans: Tensor, table: Tensor | None
-) -> None:
+def run(name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spans: Tensor, table: Tensor) -> None:
     """Run the native kernel.
 
     Args:
         name: of the op, for errors.
-        call: has q `[tokens, Hq, D]`, k_cache, v_cache, sinks, k_scale, v_scale, scale and softcap.
+        call: of `attention.paged`.
         out: `[tokens, Hq, Dv]`, written.
         lse: float32 `[tokens, Hq]`, written.
         ends: int32 `[sequences + 1]`: where each sequence's queries end.
         spans: int32 `[tokens, 2]`: keys that each query sees.
-        table: int32 `[sequences, pages]`; without it page `s` has all keys of sequence `s`.
+        table: int32 `[sequences, pages]`.
     """
     q, k, v = (_rows(name, part, getattr(call, part)) for part in ("q", "k_cache", "v_cache"))
     spans, ends = spans.contiguous(), ends.contiguous()
-    table = table if table is None or table.stride(1) == 1 else table.contiguous()
+    table = table if table.stride(1) == 1 else table.contiguous()
     sinks = None if call.sinks is None else readable(name, "sinks", call.sinks.detach().float(), whole=True)
     scales = [None if each is None else readable(name, "a scale", each.detach().float(), whole=True)
               for each in (call.k_scale, call.v_scale)]  # fmt: skip
@@ -37,13 +35,14 @@ def run(
         *_pages(k),
         *_pages(v),
         address(lse),
-        address(table),
-        0 if table is None else table.stride(0),
+        table.data_ptr(),
+        table.stride(0),
         k.shape[1],
         *(ends.data_ptr(), spans.data_ptr(), address(sinks), *map(address, scales)),
-        *(len(ends) - 1, q.shape[1], k.shape[2], q.shape[2], v.shape[3]),
+        *(len(ends) - 1, 0, q.shape[1], k.shape[2], q.shape[2], v.shape[3], 0),
         float(call.scale) if call.scale is not None else 1 / math.sqrt(q.shape[2]),
         call.softcap,
+        False,
         torch.get_num_threads(),
     )
 
