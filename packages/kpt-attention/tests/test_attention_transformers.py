@@ -181,14 +181,81 @@ def test_encoder_decoders_equal_eager() -> None:
         compare(*both, **source, decoder_input_ids=tokens(2, 6))
 
 
-def test_what_is_not_known_is_an_error() -> None:
+def test_what_may_change_scores_is_an_error_and_what_can_not_is_taken() -> None:
     model = decoder("Llama", "kpt")
     for given, message in (
         ({"output_attentions": True}, "no attention weights are computed|eager"),
-        ({"indices": torch.zeros(1)}, "passes 'indices', which this attention does not know"),
+        ({"indices": torch.zeros(1)}, "indices must be .2, 13, chosen keys. integers; got torch.float32 .1."),
+        ({"block_indices": torch.zeros(1)}, "passes block_indices and has no indexer"),
+        ({"cu_ends": torch.zeros(1)}, "passes 'cu_ends', which this attention does not know"),
+        ({"sinks": torch.zeros(1)}, "passes 'sinks', which this attention does not know"),
     ):
         with pytest.raises((InputError, ValueError), match=message):
             model(tokens(), **given)
+    plain = model(tokens()).logits
+    harmless = (
+        "token_type_ids",
+        "shift_labels",
+        "return_loss",
+        "special_tokens_mask",
+        "vision_feature_layer",
+        "seq_idx",
+    )
+    torch.testing.assert_close(model(tokens(), **dict.fromkeys(harmless, torch.zeros(2, 13))).logits, plain)
+
+
+#: Of every way in which a class attends by code of its own.
+OWN_CODE = {
+    "MPNetModel": "'eager'", "BloomModel": "'eager'", "LongformerModel": "'eager'", "MptModel": "'eager'",
+    "FalconModel": "'eager' or 'sdpa'", "SamModel": "'eager' or 'sdpa'", "GitModel": "'eager'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_classes_with_attention_of_their_own_are_refused_at_load(name: str) -> None:
+    made, config = getattr(transformers, name), getattr(transformers, name.replace("Model", "Config"))
+    with pytest.raises(InputError, match=f"{name.replace('Model', '')}.* code of its own.*=.?{OWN_CODE[name]}"):
+        made._from_config(config(), attn_implementation="kpt")
+
+
+#: What was wrong without a word: classes that lose queries behind the mask, that make none, that name a module causal
+#: which is not, that add their masks, or that choose keys.
+UNUSUAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma4Text": ("Gemma4ForCausalLM", {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 5,
+                   "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8,
+                   "layer_types": ["sliding_attention", "full_attention"] * 2}, {"logits_to_keep": 3}),
+    "Splinter": ("SplinterModel", {}, {}),
+    "BigBirdPegasus": ("BigBirdPegasusForCausalLM", {"d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 32,
+                       "decoder_attention_heads": 4}, {}),
+    "DeepseekV32": ("DeepseekV32Model", DECODERS["DeepseekV3"] | {"index_topk": 4, "index_n_heads": 2,
+                    "index_head_dim": 16}, {}),
+    "PegasusX": ("PegasusXModel", {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32,
+                 "decoder_ffn_dim": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+                 "num_global_tokens": 4, "block_size": 16}, {"decoder_input_ids": torch.arange(3, 17).view(2, 7)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+@pytest.mark.parametrize("padded", [False, True])
+def test_unusual_classes_equal_eager(family: str, padded: bool) -> None:
+    name, settings, given = UNUSUAL[family]
+    made, mask = [], torch.ones_like(tokens())
+    mask[0, 9:] = 0
+    for implementation in ("kpt", "eager"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
+        model = getattr(transformers, name)._from_config(config, attn_implementation=implementation).eval()
+        for each in model.parameters():  # scores that differ, so that a mask matters
+            torch.nn.init.normal_(each, std=0.3)
+        made.append(model)
+    made[1].load_state_dict(made[0].state_dict())
+    with record() as calls, torch.no_grad():
+        out = [model(input_ids=tokens(), attention_mask=mask if padded else None, **given)[0] for model in made]
+    assert any(call.op == "attention.dense" for call in calls)
+    keep = mask[:, -3:].bool() if "logits_to_keep" in given else mask.bool()
+    if padded and out[0].shape[1] == keep.shape[1]:
+        out = [each[keep] for each in out]
+    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -231,6 +298,25 @@ def test_positions_without_a_zero_are_one_sequence() -> None:  # transformers#39
         compare(ours, eager, input_ids=ids, position_ids=positions, use_cache=False)
         whole = ours(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
     torch.testing.assert_close(whole, ours(ids, position_ids=positions, use_cache=False).logits)
+
+
+class Logits(torch.nn.Module):
+    """Give a model's logits alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+def test_traced_models_equal_eager() -> None:
+    ids = tokens(2, 20)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, which is deprecated
+        traced = torch.jit.trace(Logits(decoder("Llama", "kpt")), ids)
+        torch.testing.assert_close(traced(ids.flip(0)), decoder("Llama", "eager")(ids.flip(0)).logits)
 
 
 def test_one_graph_serves_all_lengths() -> None:

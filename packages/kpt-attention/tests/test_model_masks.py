@@ -51,25 +51,30 @@ def test_equals_the_dense_mask(name: str, queries: int, first: int, behind: int,
     }  # fmt: skip
     made = kpt_attention_mask(**asked)
     assert isinstance(made, ModelMask)
-    plan = made.plan(keys)
+    plan = made.plan(queries, keys)
     assert plan is not None
-    assert made.plan(keys) is plan
-    assert made.plan(keys - 1) is None
+    assert made.plan(queries, keys) is plan
+    assert made.plan(queries, keys - 1) is None
+    assert made.plan(queries - 1, keys) is None
     lowered = made._mask.dense(queries, keys, batch=2, offset=first - behind).expand(2, 1, queries, keys)
     wanted = sdpa_mask(**asked)
     assert torch.equal(lowered, wanted)
     assert made.shape == wanted.shape
     assert plan.intervals is not None or plan.causal or plan.blocks is None or seen is HOLES
     assert torch.equal(made | False, wanted)
-    assert made.plan(keys) is None, "whoever looked into it may have written to it"
+    assert made.plan(queries, keys) is None, "whoever looked into it may have written to it"
 
 
-def test_skips_as_sdpa_does_and_leaves_what_it_does_not_know() -> None:
+def test_is_never_none_and_leaves_what_it_does_not_know() -> None:
     asked: dict[str, Any] = {"batch_size": 1, "q_length": 40, "kv_length": 40}
-    assert kpt_attention_mask(**asked) is None
-    assert kpt_attention_mask(**asked, attention_mask=torch.ones(1, 40, dtype=torch.bool)) is None
+    assert sdpa_mask(**asked) is None
+    for seen in (None, torch.ones(1, 40, dtype=torch.bool)):
+        for queries in (40, 1):  # of one query causality is all there is
+            made = kpt_attention_mask(**asked | {"q_length": queries, "q_offset": 40 - queries}, attention_mask=seen)
+            assert made.plan(queries, 40).causal
     own = kpt_attention_mask(**asked, mask_function=lambda b, h, q, k: (q + k) % 3 > 0, allow_is_causal_skip=False)
-    few = kpt_attention_mask(**asked | {"q_length": FEW - 1, "q_offset": 40 - FEW + 1}, allow_is_causal_skip=False)
+    seen = torch.arange(40)[None] > 2
+    few = kpt_attention_mask(**asked | {"q_length": FEW - 1, "q_offset": 40 - FEW + 1}, attention_mask=seen)
     for dense in (own, few):
         assert isinstance(dense, Tensor)
         assert not isinstance(dense, ModelMask)
@@ -113,5 +118,5 @@ def test_a_mask_that_is_written_to_counts_as_it_is_then() -> None:
     assert isinstance(made, ModelMask)
     made[..., 5] = False
     assert not made[..., 5].any()
-    assert made.plan(32) is None
+    assert made.plan(32, 32) is None
     assert made[0, 0, 9, 8]

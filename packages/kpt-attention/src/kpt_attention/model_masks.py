@@ -51,10 +51,10 @@ class ModelMask(Tensor):
         made._mask, made._offset, made._made, made._plan, made.dense = mask, offset, None, None, dense
         return made
 
-    def plan(self, keys: int) -> Plan | None:
-        """Return the plan, made once; None for another number of keys, or where the mask was made dense."""
-        batch, _, queries, known = self.shape
-        if self._made is not None or keys != known:
+    def plan(self, queries: int, keys: int) -> Plan | None:
+        """Return the plan, made once; None for other numbers of queries or keys, or where the mask was made dense."""
+        batch = self.shape[0]
+        if self._made is not None or self.shape[2:] != (queries, keys):
             return None
         if self._plan is None:
             self._plan = self._mask.plan(queries, keys, batch=batch, offset=self._offset, device=self.device)
@@ -108,7 +108,8 @@ def read(function: Callable[..., Any], keys: int, offset: int) -> Mask | None:
     if name == "bidirectional_mask_function":
         return everything()
     if name == "sliding_window_overlay":
-        return window(left=held["sliding_window"] - 1)
+        size = held["sliding_window"]
+        return window(left=size - 1) if size > 0 else None  # 0 sees nothing
     if name == "sliding_window_bidirectional_overlay":
         return window(held["sliding_window"], held["sliding_window"])
     if name == "chunked_overlay":

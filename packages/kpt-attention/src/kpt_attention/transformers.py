@@ -10,6 +10,7 @@ prompt takes no memory of Q x K. It is lowered once for all layers that share it
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
     causal_mask_function,
+    eager_mask,
     padding_mask_function,
     prepare_padding_mask,
     sdpa_mask,
@@ -28,7 +30,9 @@ from kpt_core import InputError, KptWarning
 from kpt_core.errors import warn_caller, warn_of_switch
 
 from .dense import dense
+from .mask_algebra import Mask
 from .masks import causal, dense_mask, sliding_window
+from .model_classes import changes_scores, check_class, wants_additive_masks
 from .model_masks import ModelMask, read
 from .packed import packed
 from .paged import paged
@@ -40,47 +44,43 @@ NAME = "kpt"
 #: Masks of fewer queries, as steps of decoding have, are made dense: they are lowered as fast.
 FEW = 16
 
-#: What models pass along that says nothing of the scores, or that the mask has already.
-_KNOWN = frozenset({
-    "cache_position", "deterministic", "labels", "logits_indices", "logits_processor_args", "logits_to_keep",
-    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "position_ids", "read_index", "return_dict", "sliding_window", "use_cache", "write_index",
-})  # fmt: skip
 
+def kpt_attention_mask(*args: Any, **kwargs: Any) -> Tensor:
+    """Return the mask of a model as bool `[B, 1, Q, K]`, True where a key is seen.
 
-class _Wanted(Exception):
-    """Raised where transformers would evaluate a mask function."""
-
-
-def _wanted(*_: Any) -> Tensor:
-    raise _Wanted
-
-
-def kpt_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the mask of a model as bool `[B, 1, Q, K]`, or None where causality or nothing is all there is.
-
-    From `FEW` queries on it is a `ModelMask` where the model's functions are known, and nothing compiles.
+    It is a `ModelMask` where the model's functions are known, and nothing compiles; of fewer than `FEW` queries only
+    where causality or nothing is all there is. Never is it None, which models change the meaning of: they drop queries
+    (Gemma 4), or count on being called `"sdpa"`. Classes that were written without sdpa in mind expect numbers to add.
     """
-    if args or kwargs.get("q_length", 0) < FEW or torch.compiler.is_compiling():
-        return sdpa_mask(*args, **kwargs)
+    config = kwargs.get("config")
+    if config is not None and wants_additive_masks(type(config)):
+        return eager_mask(*args, **kwargs | {"allow_is_bidirectional_skip": False})
     # Dense, it is a tensor always.
     asked = kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    try:
-        return sdpa_mask(**kwargs | {"mask_function": _wanted, "use_vmap": False})
-    except _Wanted:
-        pass
-    batch, queries, keys = (kwargs[name] for name in ("batch_size", "q_length", "kv_length"))
-    first, behind = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-    function = kwargs.get("mask_function", causal_mask_function)
-    seen = prepare_padding_mask(kwargs.get("attention_mask"), keys, behind)
-    if seen is not None:
-        function = and_masks(function, padding_mask_function(seen))
-    numbers = isinstance(first, int) and isinstance(behind, int)
-    known = read(function, keys, behind) if numbers and behind <= first <= behind + keys - queries else None
+    known = None if args or torch.compiler.is_compiling() or torch.jit.is_tracing() else _read(kwargs)  # type: ignore[attr-defined, no-untyped-call]
     if known is None:
-        return sdpa_mask(**kwargs)
-    sizes, device = (batch, queries, keys), kwargs.get("device", "cpu")
-    return ModelMask.of(known, sizes, first - behind, device, lambda: cast(Tensor, sdpa_mask(**asked)).contiguous())
+        return cast(Tensor, sdpa_mask(*args, **asked))
+    sizes = tuple(kwargs[name] for name in ("batch_size", "q_length", "kv_length"))
+    offset = kwargs.get("q_offset", 0) - kwargs.get("kv_offset", 0)
+    return ModelMask.of(
+        known, sizes, offset, kwargs.get("device", "cpu"), lambda: cast(Tensor, sdpa_mask(**asked)).contiguous()
+    )
+
+
+def _read(asked: dict[str, Any]) -> Mask | None:
+    """Return the mask that transformers asks for as a value of the algebra, or None to make it dense."""
+    queries, keys = asked.get("q_length", 0), asked.get("kv_length", 0)
+    first, behind = asked.get("q_offset", 0), asked.get("kv_offset", 0)
+    numbers = isinstance(first, int) and isinstance(behind, int)
+    if not numbers or not behind <= first <= behind + keys - queries:
+        return None
+    function = asked.get("mask_function", causal_mask_function)
+    seen = prepare_padding_mask(asked.get("attention_mask"), keys, behind)
+    if seen is not None and not bool(seen.all()):
+        function = and_masks(function, padding_mask_function(seen))
+    known = read(function, keys, behind)
+    # Of few queries, as steps of decoding have, the dense mask is lowered as fast.
+    return known if known is None or queries >= FEW or known.plain() is not None else None
 
 
 def kpt_attention_forward(
@@ -121,20 +121,23 @@ def kpt_attention_forward(
         cu_seq_lens_q: where packed sequences end, of which none sees another.
         cu_seq_lens_k: likewise, of keys; as those of queries.
         output_attentions: refused where it is true.
-        **kwargs: what models pass along. One that is not known is an error: it might say which keys count.
+        **kwargs: what models pass along. One that might change the scores is an error: `changes_scores` judges it. Of
+            keys that a sparse model's indexer chose (`indices`, `block_indices`) a mask is made.
 
     Returns:
         The output `[B, Q, Hq, Dv]`, and None.
 
     Raises:
-        InputError: an argument is unknown, or asks for what is not there.
+        InputError: an argument may change the scores in a way that is unknown, or asks for what is not there.
     """
     warn_of_switch(module, "_attn_implementation", NAME)
-    unknown = sorted(name for name, given in kwargs.items() if name not in _KNOWN and given is not None)
+    chosen = {name: kwargs.pop(name, None) for name in ("indices", "block_indices")}
+    passing = type(module).__module__
+    unknown = sorted(name for name, given in kwargs.items() if given is not None and changes_scores(name, passing))
     if unknown:
         raise InputError(
             f"{NAME}: {type(module).__name__} passes {unknown[0]!r}, which this attention does not know and must not "
-            "ignore: load the model with attn_implementation='eager' or 'sdpa'"
+            "ignore: load the model with attn_implementation='eager'"
         )
     if output_attentions:
         raise InputError(f"{NAME}: no attention weights are computed: load with attn_implementation='eager' for them")
@@ -145,34 +148,79 @@ def kpt_attention_forward(
     if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = key.to(query.dtype), value.to(query.dtype)
     if query.shape[0] != key.shape[0]:
-        query, key, value = (each.expand(max(len(query), len(key)), -1, -1, -1) for each in (query, key, value))
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (each.expand(batch, -1, -1, -1) for each in (query, key, value))
     if "write_index" in kwargs:  # continuous batching: what models make of the queries' positions is no mask for it
         attention_mask = None
         if kwargs.get("max_length_q") == 1 and position_bias is None and dropout == 0:
             options = {"scale": scaling, "softcap": softcap or 0.0, "window": kwargs.get("sliding_window") or 0}
             return _decoded(query, key, value, cu_seq_lens_q, cu_seq_lens_k, s_aux, options), None
+    attention_mask = _chosen_alone(module, chosen, attention_mask, query, key, kwargs.get("position_ids"))
     bias = position_bias
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         additive = attention_mask[..., : key.shape[2]]
         bias, attention_mask = additive if bias is None else bias + additive, None
         plan = Plan()
     elif attention_mask is not None:
-        known = attention_mask.plan(key.shape[2]) if isinstance(attention_mask, ModelMask) else None
+        known = attention_mask.plan(query.shape[2], key.shape[2]) if isinstance(attention_mask, ModelMask) else None
         plan = known or _lowered(attention_mask, query, key)
     else:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        # No model's own mask is None: what is called without one sees all, unless it says that it is causal. Classes
+        # without sdpa say so of modules that are not, since nobody looks.
+        says = not wants_additive_masks(type(getattr(module, "config", None))) and getattr(module, "is_causal", False)
+        causal = is_causal if is_causal is not None else says
         # A window is in the mask, and an argument beside it; continuous batching gives no mask.
         window = kwargs.get("sliding_window") if "write_index" in kwargs else None
         plan = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key, bool(causal), window)
-        if plan.causal and cu_seq_lens_q is None and query.shape[2] == key.shape[2]:
-            _warn_of_packing(kwargs.get("position_ids"))
-    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
+    if plan.causal and cu_seq_lens_q is None and query.shape[2] == key.shape[2]:
+        _warn_of_packing(kwargs.get("position_ids"))
+    drawn_seed = torch.randint(1 << 62, (), device=query.device) if dropout > 0 else None
     out, _ = dense(
         query, key, value, **plan.arguments(query.shape[2], key.shape[2]), bias=bias, sinks=s_aux, return_lse=False,
         scale=scaling,
-        softcap=softcap or 0.0, dropout=dropout, seed=seed,
+        softcap=softcap or 0.0, dropout=dropout, drawn_seed=drawn_seed,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _chosen_alone(
+    module: nn.Module, chosen: dict[str, Any], mask: Tensor | None, query: Tensor, key: Tensor, positions: Any
+) -> Tensor | None:
+    """Return a mask of nothing but the keys that a sparse model's indexer chose, of those that the mask lets through.
+
+    Args:
+        module: whose attention it is.
+        chosen: `indices` `[B, Q, n]` of keys; or `block_indices`, which the module's own indexer makes a mask of.
+        mask: of the model.
+        query: `[B, Hq, Q, D]`.
+        key: `[B, Hkv, K, D]`.
+        positions: `[B, Q]` of the queries, where the model tells them.
+    """
+    indices, blocks = chosen["indices"], chosen["block_indices"]
+    queries, keys = query.shape[2], key.shape[2]
+    if blocks is not None:
+        made = getattr(getattr(module, "indexer", None), "build_block_mask", None)
+        if made is None:
+            raise InputError(
+                f"{NAME}: {type(module).__name__} passes block_indices and has no indexer to make a mask of them: load "
+                "the model with attn_implementation='eager'"
+            )
+        if positions is None:
+            positions = torch.arange(keys - queries, keys, device=query.device)[None]
+        mask = made(blocks, mask, keys, query.dtype, query.device, positions.expand(query.shape[0], -1))
+    if indices is None:
+        return mask
+    if indices.dim() != 3 or indices.shape[:2] != (query.shape[0], queries) or indices.is_floating_point():
+        raise InputError(
+            f"{NAME}: indices must be [{query.shape[0]}, {queries}, chosen keys] integers; got {indices.dtype} "
+            f"{list(indices.shape)}"
+        )
+    seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=query.device)
+    seen = seen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return seen
+    mask = mask[..., :keys]
+    return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 def _decoded(
@@ -232,7 +280,7 @@ def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:
         mask = mask.whole()
     if mask.dim() != 4 or mask.shape[2] not in (1, sizes[2]):
         raise InputError(f"{NAME}: a bool mask of {list(mask.shape)}; expected [B or 1, H or 1, {sizes[2]} or 1, keys]")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or mask.is_meta:  # type: ignore[attr-defined, no-untyped-call]
         return _all_blocks(mask[..., : sizes[3]].expand(-1, -1, sizes[2], -1))
     shown = mask[..., : sizes[3]]
 
@@ -330,5 +378,22 @@ def enable_continuous_batching(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def _ask_of_classes() -> None:
+    """Let transformers ask `check_class` where a model is made with, or set to, `"kpt"`; other names as before."""
+    asked = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(asked, "_kpt"):  # this module is imported again
+        return
+
+    @wraps(asked)
+    def correct(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention == NAME:
+            check_class(self, NAME)
+        return asked(self, requested_attention, *args, **kwargs)
+
+    correct._kpt = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = correct  # type: ignore[method-assign]
+
+
+_ask_of_classes()
 AttentionInterface.register(NAME, kpt_attention_forward)
 AttentionMaskInterface.register(NAME, kpt_attention_mask)
