@@ -4,6 +4,7 @@ import math
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -247,9 +248,37 @@ def test_plans_of_other_lengths_compile_into_two_graphs(mask: Any) -> None:
             r"is for 5 queries and 5 keys; got 4 and 4: make one .*plan\(4, 4\)",
         ),
         ({"bias": torch.ones(1, 1, 4, 4).bool()}, r"bias must be floating"),
+        ({"bias": [0.0]}, r"attention: bias must be a tensor; got list \[0.0\]"),
+        ({"sinks": 1.0}, r"attention: sinks must be a tensor; got float 1.0"),
+        ({"q": [1.0]}, r"attention: q must be a tensor; got list"),
+        ({"k": None}, r"attention: k must be a tensor; got NoneType"),
+        ({"v": 3}, r"attention: v must be a tensor; got int 3"),
+        ({"v": torch.ones(4, 8)}, r"q, k and v must be \[batch, heads, tokens, head_dim\]; got"),
+        ({"softcap": math.nan}, r"attention: softcap must be a finite number; got nan"),
+        ({"softcap": math.inf}, r"attention: softcap must be a finite number; got inf"),
+        ({"softcap": -1.0}, r"softcap must be positive, or 0 for none; got -1"),
+        ({"scale": math.nan}, r"attention: scale must be a finite number; got nan"),
+        ({"scale": "1"}, r"attention: scale must be a finite number; got '1'"),
+        ({"scale": True}, r"attention: scale must be a finite number; got True"),
+        ({"position": 1.5}, r"attention: position must be an integer; got 1.5"),
+        ({"position": True}, r"attention: position must be an integer; got True"),
+        ({"dropout": 0.5}, r"attention: dropout=0.5 needs a seed, .* seed=int\(torch.randint\(1 << 62, \(\)\)\)"),
+        ({"dropout": math.nan, "seed": 0}, r"attention: dropout must be a finite number; got nan"),
+        ({"dropout": 1.0, "seed": 0}, r"dropout must be in \[0, 1\); got 1"),
+        ({"dropout": 0.5, "seed": 1.0}, r"attention: seed must be an integer; got 1.0"),
+        ({"dropout": 0.5, "seed": torch.ones(2).long()}, r"an int64 tensor \[\]; got torch.int64 \[2\]"),
+        ({"dropout": 0.5, "seed": 0, "offset": 0.5}, r"attention: offset must be an integer; got 0.5"),
     ],
 )
 def test_bad_input_is_a_sentence(change: dict[str, Any], message: str) -> None:
     q, k, v = draw(4, 4)
     with pytest.raises(InputError, match=message):
-        attention(q, k, v, **change)
+        attention(**{"q": q, "k": k, "v": v, **change})
+
+
+def test_dropout_draws_from_its_seed_a_number_or_a_tensor() -> None:
+    q, k, v = draw(20, 20)
+    one = attention(q, k, v, dropout=0.5, seed=numpy.int64(7))
+    assert torch.equal(one, attention(q, k, v, dropout=0.5, seed=torch.tensor(7)))
+    assert not torch.equal(one, attention(q, k, v, dropout=0.5, seed=8))
+    assert torch.equal(attention(q, k, v), attention(q, k, v, seed=torch.tensor(7)))

@@ -1,8 +1,10 @@
 """Masks: what they allow, what they lower to, and what they refuse."""
 
+import math
 import random
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -134,8 +136,9 @@ def test_plans_are_as_plain_as_the_mask() -> None:
         sliding_window(40) | global_tokens(3),
         natten(15, 20, 5),
         dense_mask(torch.rand(2, 3, 300, 300, generator=torch.Generator().manual_seed(0)) > 0.9),
+        predicate(lambda b, h, q, k: q // BLOCK >= k // BLOCK),
     ],
-    ids=["causality", "an interval", "two intervals", "blocks", "blocks by head"],
+    ids=["causality", "an interval", "two intervals", "blocks", "blocks by head", "blocks that are full or dead"],
 )
 def test_flex_attention_takes_the_same_blocks(mask: Mask) -> None:
     plan = mask.plan(300, batch=2, heads=3)
@@ -156,6 +159,28 @@ def test_a_document_that_comes_back_is_one_document() -> None:
 def test_a_picture_shows_live_and_partial_cells() -> None:
     assert causal().picture(4) == "█···\n██··\n███·\n████"
     assert causal().picture(4, width=2) == "▒·\n█▒"
+
+
+def test_a_tree_stands_behind_a_prefix() -> None:
+    mask = tree(torch.tensor([-1, 0, 0, 1]), prefix=3)
+    want = [[0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [0, 1, 2, 3, 4, 6]]
+    assert [row.nonzero().flatten().tolist() for row in mask.dense(4, 7)[0, 0]] == want
+    assert mask.dense(1, 7)[0, 0, 0].nonzero().flatten().tolist() == want[3]
+    assert tree(torch.zeros(0, dtype=torch.int64), prefix=2).dense(0, 2).shape == (1, 1, 0, 2)
+
+
+def test_counts_of_numpy_are_counts() -> None:
+    two, four = numpy.int64(2), numpy.int32(4)
+    masks = [sliding_window(two), window(two, four), prefix_lm(two), global_tokens(two), dilated(two, two)]
+    plain = [sliding_window(2), window(2, 4), prefix_lm(2), global_tokens(2), dilated(2, 2)]
+    masks += [natten(two, four, two), block_sparse(torch.eye(4).bool(), two), tree(torch.tensor([-1] * 6), prefix=two)]
+    plain += [natten(2, 4, 2), block_sparse(torch.eye(4).bool(), 2), tree(torch.tensor([-1] * 6), prefix=2)]
+    for one, other in zip(masks, plain, strict=True):
+        assert torch.equal(one.dense(two, numpy.int64(8)), other.dense(2, 8))
+        assert one.plan(two, numpy.int64(8)).keys == 8
+
+
+TWO, ROOT = torch.ones(2, 2), torch.tensor([-1, 0])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +209,45 @@ def test_a_picture_shows_live_and_partial_cells() -> None:
         (lambda: predicate(lambda b, h, q, k: q - k).plan(3), r"a predicate must give a bool tensor; got torch.int64"),
         (lambda: causal() & torch.ones(3), r"a mask composes with a mask; got Tensor"),
         (lambda: block_sparse(torch.ones(2, 2), 4), r"layout must be .* bool; got torch.float32 \[2, 2\]"),
+        (lambda: block_sparse([[True]], 4), r"block_sparse: layout must be a tensor; got list \[\[True\]\]"),
+        (lambda: block_sparse(TWO.bool(), True), r"block_sparse: block must be an integer of at least 1; got True"),
+        (lambda: block_sparse(TWO.bool(), 4).plan(9), r"the layout has 1 heads and 8 keys; got 1 heads and 9 keys"),
+        (lambda: block_sparse(TWO.bool(), 4).plan(9, 8), r"9 queries from position -1 on; expected them from 0 on"),
+        (lambda: block_sparse(torch.ones(2, 2, 2).bool(), 4).plan(8, heads=3), r"has 2 heads .*; got 3 heads"),
+        (lambda: natten(3, 5, 3).plan(20), r"natten: a picture of 3 by 5 has 15 pixels; got 20 keys"),
+        (lambda: natten(3, 5, 3).plan(20, 15), r"natten: 20 queries from position -5 on; expected them from 0 on"),
+        (lambda: natten(3, 5.0, 3), r"natten: width must be an integer of at least 1; got 5.0"),
+        (lambda: tree(ROOT).plan(4), r"tree: 2 tokens behind 0 keys are 2 keys; got 4"),
+        (lambda: tree(ROOT, 3).plan(4, 5), r"tree: 4 queries from position 1 on; expected them from 3 on and before 5"),
+        (lambda: tree([-1, 0]), r"tree: parents must be a tensor; got list \[-1, 0\]"),
+        (lambda: tree(ROOT.double()), r"tree: parents must be \[tokens\] integers; got torch.float64 \[2\]"),
+        (lambda: tree(ROOT, prefix=-1), r"tree: prefix must be an integer of at least 0; got -1"),
+        (lambda: document([0, 0, 1]), r"document: ids must be a tensor; got list \[0, 0, 1\]"),
+        (lambda: document(cu_seqlens=[0, 2]), r"document: cu_seqlens must be a tensor; got list \[0, 2\]"),
+        (lambda: document(cu_seqlens=torch.tensor([0, math.nan])), r"cu_seqlens must rise from 0; got \[0.0, nan\]"),
+        (lambda: padding([[1, 0]]), r"padding: attention_mask must be a tensor; got list"),
+        (lambda: dense_mask([[True]]), r"dense_mask: mask must be a tensor; got list"),
+        (lambda: prefix_lm([3]), r"prefix_lm: length must be an integer of at least 0; got \[3\]"),
+        (lambda: prefix_lm(True), r"prefix_lm: length must be an integer of at least 0; got True"),
+        (lambda: prefix_lm(torch.tensor([math.nan])), r"length must hold integers of at least 0.*nan"),
+        (lambda: dilated(3, True), r"dilated: step must be an integer of at least 1; got True"),
+        (lambda: global_tokens("2"), r"global_tokens: count must be an integer of at least 0; got '2'"),
+        (lambda: window(math.nan, 2), r"window: left must be an integer of at least 0; got nan"),
+        (lambda: predicate(lambda b, h, q, k: q >= k, per_head=1), r"per_head must be True, False, or None .*; got 1"),
+        (
+            lambda: predicate(lambda b, h, q, k: torch.ones(5).bool()).plan(3),
+            r"broadcasts to \[1, 1, 3, 3\]; got \[5\]",
+        ),
+        (lambda: causal().plan(2.5), r"plan: queries must be an integer of at least 0; got 2.5"),
+        (lambda: causal().plan(2, True), r"plan: keys must be an integer of at least 0; got True"),
+        (lambda: causal().plan(2, offset=1.0), r"plan: offset must be an integer; got 1.0"),
+        (lambda: causal().dense(-1), r"dense: queries must be an integer of at least 0; got -1"),
+        (lambda: live_blocks(causal(), 4, 4), r"live_blocks: plan must be a Plan, as mask.plan gives; got Causal"),
+        (lambda: live_blocks(causal().plan(4), 4, "4"), r"live_blocks: keys must be an integer of at least 0; got '4'"),
+        (
+            lambda: live_blocks(causal().plan(4), 4, 4, 0),
+            r"live_blocks: block_q must be an integer of at least 1; got 0",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence(make: Callable[[], object], message: str) -> None:

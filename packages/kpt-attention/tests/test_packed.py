@@ -105,6 +105,14 @@ def test_a_mask_of_one_size_is_for_sequences_of_that_size():
             {"cu_seqlens_k": torch.tensor([0, 1, 6]), "alibi_slopes": torch.ones(2)},
             "alibi_slopes needs keys that end where queries do",
         ),
+        ({"cu_seqlens_q": [0, 2, 6]}, r"attention_varlen: cu_seqlens_q must be a tensor; got list \[0, 2, 6\]"),
+        ({"cu_seqlens_k": [0, 2, 6]}, r"attention_varlen: cu_seqlens_k must be a tensor; got list \[0, 2, 6\]"),
+        ({"q": [1.0]}, r"attention_varlen: q must be a tensor; got list \[1.0\]"),
+        ({"v": torch.ones(6, 1, 4)}, "k and v as many heads and tokens; got"),
+        ({"k": torch.ones(6, 2, 5)}, "q and k must have one head_dim"),
+        ({"mask": torch.ones(2, 2).bool()}, "packed: mask must be a Mask or None; got Tensor"),
+        ({"dropout": 0.5}, "dropout=0.5 needs a seed"),
+        ({"softcap": float("nan")}, "softcap must be a finite number; got nan"),
     ],
 )
 def test_wrong_input_is_a_sentence(change, message):

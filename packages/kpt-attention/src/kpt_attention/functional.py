@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kpt_core import InputError
 
+from .arguments import check_tensor, integer, number
 from .dense import dense
 from .mask_algebra import Mask
 from .plan import Plan
@@ -26,7 +28,7 @@ def attention(
     relative_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor | None = None,
     offset: int = 0,
 ) -> Any:  # a tensor or two: callers would have to tell a type checker which
     """Attend under a mask; what the arguments mean is said at `kpt_attention.dense.dense`.
@@ -47,7 +49,8 @@ def attention(
         relative_bias: `[Hq, 2 R + 1]`.
         sinks: `[Hq]`.
         dropout: rate.
-        seed: of dropout.
+        seed: of dropout, which needs one: `int(torch.randint(1 << 62, ()))` draws one; in compiled code an int64 tensor
+            `[]`.
         offset: of dropout.
 
     Returns:
@@ -64,9 +67,20 @@ def attention(
         >>> attention(q, k, v, packed).shape
         torch.Size([1, 8, 12, 64])
     """
-    if q.dim() != 4 or k.dim() != 4:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        check_tensor("attention", name, value)
+    optional = {"bias": bias, "alibi_slopes": alibi_slopes, "relative_bias": relative_bias, "sinks": sinks}
+    for name, given in optional.items():
+        if given is not None:
+            check_tensor("attention", name, given)
+    softcap, dropout = number("attention", "softcap", softcap), number("attention", "dropout", dropout)
+    scale = None if scale is None else number("attention", "scale", scale)
+    position = None if position is None else integer("attention", "position", position)
+    seeds = _seeds(dropout, seed)
+    if not q.dim() == k.dim() == v.dim() == 4:
         raise InputError(
-            f"attention: q and k must be [batch, heads, tokens, head_dim]; got {list(q.shape)} and {list(k.shape)}"
+            f"attention: q, k and v must be [batch, heads, tokens, head_dim]; got {list(q.shape)}, {list(k.shape)} and "
+            f"{list(v.shape)}"
         )
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(mask, Plan):
@@ -88,6 +102,25 @@ def attention(
     out, lse = dense(
         q, k, v, **plan.arguments(queries, keys), bias=bias, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
         sinks=sinks,
-        return_lse=return_lse, scale=scale, softcap=softcap, dropout=dropout, seed=seed, offset=offset,
+        return_lse=return_lse, scale=scale, softcap=softcap, dropout=dropout,
+        offset=integer("attention", "offset", offset), **seeds,
     )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def _seeds(dropout: float, seed: int | Tensor | None) -> dict[str, Any]:
+    """Return the seed as the op takes it: a number, or a tensor that was drawn."""
+    if seed is None:
+        if dropout:
+            raise InputError(
+                f"attention: dropout={dropout} needs a seed, or each call drops the same; give one, for instance "
+                "seed=int(torch.randint(1 << 62, ()))"
+            )
+        return {}
+    if not isinstance(seed, Tensor):
+        return {"seed": integer("attention", "seed", seed)}
+    if seed.dtype is not torch.int64 or seed.dim():
+        raise InputError(
+            f"attention: seed must be an integer or an int64 tensor []; got {seed.dtype} {list(seed.shape)}"
+        )
+    return {"drawn_seed": seed} if dropout else {}

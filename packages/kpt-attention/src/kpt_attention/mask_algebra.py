@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kpt_core import InputError
 
+from .arguments import integer
 from .intervals import complement, intersect, unite
 from .plan import BLOCK, Growing, Plan
 
@@ -115,7 +116,9 @@ class Mask(ABC):
         Raises:
             InputError: the mask is for other sizes, or `growing` comes with an `offset`.
         """
-        keys = queries if keys is None else keys
+        queries = integer("plan", "queries", queries, 0)
+        keys = queries if keys is None else integer("plan", "keys", keys, 0)
+        batch, heads = integer("plan", "batch", batch, 0), integer("plan", "heads", heads, 0)
         if growing:
             if offset is not None:
                 raise InputError(
@@ -123,7 +126,7 @@ class Mask(ABC):
                 )
             made = self.plan(queries, keys, batch=batch, heads=heads, device=device)
             return replace(made, growing=Growing(partial(self.plan, batch=batch, heads=heads), device))
-        offset = keys - queries if offset is None else offset
+        offset = keys - queries if offset is None else integer("plan", "offset", offset)
         extent = Extent(batch, heads, queries, keys, offset, torch.device(device))
         self.check(extent)
         by_batch, by_head = self.spread()
@@ -143,7 +146,8 @@ class Mask(ABC):
 
         Takes what `plan` takes.
         """
-        keys = queries if keys is None else keys
+        queries = integer("dense", "queries", queries, 0)
+        keys = queries if keys is None else integer("dense", "keys", keys, 0)
         offset = sizes.get("offset")
         extent = Extent(
             sizes.get("batch", 1),
@@ -199,12 +203,16 @@ def _evaluate(mask: Mask, extent: Extent, queries: range, keys: range) -> Tensor
     h = torch.arange(extent.heads if by_head else 1, device=device)[:, None, None]
     q = torch.arange(queries.start, queries.stop, device=device)[:, None] + extent.offset
     k = torch.arange(keys.start, keys.stop, device=device)
-    shape = (len(b), len(h), len(q), len(k))
     found = mask.allows(extent, b, h, q, k)
     told = getattr(found, "dtype", type(found).__name__)
     if told is not torch.bool:
         raise InputError(f"a predicate must give a bool tensor; got {told}")
-    return found.expand(shape)
+    # What does not look at sequences or heads says so by its shape, and is not repeated for them.
+    shape = (*(1,) * (4 - found.dim()), *found.shape)
+    most = (b.shape[0], h.shape[0], q.shape[0], k.shape[0])
+    if not all(have in (1, want) for have, want in zip(shape, most, strict=False)) or found.dim() > 4:
+        raise InputError(f"a predicate must give what broadcasts to {list(most)}; got {list(found.shape)}")
+    return found.expand(*shape[:2], *most[2:])
 
 
 def _blocks(mask: Mask, extent: Extent) -> dict[str, Any]:
@@ -247,13 +255,16 @@ def _blocks(mask: Mask, extent: Extent) -> dict[str, Any]:
     blocks = torch.zeros((*shape, len(tables), columns), dtype=torch.int64, device=extent.device)
     for row, table in enumerate(tables):
         blocks[:, :, row] = table
-    block_bits = (
-        torch.cat(kept) if kept else torch.zeros((0, BLOCK, BLOCK // 8), dtype=torch.uint8, device=extent.device)
-    )
-    if len(block_bits):  # patterns repeat: blocks that are alike share their bits
+    block_bits = torch.cat([each for each in kept if each.shape[0]] or [
+        torch.zeros((1, BLOCK, BLOCK // 8), dtype=torch.uint8, device=extent.device)  # some read one anyway
+    ])  # fmt: skip
+    if count:  # patterns repeat: blocks that are alike share their bits
         block_bits, which = block_bits.flatten(1).unique(dim=0, return_inverse=True)
         block_bits = block_bits.unflatten(1, (BLOCK, BLOCK // 8))
         blocks = torch.where(blocks >= 2, which[(blocks - 2).clamp(min=0)] + 2, blocks)
+    for dim in (0, 1):  # sequences, then heads, that turn out to be alike are kept once
+        one = blocks.narrow(dim, 0, min(blocks.shape[dim], 1))
+        blocks = one if bool((blocks == one).all()) else blocks
     return {"blocks": blocks.int(), "block_bits": block_bits}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kpt_core import InputError
 
+from .arguments import check_tensor, integer
 from .intervals import rows_of, runs, tidy
 from .mask_algebra import MOST_INTERVALS, Extent, Mask
 
@@ -188,6 +189,7 @@ class Predicate(Mask):
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     per_batch: bool = False
     per_head: bool = False
+    fits: Callable[[Extent], None] | None = None
 
     def allows(self, extent: Extent, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.function(b, h, q, k)
@@ -195,10 +197,18 @@ class Predicate(Mask):
     def spread(self) -> tuple[bool, bool]:
         return self.per_batch, self.per_head
 
+    def check(self, extent: Extent) -> None:
+        if self.fits is not None:
+            self.fits(extent)
 
-def _count(owner: str, name: str, value: int, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise InputError(f"{owner}: {name} must be an integer of at least {least}; got {value!r}")
+
+def _check_places(owner: str, extent: Extent, first: int, past: int) -> None:
+    """Raise unless all queries stand from a position on and before another one."""
+    if extent.queries and not first <= extent.offset <= past - extent.queries:
+        raise InputError(
+            f"{owner}: {extent.queries} queries from position {extent.offset} on; expected them from {first} on and "
+            f"before {past}"
+        )
 
 
 def everything() -> Mask:
@@ -213,10 +223,8 @@ def causal() -> Mask:
 
 def window(left: int | None = None, right: int | None = None) -> Mask:
     """Return the mask of keys from `left` before a query's position to `right` after it; None is without limit."""
-    for name, value in (("left", left), ("right", right)):
-        if value is not None:
-            _count("window", name, value, 0)
-    return Window(left, right)
+    sides = (("left", left), ("right", right))
+    return Window(*(None if side is None else integer("window", name, side, 0) for name, side in sides))
 
 
 def sliding_window(size: int) -> Mask:
@@ -224,8 +232,7 @@ def sliding_window(size: int) -> Mask:
 
     transformers' `sliding_window` counts in the same way; flash-attention's `window_size` is `(size - 1, 0)`.
     """
-    _count("sliding_window", "size", size, 1)
-    return Window(size - 1, 0)
+    return Window(integer("sliding_window", "size", size, 1) - 1, 0)
 
 
 def prefix_lm(length: int | Tensor) -> Mask:
@@ -234,12 +241,15 @@ def prefix_lm(length: int | Tensor) -> Mask:
     Args:
         length: one for all sequences, or `[B]` integers.
     """
-    if isinstance(length, int):
-        _count("prefix_lm", "length", length, 0)
-    lengths = torch.as_tensor(length).reshape(-1)
-    if lengths.is_floating_point() or (lengths.numel() and int(lengths.min()) < 0):
-        raise InputError(f"prefix_lm: length must hold integers of at least 0; got {length}")
-    return PrefixLM(lengths.long())
+    if not isinstance(length, Tensor):
+        return PrefixLM(torch.tensor([integer("prefix_lm", "length", length, 0)]))
+    if not _is_integral(length) or length.dim() > 1 or (length.numel() and int(length.min()) < 0):
+        raise InputError(f"prefix_lm: length must hold integers of at least 0, one or [batch]; got {length}")
+    return PrefixLM(length.reshape(-1).long())
+
+
+def _is_integral(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Mask:
@@ -255,25 +265,28 @@ def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> 
     if (ids is None) == (cu_seqlens is None):
         raise InputError("document: give ids or cu_seqlens, one of them")
     if cu_seqlens is not None:
+        check_tensor("document", "cu_seqlens", cu_seqlens)
         ends = cu_seqlens.flatten().long()
-        if cu_seqlens.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
+        whole = _is_integral(cu_seqlens) and cu_seqlens.dim() == 1 and len(ends) > 1
+        if not whole or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
             raise InputError(f"document: cu_seqlens must rise from 0; got {cu_seqlens.tolist()}")
         places = torch.arange(int(ends[-1]), device=ends.device)
         ids = torch.searchsorted(ends[1:], places, right=True)
+    check_tensor("document", "ids", ids)
     assert ids is not None
-    if ids.dim() not in (1, 2) or ids.is_floating_point():
+    if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex():
         raise InputError(f"document: ids must be [keys] or [batch, keys] integers; got {ids.dtype} {list(ids.shape)}")
     return Document((ids if ids.dim() == 2 else ids[None]).long())
 
 
 def global_tokens(count: int) -> Mask:
     """Return the mask under which everybody sees the first keys, and the first queries see everything."""
-    _count("global_tokens", "count", count, 0)
-    return GlobalTokens(count)
+    return GlobalTokens(integer("global_tokens", "count", count, 0))
 
 
 def padding(attention_mask: Tensor) -> Mask:
     """Return the mask that hides keys of padding: `[B, keys]` bool or integers, 0 for padding."""
+    check_tensor("padding", "attention_mask", attention_mask)
     if attention_mask.dim() != 2 or attention_mask.is_floating_point():
         raise InputError(
             f"padding: attention_mask must be [batch, keys] bool or integers; got {attention_mask.dtype} "
@@ -284,6 +297,7 @@ def padding(attention_mask: Tensor) -> Mask:
 
 def dense_mask(mask: Tensor) -> Mask:
     """Return the mask that a tensor `[B or 1, H or 1, Q, K]` (or `[Q, K]`) bool says, True where a key is seen."""
+    check_tensor("dense_mask", "mask", mask)
     if mask.dtype is not torch.bool or mask.dim() not in (2, 4):
         raise InputError(
             f"dense_mask: mask must be bool of shape [Q, K] or [B or 1, H or 1, Q, K]; got {mask.dtype} "
@@ -293,35 +307,57 @@ def dense_mask(mask: Tensor) -> Mask:
 
 
 def predicate(
-    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], *, per_batch: bool = False, per_head: bool = False
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    *,
+    per_batch: bool | None = None,
+    per_head: bool | None = None,
 ) -> Mask:
     """Return the mask that a function says, which is evaluated a row of blocks at a time.
 
     Args:
         function: takes sequences, heads, positions of queries, and keys, int64 tensors that broadcast; gives bool. As
             the `mask_mod` of torch's FlexAttention.
-        per_batch: whether it looks at the sequence.
-        per_head: whether it looks at the head.
+        per_batch: whether it looks at the sequence. If None it is called once, for one query and key, and the shape of
+            what it gives tells; where that call fails, it is taken to look.
+        per_head: whether it looks at the head; likewise.
     """
     if not callable(function):
         raise InputError(f"predicate: expected a function of (b, h, q, k); got {function!r}")
+    for name, value in (("per_batch", per_batch), ("per_head", per_head)):
+        if value is not None and not isinstance(value, bool):
+            raise InputError(f"predicate: {name} must be True, False, or None to look for it; got {value!r}")
+    if per_batch is None or per_head is None:
+        by_batch, by_head = _looks_at(function)
+        per_batch, per_head = (
+            own if told is None else told for own, told in ((by_batch, per_batch), (by_head, per_head))
+        )
     return Predicate(function, per_batch, per_head)
+
+
+def _looks_at(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> tuple[bool, bool]:
+    """Return whether a function looks at the sequence, and at the head: what it gives then has their dimension."""
+    try:  # the first sequence twice and the first head thrice: no index that a call may lack
+        b, h, q, k = (torch.zeros(shape, dtype=torch.int64) for shape in ((2, 1, 1, 1), (3, 1, 1), (1, 1), (1,)))
+        shape = (1, 1, 1, 1, *function(b, h, q, k).shape)
+    except Exception:  # for real sizes it may work, or say what is wrong
+        return True, True
+    return shape[-4] != 1, shape[-3] != 1
 
 
 def dilated(size: int, step: int) -> Mask:
     """Return the mask of each `step`-th of the last `size * step` keys, from a query's own position backwards."""
-    _count("dilated", "size", size, 1)
-    _count("dilated", "step", step, 1)
+    size, step = integer("dilated", "size", size, 1), integer("dilated", "step", step, 1)
 
     def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q - k) % step == 0
 
-    return predicate(allows) & Window((size - 1) * step, 0)
+    return Predicate(allows) & Window((size - 1) * step, 0)
 
 
 def block_sparse(layout: Tensor, block: int) -> Mask:
     """Return the mask of blocks: `[Q blocks, K blocks]` (or with heads before) bool, blocks of `block` by `block`."""
-    _count("block_sparse", "block", block, 1)
+    block = integer("block_sparse", "block", block, 1)
+    check_tensor("block_sparse", "layout", layout)
     if layout.dtype is not torch.bool or layout.dim() not in (2, 3):
         raise InputError(
             f"block_sparse: layout must be [Q blocks, K blocks] or [heads, Q blocks, K blocks] bool; got "
@@ -336,7 +372,16 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
         rows, columns = rows.clamp(max=here.shape[1] - 1), columns.clamp(max=here.shape[2] - 1)
         return here[h if len(here) > 1 else torch.zeros_like(h), rows, columns] & inside
 
-    return predicate(allows, per_head=len(table) > 1)
+    def fits(extent: Extent) -> None:
+        heads, rows, columns = table.shape
+        if heads not in (1, extent.heads) or extent.keys > columns * block:
+            raise InputError(
+                f"block_sparse: the layout has {heads} heads and {columns * block} keys; got {extent.heads} heads and "
+                f"{extent.keys} keys"
+            )
+        _check_places("block_sparse", extent, 0, rows * block)
+
+    return Predicate(allows, per_head=len(table) > 1, fits=fits)
 
 
 def natten(height: int, width: int, kernel: int) -> Mask:
@@ -344,8 +389,8 @@ def natten(height: int, width: int, kernel: int) -> Mask:
 
     At an edge the neighbourhood is shifted inwards, so that it has as many pixels everywhere.
     """
-    for name, value in (("height", height), ("width", width), ("kernel", kernel)):
-        _count("natten", name, value, 1)
+    sizes = (("height", height), ("width", width), ("kernel", kernel))
+    height, width, kernel = (integer("natten", name, size, 1) for name, size in sizes)
     if kernel > min(height, width):
         raise InputError(f"natten: kernel ({kernel}) must not exceed height ({height}) and width ({width})")
 
@@ -356,15 +401,27 @@ def natten(height: int, width: int, kernel: int) -> Mask:
             found = found & (of_k >= first) & (of_k < first + kernel)
         return found
 
-    return predicate(allows)
+    def fits(extent: Extent) -> None:
+        if extent.keys != height * width:
+            raise InputError(
+                f"natten: a picture of {height} by {width} has {height * width} pixels; got {extent.keys} keys"
+            )
+        _check_places("natten", extent, 0, height * width)
+
+    return Predicate(allows, fits=fits)
 
 
-def tree(parents: Tensor) -> Mask:
+def tree(parents: Tensor, prefix: int = 0) -> Mask:
     """Return the mask of a tree of tokens, as speculative decoding has: each sees its ancestors and itself.
 
     Args:
         parents: `[tokens]` integers: the place of each token's parent, which comes before it; -1 for a root.
+        prefix: keys before the tree, as a cache holds them, which every token of it sees.
     """
+    prefix = integer("tree", "prefix", prefix, 0)
+    check_tensor("tree", "parents", parents)
+    if parents.dim() != 1 or not _is_integral(parents):
+        raise InputError(f"tree: parents must be [tokens] integers; got {parents.dtype} {list(parents.shape)}")
     places = parents.tolist()
     seen = torch.eye(len(places), dtype=torch.bool)
     for token, parent in enumerate(places):
@@ -374,6 +431,15 @@ def tree(parents: Tensor) -> Mask:
             seen[token] |= seen[parent]
 
     def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return seen.to(q.device)[q, k]
+        if not len(places):
+            return (q == q) & (k < prefix)
+        return (k < prefix) | seen.to(q.device)[(q - prefix).clamp(min=0), (k - prefix).clamp(min=0)]
 
-    return predicate(allows)
+    def fits(extent: Extent) -> None:
+        if extent.keys != prefix + len(places):
+            raise InputError(
+                f"tree: {len(places)} tokens behind {prefix} keys are {prefix + len(places)} keys; got {extent.keys}"
+            )
+        _check_places("tree", extent, prefix, extent.keys)
+
+    return Predicate(allows, fits=fits)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kpt_core import InputError
 
+from .arguments import check_tensor
 from .functional import attention
 from .intervals import rows_of
 from .mask_algebra import Extent, Mask
@@ -92,6 +93,7 @@ def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, mask: Mask 
     """
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor("packed", name, ends)
         whole = ends.dim() == 1 and len(ends) > 0 and not (ends.is_floating_point() or ends.dtype is torch.bool)
         if not whole or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
             raise InputError(f"packed: {name} must be integers that rise from 0; got {ends.tolist()}")
@@ -100,6 +102,8 @@ def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, mask: Mask 
             f"packed: cu_seqlens_q has {len(cu_seqlens_q) - 1} sequences and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
             "each sequence needs both ends, equal to the one before where it is empty"
         )
+    if not isinstance(mask, Mask | None):
+        raise InputError(f"packed: mask must be a Mask or None; got {type(mask).__name__}")
     return Packed(cu_seqlens_q.long(), cu_seqlens_k.long(), everything() if mask is None else mask)
 
 
@@ -142,6 +146,10 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, torch.tensor([0, 5, 12]), mask=causal()).shape
         torch.Size([12, 8, 64])
     """
+    for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)):
+        check_tensor("attention_varlen", name, value)
+    if cu_seqlens_k is not None:
+        check_tensor("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
     if not q.dim() == k.dim() == v.dim() == 3:
         shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         raise InputError(f"attention_varlen: q, k and v must be [tokens, heads, head_dim]; got {shapes}")

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kpt_core import Call, InputError
 
+from .arguments import integer
+
 #: Rows and columns of a block whose bits are kept.
 BLOCK = 128
 #: What is known of a block.
@@ -144,6 +146,10 @@ def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK
     Raises:
         InputError: the plan is for other lengths, or has other blocks.
     """
+    if not hasattr(plan, "block_bits"):
+        raise InputError(f"live_blocks: plan must be a Plan, as mask.plan gives; got {type(plan).__name__}")
+    queries, keys = integer("live_blocks", "queries", queries, 0), integer("live_blocks", "keys", keys, 0)
+    block_q, block_k = integer("live_blocks", "block_q", block_q, 1), integer("live_blocks", "block_k", block_k, 1)
     plan = plan.fitted(queries, keys) if isinstance(plan, Plan) else plan
     rows, columns = -(-queries // block_q), -(-keys // block_k)
     given = [each for each in (plan.intervals, plan.blocks) if each is not None]
