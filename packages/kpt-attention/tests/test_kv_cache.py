@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kpt_attention import attention, causal
+from kpt_attention import attention, causal, dense_mask, sliding_window
 from kpt_attention.kv_cache import CacheFullError, PagedCache
-from kpt_core import InputError
+from kpt_attention.masks import global_tokens
+from kpt_attention.paged import paged
+from kpt_core import InputError, use
 
 HEADS, DIM, SIZE = 2, 4, 4
 #: Of a cache with and without a window: some steps do not fit.
@@ -31,8 +33,8 @@ def poison(cache: PagedCache) -> None:
 class Checked:
     """A cache beside a plain list of tokens for each sequence."""
 
-    def __init__(self, window: int, seed: int) -> None:
-        self.window, self.random = window, random.Random(seed)
+    def __init__(self, window: int, first: int, seed: int) -> None:
+        self.window, self.first, self.random = window, first, random.Random(seed)
         self.cache = PagedCache(
             layers=1,
             pages=PAGES[window],
@@ -40,6 +42,7 @@ class Checked:
             head_dim=DIM,
             page_size=SIZE,
             window=window,
+            first=first,
             dtype=torch.float64,
         )
         self.texts: dict[int, list[int]] = {}
@@ -70,7 +73,8 @@ class Checked:
         for number in new:
             count, keys = len(new[number]), rows_of(whole[number]).repeat_interleave(2, 1).transpose(0, 1)
             back = torch.arange(len(whole[number]) - count, len(whole[number]))[:, None] - torch.arange(keys.shape[1])
-            mask = (back >= 0) & (back < (self.window or 10**6))
+            near = (back < (self.window or 10**6)) | (torch.arange(keys.shape[1]) < self.first)
+            mask = (back >= 0) & near
             own = q[first : first + count].transpose(0, 1)
             wanted = scaled_dot_product_attention(own, keys, keys.flip(-1), mask).transpose(0, 1)
             torch.testing.assert_close(out[first : first + count], wanted)
@@ -123,15 +127,16 @@ class Checked:
         for number, text in self.texts.items():
             assert self.cache.length(number) == len(text)
             pages = -(-len(text) // SIZE)
-            visible = pages - (max(len(text) + 1 - self.window, 0) // SIZE if self.window else 0)
+            before = max(len(text) + 1 - self.window, 0) // SIZE if self.window else 0
+            visible = pages - before + min(-(-self.first // SIZE), before)
             assert sum(page >= 0 for page in self.cache._of(number).pages) == max(visible, 0)
 
 
-@pytest.mark.parametrize("window", [0, 6])
-def test_a_cache_is_a_list_of_tokens_for_each_sequence(window):
+@pytest.mark.parametrize(("window", "first"), [(0, 0), (6, 0), (6, 3)])
+def test_a_cache_is_a_list_of_tokens_for_each_sequence(window, first):
     full = shared = 0
     for seed in range(100):
-        checked = Checked(window, seed)
+        checked = Checked(window, first, seed)
         for _ in range(12):
             checked.act()
             checked.account()
@@ -195,6 +200,131 @@ def test_a_window_over_pages_is_as_wide_after_a_prefix_that_was_there():  # tran
     assert firsts == [0, 7, 14]
 
 
+def test_the_first_keys_stay_beside_a_window_and_the_pages_between_are_given_back():
+    cache = PagedCache(layers=1, pages=6, kv_heads=1, head_dim=4, page_size=4, window=5, first=3, dtype=torch.float64)
+    one, k, q = cache.add(), *torch.randn(2, 40, 1, 4, dtype=torch.float64)
+    out = []
+    for begin in range(0, 40, 2):
+        with cache.step({one: 2}) as step:
+            step.update(0, k[begin : begin + 2], k[begin : begin + 2])
+            out.append(step.attend(0, q[begin : begin + 2]))
+        poison(cache)
+    assert cache.usage().used == 2  # that of the first keys, and the window's
+    q, k = (each.transpose(0, 1)[None] for each in (q, k))
+    wanted = attention(q, k, k, causal() & (sliding_window(5) | global_tokens(3)))
+    torch.testing.assert_close(torch.cat(out), wanted[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+def test_trees_of_guessed_tokens_see_what_each_of_their_paths_alone_would(kernel):
+    cache = PagedCache(layers=1, pages=20, kv_heads=1, head_dim=4, page_size=4, dtype=torch.float64)
+    one, two = cache.add(), cache.add()
+    k, q = torch.randn(2, 17, 1, 4, dtype=torch.float64)
+    with cache.step({one: 9, two: 1}) as step:
+        step.update(0, k[:10], k[:10])
+    parents = [[-1, 0, 0, 1, -1], torch.tensor([-1, 0])]
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [4]], [[0], [0, 1]]
+    with cache.step({one: 5, two: 2}) as step, use(kernel, op="attention.paged"):
+        step.update(0, k[10:], k[10:])
+        mask, positions = step.tree(parents)
+        out = step.attend(0, q[10:], mask=mask)
+    assert positions.tolist() == [9, 10, 10, 11, 9, 1, 2]
+    row = 0
+    for own, prefix, new in ((paths[0], k[:9], k[10:15]), (paths[1], k[9:10], k[15:])):
+        for path in own:
+            keys = torch.cat((prefix, new[path])).transpose(0, 1)
+            wanted = scaled_dot_product_attention(q[10 + row].unsqueeze(0), keys, keys)
+            torch.testing.assert_close(out[row], wanted[0])
+            row += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn], ids=str)
+def test_the_path_that_was_right_is_kept_of_a_tree(dtype):
+    cache = PagedCache(layers=2, pages=9, kv_heads=1, head_dim=4, page_size=4, dtype=dtype)
+    one, k = cache.add(), torch.randn(13, 1, 4)
+    for begin, end in ((0, 6), (6, 13)):
+        with cache.step({one: end - begin}) as step:
+            for layer in range(2):
+                rows = (k[begin:end] * (layer + 1)).to(torch.float32 if dtype.itemsize == 1 else dtype)
+                step.update(layer, rows, rows + 1)
+    cache.keep(one, 6, [6, 8, 11, 12])
+    assert (cache.length(one), cache.usage().used) == (10, 3)
+    pages = cache._of(one).pages
+    for layer in range(2):
+        wanted = k[[0, 1, 2, 3, 4, 5, 6, 8, 11, 12]] * (layer + 1)
+        for part, more in ((cache.k, 0), (cache.v, 1)):
+            got = part[layer].float()[pages].flatten(0, 1)[:10]
+            torch.testing.assert_close(got, (wanted + more).to(dtype).float())
+    cache.fork(one)
+    for length, places, message in (
+        (4, [5, 5], r"places must rise from 4 on, 0 at least, and be less than 10; got \[5, 5\]"),
+        (4, [9, 10], "be less than 10"),
+        (8, [7], "rise from 8 on"),
+        (8, [9], "keys 8 to 8 lie in a page that others hold"),
+    ):
+        with pytest.raises(InputError, match=message):
+            cache.keep(one, length, places)
+    cache.keep(one, 8, [8])  # nothing moves
+    assert cache.length(one) == 9
+    two = cache.add()
+    with cache.step({two: [5, 6, 7]}):
+        pass
+    with pytest.raises(InputError, match=r"the ids of keys 1 to 2 of sequence 2 are known, .* give steps"):
+        cache.keep(two, 1, [2])
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([[-1, 0]], r"parents must be of \[2, 1\] new tokens, by sequence; got \[2\]"),
+        ([[-1, 1], [-1]], r"parent of token 1 must come before it, or be -1; got 1"),
+    ],
+)
+def test_parents_that_are_none_are_refused(parents, message):
+    cache = PagedCache(layers=1, pages=4, kv_heads=1, head_dim=4)
+    with pytest.raises(InputError, match=message), cache.step({cache.add(): 2, cache.add(): 1}) as step:
+        step.tree(parents)
+
+
+NEW = {
+    "alibi_slopes": {"alibi_slopes": torch.full((3, 4), 0.3)},
+    "bias": {"bias": torch.randn(4, 5, 11)},
+    "mask": {"mask": torch.rand(5, 3) < 0.5},
+    "first": {"window": 3, "first": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("one", NEW)
+@pytest.mark.parametrize("other", NEW)
+def test_slopes_biases_masks_and_first_keys_are_those_of_dense_attention(one, other, dtype):
+    changes, cache = NEW[one] | NEW[other], torch.randn(7, 4, 2, 6).to(dtype)
+    table = torch.tensor([[3, 0, 6], [1, 5, 2], [4, 4, 4]], dtype=torch.int32)
+    lengths, ends = torch.tensor([11, 7, 0], dtype=torch.int32), torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    q = torch.randn(5, 4, 6).to(dtype)
+    with use("torch", op="attention.paged"):
+        out, lse = paged(q, cache, cache, table, lengths, ends, return_lse=True, **changes)
+    plain = paged.reference(q, cache, cache, table, lengths, ends)[0]
+    assert not torch.allclose(out, plain, atol=1e-3)
+    for number, rows in ((0, slice(0, 2)), (1, slice(2, 5))):
+        length = int(lengths[number])
+        keys = cache[table[number].long()].flatten(0, 1)[:length].transpose(0, 1)[None]
+        place = torch.arange(length)
+        at = place[length - (rows.stop - rows.start) :, None]
+        seen = place <= at
+        if "mask" in changes:
+            seen = torch.cat((torch.ones(len(at), length - 3, dtype=torch.bool), changes["mask"][rows]), 1)
+        if "first" in changes:
+            seen = seen & ((place > at - 3) | (place < 2))
+        bias = changes["bias"][None, :, rows, :length] if "bias" in changes else None
+        slopes = changes["alibi_slopes"][number] if "alibi_slopes" in changes else None
+        wanted, sums = attention(
+            q[rows].transpose(0, 1)[None], keys, keys, dense_mask(seen), bias=bias, alibi_slopes=slopes, return_lse=True
+        )
+        torch.testing.assert_close(out[rows], wanted[0].transpose(0, 1))
+        torch.testing.assert_close(lse[rows], sums[0].transpose(0, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 def test_caches_of_fewer_bits_hold_what_these_can_say(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -218,6 +348,10 @@ def test_caches_of_fewer_bits_hold_what_these_can_say(dtype):
     [
         (lambda cache: PagedCache(layers=1, pages=0, kv_heads=1, head_dim=4), "pages must be at least 1; got 0"),
         (lambda cache: PagedCache(layers=1, pages=1, kv_heads=1, head_dim=4, window=-2), "window must be positive"),
+        (
+            lambda cache: PagedCache(layers=1, pages=1, kv_heads=1, head_dim=4, first=2),
+            "first must be positive, beside a window, or 0 for none; got 2 with window=0",
+        ),
         (
             lambda cache: PagedCache(layers=1, pages=1, kv_heads=1, head_dim=4, dtype=torch.int8),
             "dtype must be float32",

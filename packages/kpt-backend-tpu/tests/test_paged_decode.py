@@ -74,6 +74,10 @@ def test_what_the_kernel_does_not_do_is_refused_in_a_sentence():
         ({"k_cache": torch.zeros(1, 8, 2, 600), "v_cache": torch.zeros(1, 8, 2, 600)}, "head_dim is 600"),
         ({"k_cache": torch.zeros(1, 4096, 2, 64)}, f"pages of 2097152 bytes in float32; {MOST_BYTES} fit"),
         ({"block_table": torch.zeros(512, 512).int()}, "a block table of 262144 pages"),
+        ({"alibi_slopes": torch.ones(6)}, "alibi_slopes is given; this kernel reads spans of keys"),
+        ({"bias": torch.zeros(1, 1, 99)}, "bias is given"),
+        ({"mask": torch.ones(6, 1, dtype=torch.bool)}, "mask is given"),
+        ({"window": 4, "first": 2}, "the first 2 keys beside a window; this kernel reads one span"),
         ({"lengths": call.lengths[:0], "q": call.q[:0]}, "without elements"),
     ):
         assert says in str(unsupported(call._replace(**change)))

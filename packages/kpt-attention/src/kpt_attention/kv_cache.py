@@ -97,7 +97,8 @@ class Step:
         Args:
             layer: of the cache.
             q: the queries.
-            **options: `sinks`, `return_lse`, `scale` and `softcap`, as `attention.paged` takes them.
+            **options: `sinks`, `alibi_slopes`, `bias`, `mask`, `return_lse`, `scale` and `softcap`, as
+                `attention.paged` takes them.
 
         Returns:
             The output `[tokens, Hq, Dv]`; with `return_lse` the log-sum-exp `[tokens, Hq]` beside it.
@@ -106,9 +107,48 @@ class Step:
         k_scale, v_scale = cache.scales(layer)
         out, lse = paged(
             q, cache.k[layer], cache.v[layer], self.block_table, self.lengths, None if plain else self.cu_seqlens_q,
-            options.pop("sinks", None), k_scale, v_scale, window=cache.window, **options,
+            options.pop("sinks", None), k_scale, v_scale, window=cache.window, first=cache.first, **options,
         )  # fmt: skip
         return out if lse is None else (out, lse)
+
+    def tree(self, parents: Sequence[Sequence[int] | Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mask of new tokens that are trees, for `attend`, and their positions in place of `positions`.
+
+        A token sees what was cached before, its ancestors and itself, and stands one position after its parent. Such
+        tokens are given to the step as counts: with ids, their pages would be shared as if they were a text.
+
+        Args:
+            parents: of each sequence, the places of its new tokens' parents among these, which come before them; -1
+                for a token that follows what was cached.
+
+        Returns:
+            bool `[tokens, most_queries]`; and int64 `[tokens]`.
+
+        Raises:
+            InputError: a sequence has more or fewer new tokens, or a parent does not come before its token.
+        """
+        counts, device = self.cu_seqlens_q.diff().tolist(), self.positions.device
+        trees = [torch.as_tensor(each, dtype=torch.int64).tolist() for each in parents]
+        if [len(each) for each in trees] != counts:
+            raise InputError(
+                f"Step.tree: parents must be of {counts} new tokens, by sequence; got {[len(each) for each in trees]}"
+            )
+        masks = []
+        for each in trees:
+            mask = torch.ones((len(each), self.most_queries), dtype=torch.bool)
+            own = mask[:, self.most_queries - len(each) :]
+            own.copy_(torch.eye(len(each), dtype=torch.bool))
+            for token, parent in enumerate(each):
+                if not -1 <= parent < token:
+                    raise InputError(
+                        f"Step.tree: the parent of token {token} must come before it, or be -1; got {parent}"
+                    )
+                if parent >= 0:
+                    own[token] |= own[parent]
+            masks.append(mask)
+        found = torch.cat(masks or [torch.ones((0, 0), dtype=torch.bool)]).to(device)
+        own_length = self.lengths.long().repeat_interleave(self.cu_seqlens_q.diff().long())
+        return found, own_length - self.most_queries + found.sum(-1) - 1
 
 
 class PagedCache:
@@ -122,6 +162,7 @@ class PagedCache:
         value_dim: of values, as of keys if None.
         page_size: tokens of a page.
         window: how many keys a query sees, its own included, 0 for all; pages before it are given back.
+        first: beside a window: how many keys at a sequence's begin every query sees as well; their pages stay.
         dtype: of what is stored: float32, bfloat16, float16, float64, float8_e4m3fn or float8_e5m2.
         device: where.
         k_scale: float32 `[layers, kv_heads]`: what stored keys are multiplied by, for 8 bits; ones if None.
@@ -151,6 +192,7 @@ class PagedCache:
         value_dim: int | None = None,
         page_size: int = 16,
         window: int = 0,
+        first: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         k_scale: Tensor | None = None,
@@ -162,6 +204,10 @@ class PagedCache:
                 raise InputError(f"PagedCache: {name} must be at least 1; got {size}")
         if window < 0:
             raise InputError(f"PagedCache: window must be positive, or 0 for none; got {window}")
+        if first < 0 or (first and not window):
+            raise InputError(
+                f"PagedCache: first must be positive, beside a window, or 0 for none; got {first} with window={window}"
+            )
         if dtype not in (*DTYPES, *FP8):
             raise InputError(f"PagedCache: dtype must be float32, bfloat16, float16, float64 or of 8 bits; got {dtype}")
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -172,7 +218,7 @@ class PagedCache:
         shape = (layers, pages, page_size, kv_heads)
         self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
         self.v = torch.empty((*shape, head_dim if value_dim is None else value_dim), dtype=dtype, device=device)
-        self.page_size, self.window = page_size, window
+        self.page_size, self.window, self.first = page_size, window, first
         self._scales = k_scale, v_scale
         self._free = list(range(pages - 1, -1, -1))
         self._holders = [0] * pages
@@ -218,11 +264,11 @@ class PagedCache:
         digests = list(_digests([], tokens, size))[: max(len(tokens) - 1, 0) // size]
         pages = [self._known.get(digest, _GONE) for digest in digests]
         count = len(pages)
-        while count and _GONE in pages[self._gone_before(count * size) : count]:
+        while count and self._lacks(pages[:count], count * size):
             count -= 1
         if count:
-            first = self._gone_before(count * size)
-            made.pages = [_GONE] * first + pages[first:count]
+            gone = self._gone(count * size)
+            made.pages = pages[: gone.start] + [_GONE] * len(gone) + pages[gone.stop : count]
             made.length, made.tokens, made.digests = count * size, list(tokens[: count * size]), digests[:count]
             self._hold(made.pages)
         return self._enter(made)
@@ -246,19 +292,64 @@ class PagedCache:
         Raises:
             InputError: it has fewer, or keys that are seen from there are given back already.
         """
+        own = self._cut(sequence, length)
+        count = -(-length // self.page_size)
+        self._release(own.pages[count:])
+        own.pages, own.length = own.pages[:count], length
+        own.tokens, own.digests = own.tokens[:length], own.digests[: length // self.page_size]
+
+    def keep(self, sequence: int, length: int, places: Sequence[int]) -> None:
+        """Forget the last keys of a sequence but some, which move together: the path of a tree that was right.
+
+        Args:
+            sequence: which.
+            length: keys at its begin that stay as they are.
+            places: of keys after these that are kept, in rising order; they become keys `length`, `length + 1`...
+
+        Raises:
+            InputError: the places don't rise, or there is no such key; keys that are seen from there are given back;
+                keys would move into a page that another sequence holds; or the step was given their ids.
+        """
+        own, size, after = self._of(sequence), self.page_size, length + len(places)
+        if length < 0 or any(
+            one >= other for one, other in zip([length - 1, *places], [*places, own.length], strict=True)
+        ):
+            raise InputError(
+                f"PagedCache: places must rise from {length} on, 0 at least, and be less than {own.length}; got "
+                f"{[*places]}"
+            )
+        self._cut(sequence, after)
+        moves = [(place, to) for to, place in enumerate(places, length) if place != to]
+        if moves and len(own.tokens) > length:
+            raise InputError(
+                f"PagedCache: the ids of keys {length} to {len(own.tokens) - 1} of sequence {sequence} are known, and "
+                "may not move: give steps the new tokens of trees as counts"
+            )
+        if any(self._is_shared(own.pages[to // size]) for _, to in moves):
+            raise InputError(
+                f"PagedCache: keys {moves[0][1]} to {after - 1} lie in a page that others hold: free forks of sequence "
+                f"{sequence} first"
+            )
+        if moves:
+            source, to = (torch.tensor([own.pages[place // size] * size + place % size for place in each])
+                          for each in zip(*moves, strict=True))  # fmt: skip
+            for part in (self.k, self.v):  # as bytes: not every device copies numbers of 8 bits
+                bits = part.view(torch.uint8).flatten(1, 2)
+                bits[:, to.to(bits.device)] = bits[:, source.to(bits.device)]
+        self.truncate(sequence, after)
+
+    def _cut(self, sequence: int, length: int) -> _Sequence:
+        """Return a sequence that can be cut to a length."""
         self._outside_of_steps("truncate")
         own = self._of(sequence)
         if not 0 <= length <= own.length:
             raise InputError(f"PagedCache: sequence {sequence} has {own.length} keys; it can't be cut to {length}")
-        count, first = -(-length // self.page_size), self._gone_before(length)
-        if _GONE in own.pages[first:count]:
+        if self._lacks(own.pages[: -(-length // self.page_size)], length):
             raise InputError(
                 f"PagedCache: sequence {sequence} can't be cut to {length} keys: those in the window of {self.window} "
                 "before are given back"
             )
-        self._release(own.pages[count:])
-        own.pages, own.length = own.pages[:count], length
-        own.tokens, own.digests = own.tokens[:length], own.digests[: length // self.page_size]
+        return own
 
     @contextmanager
     def step(self, new: Mapping[int, int | Sequence[int]]) -> Iterator[Step]:
@@ -355,14 +446,20 @@ class PagedCache:
             own.digests.append(digest)
             if page != _GONE and digest not in self._known and page not in self._digest:
                 self._known[digest], self._digest[page] = page, digest
-        for place in range(self._gone_before(own.length)):
+        for place in self._gone(own.length):
             if own.pages[place] != _GONE:
                 self._release([own.pages[place]])
                 own.pages[place] = _GONE
 
-    def _gone_before(self, length: int) -> int:
-        """Return how many pages lie before what the token after `length` others sees."""
-        return max(length + 1 - self.window, 0) // self.page_size if self.window else 0
+    def _gone(self, length: int) -> range:
+        """Return which pages the token after `length` others sees nothing of."""
+        past = max(length + 1 - self.window, 0) // self.page_size if self.window else 0
+        return range(min(-(-self.first // self.page_size), past), past)
+
+    def _lacks(self, pages: Sequence[int], length: int) -> bool:
+        """Return whether a page that the token after `length` others sees is not there."""
+        gone = self._gone(length)
+        return _GONE in pages[: gone.start] or _GONE in pages[gone.stop :]
 
     def _is_shared(self, page: int) -> bool:
         return self._holders[page] > 1 or page in self._digest

@@ -96,16 +96,50 @@ def _check(call: Call) -> None:
             f"{_NAME}: window must be positive, of causal attention, or 0 for none; got {call.window} with "
             f"causal={call.causal}"
         )
+    if call.first < 0 or (call.first and not call.window):
+        raise InputError(
+            f"{_NAME}: first must be positive, beside a window, or 0 for none; got {call.first} with "
+            f"window={call.window}"
+        )
     if call.softcap < 0:
         raise InputError(f"{_NAME}: softcap must be positive, or 0 for none; got {call.softcap}")
+    _check_scores(call)
     _check_devices(
         _NAME,
         call,
         "q",
-        ("k_cache", "v_cache", "block_table", "lengths", "cu_seqlens_q", "sinks", "k_scale", "v_scale"),
-    )
+        ("k_cache", "v_cache", "block_table", "lengths", "cu_seqlens_q", "sinks", "k_scale", "v_scale",
+         "alibi_slopes", "bias", "mask"),
+    )  # fmt: skip
     if _readable(table) and _readable(lengths) and table.shape[0] and (ends is None or _readable(ends)):
         _check_values(call)
+
+
+def _check_scores(call: Call) -> None:
+    """Check what changes scores, and the mask."""
+    (tokens, heads, _), sequences = call.q.shape, call.block_table.shape[0]
+    slopes, bias, mask = call.alibi_slopes, call.bias, call.mask
+    if slopes is not None and (
+        tuple(slopes.shape) not in ((heads,), (sequences, heads)) or not slopes.is_floating_point()
+    ):
+        raise InputError(
+            f"{_NAME}: alibi_slopes must be floating [{heads}] or [{sequences}, {heads}]; got {slopes.dtype} "
+            f"{list(slopes.shape)}"
+        )
+    if bias is not None and (
+        bias.dim() != 3
+        or bias.shape[0] not in (1, heads)
+        or bias.shape[1] not in (1, tokens)
+        or not bias.is_floating_point()
+    ):
+        raise InputError(
+            f"{_NAME}: bias must be floating [{heads} or 1, {tokens} or 1, keys]; got {bias.dtype} {list(bias.shape)}"
+        )
+    if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 2 or mask.shape[0] != tokens):
+        raise InputError(
+            f"{_NAME}: mask must be bool [{tokens}, n], over the last n keys of each query's sequence; got "
+            f"{mask.dtype} {list(mask.shape)}"
+        )
 
 
 def _check_values(call: Call) -> None:
@@ -116,6 +150,10 @@ def _check_values(call: Call) -> None:
             f"{_NAME}: lengths must be between 0 and {table.shape[1] * size}, which {table.shape[1]} pages of {size} "
             f"hold; got {least} to {most}"
         )
+    if call.bias is not None and call.bias.shape[2] < most:
+        raise InputError(
+            f"{_NAME}: bias must be for {most} keys, as the longest sequence has, or more; got {list(call.bias.shape)}"
+        )
     ends = call.cu_seqlens_q
     if ends is not None and (int(ends[0]) != 0 or int(ends[-1]) != call.q.shape[0] or bool((ends.diff() < 0).any())):
         raise InputError(f"{_NAME}: cu_seqlens_q must rise from 0 to {call.q.shape[0]}; got {ends.tolist()}")
@@ -123,9 +161,10 @@ def _check_values(call: Call) -> None:
         return
     low, high = (int(each) for each in table.aminmax())
     if low < 0 or high >= pages:  # what no query sees may be anything
-        sequence, first, past = spans(call)
+        sequence, begin, past = spans(call)
         place = torch.arange(table.shape[1], device=table.device) * size
-        live = (first[:, None] < place + size) & (past[:, None] > place) & (past > first)[:, None]
+        live = ((begin[:, None] < place + size) & (past > begin)[:, None]) | (place < call.first)
+        live = live & (past[:, None] > place)
         wrong = live & ((table < 0) | (table >= pages))[sequence]
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()
@@ -137,17 +176,38 @@ def _check_values(call: Call) -> None:
 
 
 def spans(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each query's sequence, the first key that it sees, and the first after these; int64 `[tokens]`."""
+    """Return each query's sequence, the first key of its window, and the first after what it sees; int64 `[tokens]`."""
+    sequence, position = places(call)
+    ends_here = call.causal and call.mask is None
+    past = ((position + 1) if ends_here else call.lengths.long()[sequence]).clamp(min=0)
+    begin = (position + 1 - call.window).clamp(min=0) if call.window else torch.zeros_like(past)
+    return sequence, begin, past
+
+
+def places(call: Call) -> tuple[Tensor, Tensor]:
+    """Return each query's sequence, and its place among the keys of that; int64 `[tokens]`."""
     ends, lengths, rows = call.cu_seqlens_q, call.lengths.long(), torch.arange(call.q.shape[0], device=call.q.device)
     if ends is None:
-        sequence, position = rows, lengths - 1
-    else:
-        sequence = torch.searchsorted(ends.contiguous(), rows.int(), right=True) - 1
-        sequence = sequence.clamp(0, max(len(lengths) - 1, 0))
-        position = lengths[sequence] - ends[sequence + 1] + rows
-    past = ((position + 1) if call.causal else lengths[sequence]).clamp(min=0)
-    first = (position + 1 - call.window).clamp(min=0) if call.window else torch.zeros_like(past)
-    return sequence, first, past
+        return rows, lengths - 1
+    sequence = torch.searchsorted(ends.contiguous(), rows.int(), right=True) - 1
+    sequence = sequence.clamp(0, max(len(lengths) - 1, 0))
+    return sequence, lengths[sequence] - ends[sequence + 1] + rows
+
+
+def visible(call: Call, keys: Tensor) -> Tensor:
+    """Return which keys of its sequence each query sees: bool `[tokens, keys]`.
+
+    Args:
+        call: of the op.
+        keys: int64 `[keys]`: places in a sequence.
+    """
+    sequence, begin, past = spans(call)
+    seen: Tensor = (keys < past[:, None]) & ((keys >= begin[:, None]) | (keys < call.first))
+    count = 0 if call.mask is None else call.mask.shape[1]
+    if count:
+        column = keys + count - call.lengths.long()[sequence, None]
+        seen = seen & ((column < 0) | call.mask.gather(1, column.clamp(0, count - 1)))
+    return seen
 
 
 def _fake(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -179,10 +239,14 @@ def paged(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
     return_lse: bool = False,
     causal: bool = True,
     window: int = 0,
+    first: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
@@ -192,20 +256,30 @@ def paged(
     query that sees no key gets zeros and a log-sum-exp of -inf (of its sink, where there is one). What no query sees
     has no influence, NaN neither, and pages that hold nothing else are not read.
 
+    Queries stand at consecutive places, also under a mask: the tokens of a tree, some of which stand at one position
+    of the text, count for windows and slopes as they lie.
+
     Args:
         q: `[tokens, Hq, D]` float32, bfloat16, float16 or float64: the queries of all sequences, one after another.
         k_cache: `[pages, page_size, Hkv, D]` of q's dtype, float8_e4m3fn or float8_e5m2; `Hkv` divides `Hq`.
         v_cache: `[pages, page_size, Hkv, Dv]` of the same dtype.
         block_table: int32 `[sequences, most pages]`: which pages hold a sequence's keys, in their order. Pages that
-            nobody sees, past its length or before its window, may be any number.
+            nobody sees, past its length or before its window and not among the `first`, may be any number.
         lengths: int32 `[sequences]`: keys of each sequence.
         cu_seqlens_q: int32 `[sequences + 1]`: where each sequence's queries end, from 0; one query for each if None.
         sinks: `[Hq]`: the score of one more key, which has no value.
         k_scale: float32 or float64 `[Hkv]`: what numbers of the key cache are multiplied by.
         v_scale: likewise, of the value cache.
+        alibi_slopes: floating `[Hq]` or `[sequences, Hq]`: so much is subtracted from a score for each step between
+            query and key (arXiv:2108.12409).
+        bias: floating `[Hq or 1, tokens or 1, keys]`, added to the scores, by the place of a key in its sequence; for
+            as many keys as the longest sequence has, or more.
+        mask: bool `[tokens, n]`: which of the last n keys of its sequence a query sees, in place of `causal`; it sees
+            all before these. A tree of guessed tokens behind what is cached is one, see `Step.tree`.
         return_lse: whether to return the log-sum-exp.
         causal: a query sees keys up to its own position; else all of its sequence.
         window: a query sees the last `window` keys, its own included; 0 for all.
+        first: beside a window: a query sees so many keys at the sequence's begin as well (arXiv:2309.17453).
         scale: of the scores, `1 / sqrt(D)` if None.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 for none.
 
@@ -219,13 +293,13 @@ def paged(
     Source: arXiv:2309.06180 (PagedAttention).
     """
     call = paged.bind(
-        q, k_cache, v_cache, block_table, lengths, cu_seqlens_q, sinks, k_scale, v_scale, return_lse=return_lse,
-        causal=causal, window=window, scale=scale, softcap=softcap,
+        q, k_cache, v_cache, block_table, lengths, cu_seqlens_q, sinks, k_scale, v_scale, alibi_slopes, bias, mask,
+        return_lse=return_lse, causal=causal, window=window, first=first, scale=scale, softcap=softcap,
     )  # fmt: skip
     wide, groups = wide_dtype(q.dtype), q.shape[1] // k_cache.shape[2]
-    sequence, first, past = spans(call)
+    sequence, position = places(call)
     place = torch.arange(block_table.shape[1] * k_cache.shape[1], device=q.device)
-    allowed = (place >= first[:, None]) & (place < past[:, None])
+    allowed = visible(call, place)
     seen = torch.zeros((len(lengths), len(place)), dtype=torch.int32, device=q.device)
     seen = seen.index_add(0, sequence, allowed.int()) > 0
     k, v = (_of_pages(cache, block_table, seen)[sequence].repeat_interleave(groups, 2) for cache in (k_cache, v_cache))
@@ -233,6 +307,12 @@ def paged(
     if k_scale is not None:
         scores = scores * k_scale.to(wide).repeat_interleave(groups)[:, None]
     scores = scores if softcap == 0 else softcap * (scores / softcap).tanh()
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(wide).expand(len(lengths), -1)[sequence]
+        scores = scores - slopes[..., None] * (place - position[:, None]).abs()[:, None]
+    if bias is not None:
+        known = bias.to(wide)[..., : len(place)].transpose(0, 1)  # no sequence has keys past those that it is for
+        scores = scores + torch.nn.functional.pad(known, (0, len(place) - known.shape[2]))
     scores = scores.masked_fill(~allowed[:, None], -math.inf)
     # One more column: the sink, or nothing, so that no row is empty.
     column = q.new_full((), -math.inf, dtype=wide) if sinks is None else sinks.to(wide)[:, None]

@@ -61,6 +61,22 @@ class Paged:
         scores = torch.einsum("hd,khd->hk", q * scale, k) * self.k_scale(call)
         return call.softcap * (scores / call.softcap).tanh() if call.softcap else scores
 
+    def distance(self, keys: Tensor, position: int, length: int) -> Tensor:
+        return (keys - position).abs()
+
+    def slopes(self, call: Any, sequence: int) -> Tensor:
+        return call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[sequence]
+
+    def bias(self, call: Any, row: int, keys: Tensor) -> Tensor:
+        return call.bias[:, row if call.bias.shape[1] > 1 else 0][:, keys]
+
+    def added(self, call: Any, sequence: int, row: int, position: int, keys: Tensor) -> Tensor | float:
+        added: Tensor | float = 0.0
+        if call.alibi_slopes is not None:
+            distance = self.distance(keys, position, int(call.lengths[sequence]))
+            added = added - self.slopes(call, sequence).to(self.wide(call))[:, None] * distance
+        return added if call.bias is None else added + self.bias(call, row, keys).to(self.wide(call))
+
     def sink(self, call: Any, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         largest = q.new_full((len(q), 1), -math.inf)
         if call.sinks is not None:
@@ -70,14 +86,26 @@ class Paged:
     def faded(self, largest: Tensor, higher: Tensor) -> Tensor:
         return (largest - higher).exp().nan_to_num(0)
 
-    def keys(self, call: Any, position: int, length: int) -> Tensor:
-        return torch.arange(self.first(call, position), max(self.past(call, position, length), 0))
+    def keys(self, call: Any, row: int, position: int, length: int) -> Tensor:
+        past = max(length if call.mask is not None else self.past(call, position, length), 0)
+        keys = torch.arange(past)
+        keys = keys[(keys >= self.first(call, position)) | (keys < self.sunk(call))]
+        return keys if call.mask is None else keys[self.told(call, call.mask[row], keys, length)]
 
-    def joined(self, call: Any, q: Tensor, sequence: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def sunk(self, call: Any) -> int:
+        return call.first
+
+    def told(self, call: Any, mask: Tensor, keys: Tensor, length: int) -> Tensor:
+        column = keys - (length - len(mask))
+        return (column < 0) | mask[column.clamp(min=0)]
+
+    def joined(
+        self, call: Any, q: Tensor, sequence: int, keys: Tensor, row: int, position: int
+    ) -> tuple[Tensor, Tensor]:
         largest, total, mean = self.sink(call, q)
         for some in keys.split(self.split) if len(keys) else ():
             k, v = (self.rows(call, cache, sequence, some) for cache in (call.k_cache, call.v_cache))
-            scores = self.scores(call, q, k)
+            scores = self.scores(call, q, k) + self.added(call, sequence, row, position, some)
             higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
             weights, fading = (scores - higher).exp(), self.faded(largest, higher)
             total = total * fading + weights.sum(-1, keepdim=True)
@@ -99,8 +127,8 @@ class Paged:
             queries = ends[sequence + 1] - ends[sequence]
             for query in range(queries):
                 position, row = self.position(length, queries, query), ends[sequence] + query
-                keys = self.keys(call, position, length)
-                one, lse[row] = self.joined(call, call.q[row].to(lse.dtype), sequence, keys)
+                keys = self.keys(call, row, position, length)
+                one, lse[row] = self.joined(call, call.q[row].to(lse.dtype), sequence, keys, row, position)
                 out[row] = (one * self.v_scale(call)).to(out.dtype)
         return out, lse if call.return_lse else None
 
@@ -221,6 +249,50 @@ class _(Paged):
         return super().first(call, position) // call.k_cache.shape[1] * call.k_cache.shape[1]
 
 
+@fault("the first keys are one too few", at="the first keys")
+class _(Paged):
+    def sunk(self, call):
+        return max(call.first - 1, 0)
+
+
+@fault("the first keys are seen as whole pages", at="a window and the first keys")
+class _(Paged):
+    def sunk(self, call):
+        size = call.k_cache.shape[1]
+        return -(-call.first // size) * size
+
+
+@fault("a mask begins at the first of its sequence's own queries", at="under a mask")
+class _(Paged):
+    def told(self, call, mask, keys, length):
+        column = keys - max(length - len(mask), 0)
+        return (column < 0) | mask[column.clamp(min=0)]
+
+
+@fault("a mask hides the keys before it", at="a tree")
+class _(Paged):
+    def told(self, call, mask, keys, length):
+        return (keys >= length - len(mask)) & super().told(call, mask, keys, length)
+
+
+@fault("slopes count from a sequence's end", at="a tree with a bias and alibi")
+class _(Paged):
+    def distance(self, keys, position, length):
+        return length - 1 - keys
+
+
+@fault("every sequence has the slopes of the first", at="alibi by sequence")
+class _(Paged):
+    def slopes(self, call, sequence):
+        return super().slopes(call, 0)
+
+
+@fault("a bias is of places in what is left of a sequence", at="a bias, a window")
+class _(Paged):
+    def bias(self, call, row, keys):
+        return super().bias(call, row, keys - keys.min())
+
+
 @fault("a head reads every so many-th head of keys", at="groups")
 class _(Paged):
     def heads(self, call, of_keys, dim):
@@ -274,8 +346,8 @@ class _(Paged):
 
 @fault("what lies past the length has a weight of zero, not none", "padding")
 class _(Paged):
-    def joined(self, call, q, sequence, keys):
-        one, lse = super().joined(call, q, sequence, keys)
+    def joined(self, call, q, sequence, keys, row, position):
+        one, lse = super().joined(call, q, sequence, keys, row, position)
         size = call.k_cache.shape[1]
         if len(keys) and int(keys[-1]) % size != size - 1:
             last = keys[-1:] // size * size + size - 1

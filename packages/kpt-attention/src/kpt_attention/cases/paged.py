@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kpt_attention.cases import _case, _normal, _wrong
-from kpt_attention.paged import FP8, paged, spans
+from kpt_attention.paged import FP8, paged, spans, visible
 from kpt_core import InputError
 from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes
 
@@ -44,6 +44,9 @@ def _build(
     cache: torch.dtype | None = None,
     scales: bool = False,
     sinks: bool = False,
+    alibi: str | None = None,
+    bias: str | None = None,
+    mask: str | None = None,
     **settings: Any,
 ) -> Arguments:
     most = page_size * most_pages
@@ -57,7 +60,8 @@ def _build(
     used = -(-made // page_size)
     table = table.masked_fill(torch.arange(most_pages) >= used[:, None], -1)
     given: Arguments = {}
-    tokens = sequences
+    tokens, heads = sequences, kv_heads * groups
+    each = torch.ones(sequences, dtype=torch.int64)
     if queries > 1:
         # As many in all whatever is drawn; the order varies.
         each = (queries - torch.arange(sequences) * 7) % (queries + 1)
@@ -67,9 +71,18 @@ def _build(
     if scales:
         given |= _scales(generator, kv_heads)
     if sinks:
-        given["sinks"] = _normal(generator, kv_heads * groups)
+        given["sinks"] = _normal(generator, heads)
+    if alibi is not None:
+        shape = (sequences, heads) if alibi == "by sequence" else (heads,)
+        given["alibi_slopes"] = torch.rand(shape, generator=generator, dtype=torch.float64) / 4
+    if bias is not None:
+        keys = int(made.max()) if sequences else 0
+        rows = {"whole": (heads, tokens, keys), "of keys": (1, 1, keys + 3), "of queries": (1, tokens, keys)}
+        given["bias"] = _normal(generator, *rows[bias])
+    if mask is not None:
+        given["mask"] = _masks(generator, mask, each.tolist(), queries)
     return {
-        "q": _normal(generator, tokens, kv_heads * groups, head_dim),
+        "q": _normal(generator, tokens, heads, head_dim),
         **_caches(generator, pages, page_size, kv_heads, (head_dim, value_dim), cache),
         "block_table": table,
         "lengths": made,
@@ -78,14 +91,31 @@ def _build(
     }
 
 
+def _masks(generator: torch.Generator, kind: str, counts: list[int], most: int) -> Tensor:
+    """Return trees of each sequence's queries, or anything, over more keys than there are queries."""
+    if kind == "any":
+        return torch.rand(sum(counts), most + 2, generator=generator) < 0.6
+    found = torch.ones(sum(counts), most, dtype=torch.bool)
+    row = 0
+    for count in counts:
+        tree = torch.eye(count, dtype=torch.bool)
+        for token in range(1, count):
+            tree[token] |= tree[int(torch.randint(0, token, (), generator=generator))]
+        found[row : row + count, most - count :] = tree
+        row += count
+    return found
+
+
 def _unseen(arguments: Arguments) -> Mapping[str, Tensor]:
     """Mark the places of the caches that no query sees."""
     call = paged.bind(**arguments)
     pages, size = call.k_cache.shape[:2]
-    sequence, first, past = spans(call)
+    sequence, _, _ = spans(call)
     seen = torch.zeros(pages * size, dtype=torch.bool)
-    for table, begin, end in zip(call.block_table[sequence], first, past, strict=True):
-        keys = torch.arange(int(begin), int(end))
+    for table, row in zip(
+        call.block_table[sequence], visible(call, torch.arange(call.block_table.shape[1] * size)), strict=True
+    ):
+        keys = row.nonzero().flatten()
         seen[table[keys // size].long() * size + keys % size] = True
     return dict.fromkeys(("k_cache", "v_cache"), ~seen.view(pages, size, 1, 1))
 
@@ -128,6 +158,20 @@ PAGED = CaseTable(
         _case("a window of one", window=1, queries=3),
         _case("a window over prefills", window=6, queries=20, most_pages=9, return_lse=True),
         _case("not causal", causal=False, queries=3),
+        _case("a window and the first keys", window=5, first=3, most_pages=9, return_lse=True),
+        _case("a window and the first keys, prefills", window=6, first=5, queries=20, most_pages=9, groups=2),
+        _case("a window that reaches the first keys", window=3, first=30, queries=3),
+        _case("alibi", alibi="by head", groups=2, return_lse=True),
+        _case("alibi by sequence, prefills", alibi="by sequence", queries=11, most_pages=9),
+        _case("alibi, a window and the first keys", alibi="by head", window=4, first=2, queries=4, most_pages=9),
+        _case("a bias", bias="whole", groups=3, return_lse=True),
+        _case("a bias of keys, prefills", bias="of keys", queries=9, most_pages=9, softcap=2.0),
+        _case("a bias, a window and the first keys", bias="of queries", window=4, first=2, queries=4, most_pages=9),
+        _case("a tree", mask="tree", queries=6, groups=2, return_lse=True),
+        _case("a tree behind a window and the first keys", mask="tree", queries=6, window=9, first=3, most_pages=9),
+        _case("a tree with a bias and alibi", mask="tree", queries=6, bias="whole", alibi="by head"),
+        _case("a mask of any kind", mask="any", queries=5, most_pages=3, return_lse=True, sinks=True),
+        _case("more queries than keys under a mask", mask="tree", queries=30, most_pages=2),
         _case("sinks", sinks=True, return_lse=True, groups=2),
         _case("softcap", softcap=1.5, scale=0.4),
         _case("e4m3", cache=torch.float8_e4m3fn, scales=True, groups=2, queries=2),
@@ -170,6 +214,21 @@ PAGED = CaseTable(
             window=lambda _: -1),
         _paged("a window of full attention", r"window must be positive, of causal attention, .*causal=False",
             window=lambda _: 3, causal=lambda _: False),
+        _paged("negative first keys", r"first must be positive, beside a window, or 0 for none; got -1 with window=3",
+            window=lambda _: 3, first=lambda _: -1),
+        _paged("first keys without a window", r"first must be positive, beside a window, .*got 2 with window=0",
+            first=lambda _: 2),
+        _paged("slopes of other heads", r"alibi_slopes must be floating \[2\] or \[3, 2\]; got torch\.float32 \[3\]",
+            alibi_slopes=lambda _: torch.ones(3)),
+        _paged("a bias of other queries", r"bias must be floating \[2 or 1, 3 or 1, keys\]; got torch\.float32 "
+            r"\[2, 4, 20\]", bias=lambda _: torch.ones(2, 4, 20)),
+        _paged("a bias of too few keys", r"bias must be for 7 keys, as the longest sequence has, or more; got "
+            r"\[1, 1, 6\]", bias=lambda _: torch.ones(1, 1, 6), lengths=lambda t: t.clamp(max=0) + 7,
+            block_table=lambda t: t.clamp(min=0)),
+        _paged("a mask of floats", r"mask must be bool \[3, n\], .*; got torch\.float32 \[3, 1\]",
+            mask=lambda _: torch.ones(3, 1)),
+        _paged("a mask of other queries", r"mask must be bool \[3, n\], .*; got torch\.bool \[2, 1\]",
+            mask=lambda _: torch.ones(2, 1, dtype=torch.bool)),
         _paged("a scale too many", r"k_scale must be float32 \[2\], one for each head",
             k_scale=lambda _: torch.ones(3)),
         _paged("sinks of other heads", r"sinks must be floating \[2\]", sinks=lambda _: torch.ones(3)),
@@ -197,10 +256,16 @@ PAGED = CaseTable(
             "return_lse": (False, True),
             "causal": (True, False),
             "window": (0, 3, 40),
+            "first": (0, 2, 50),
+            "alibi": (None, "by head", "by sequence"),
+            "bias": (None, "whole", "of keys", "of queries"),
+            "mask": (None, "tree", "any"),
             "softcap": (0.0, 2.0),
             "scale": (None, 0.2),
         },
-        allowed=lambda values: _affordable(values) and (values["causal"] or not values["window"]),
+        allowed=lambda values: _affordable(values)
+        and (values["causal"] or not values["window"])
+        and (values["window"] > 0 or not values["first"]),
     ),
 )
 

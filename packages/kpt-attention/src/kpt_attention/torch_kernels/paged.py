@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kpt_attention.dense import dense, wide_dtype
 from kpt_attention.masks import causal as causal_mask
-from kpt_attention.masks import sliding_window
-from kpt_attention.paged import FP8, scale_of
+from kpt_attention.masks import dense_mask, global_tokens, sliding_window
+from kpt_attention.paged import FP8, scale_of, visible
 from kpt_attention.plan import Plan
 from kpt_core import Call
 
@@ -32,6 +32,7 @@ def forward(call: Call) -> Any:
     out = q.new_zeros((*q.shape[:2], call.v_cache.shape[3]))
     lse = q.new_empty(q.shape[:2], dtype=wide) if call.return_lse else None
     room: _Room = {}
+    parted = not (call.alibi_slopes is None and call.bias is None and call.mask is None)
     ends = list(range(len(q) + 1)) if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for number, length in enumerate(call.lengths.tolist()):
         rows = slice(ends[number], ends[number + 1])
@@ -39,40 +40,76 @@ def forward(call: Call) -> Any:
             continue
         queries = rows.stop - rows.start
         few = queries * (q.shape[1] // call.k_cache.shape[2]) <= _FEW and length > 0
-        if few and (queries == 1 or not call.causal):
-            found, sums = _few(call, q[rows], call.block_table[number], length, room)
+        own = _own(call, number, rows) if parted else call
+        if few and (queries == 1 or not call.causal) and call.mask is None:
+            found, sums = _few(own, q[rows], call.block_table[number], length, room)
         else:
-            found, sums = _sequence(call, q[rows], call.block_table[number], length)
+            found, sums = _sequence(own, q[rows], call.block_table[number], length)
         out[rows] = found
         if lse is not None:
             lse[rows] = sums
     return out, lse
 
 
+def _own(call: Call, number: int, rows: slice) -> Call:
+    """Return the call with what a sequence has of slopes, `[Hq]`, of the bias, and of the mask."""
+    slopes, bias, mask = call.alibi_slopes, call.bias, call.mask
+    return call._replace(
+        alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[number],
+        bias=bias if bias is None or bias.shape[1] == 1 else bias[:, rows],
+        mask=None if mask is None else mask[rows],
+    )
+
+
 def _sequence(call: Call, q: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
     """Attend with the queries of one sequence, `[queries, Hq, D]`."""
     queries, size = len(q), call.k_cache.shape[1]
-    first = max(length - queries + 1 - call.window, 0) // size * size if call.window else 0
-    pages = table[first // size : -(-length // size)]
-    length -= first
-    k, v = (_rows(cache, pages, length, q.dtype) for cache in (call.k_cache, call.v_cache))
-    position = length - queries
-    if call.window and length > call.window:
-        plan = (causal_mask() & sliding_window(call.window)).plan(queries, length, offset=position, device=q.device)
+    begin = max(length - queries + 1 - call.window, 0) if call.window else 0
+    if call.first == 0:
+        kept = [range(begin // size * size, length)]
+    elif call.first >= begin:
+        kept = [range(length)]
+    elif call.alibi_slopes is None:
+        kept = [range(call.first), range(begin, length)]
+    else:  # distances count the keys between, which nobody sees
+        kept, table = [range(length)], table.clamp(min=0)
+    k, v = (_rows(cache, table, kept, q.dtype) for cache in (call.k_cache, call.v_cache))
+    bias = None if call.bias is None else _at(call.bias, kept)[None]
+    position, keys = length - queries, sum(map(len, kept))
+    shift = length - keys
+    if call.mask is not None:
+        place = torch.cat([torch.arange(each.start, each.stop, device=q.device) for each in kept])
+        plan = dense_mask(_seen(call, q, length, place)).plan(queries, keys, offset=position - shift, device=q.device)
+    elif call.window and keys > call.window:
+        mask = sliding_window(call.window)
+        mask = mask if not call.first else mask | global_tokens(call.first)
+        plan = (causal_mask() & mask).plan(queries, keys, offset=position - shift, device=q.device)
     else:
-        plan = Plan(causal=call.causal, position=position)
+        plan = Plan(causal=call.causal, position=position - shift)
     scaled = q
     if call.k_scale is not None:
         scaled = q.to(wide_dtype(q.dtype)) * call.k_scale.repeat_interleave(q.shape[1] // k.shape[1])[:, None]
         scaled, k, v = (each.to(scaled.dtype) for each in (scaled, k, v))
     out, lse = dense(
-        scaled.transpose(0, 1)[None], k, v, **plan.arguments(queries, length), sinks=call.sinks,
-        return_lse=call.return_lse, scale=call.scale, softcap=call.softcap,
+        scaled.transpose(0, 1)[None], k, v, **plan.arguments(queries, keys), bias=bias,
+        alibi_slopes=call.alibi_slopes, sinks=call.sinks, return_lse=call.return_lse, scale=call.scale,
+        softcap=call.softcap,
     )  # fmt: skip
     out = out[0].transpose(0, 1)
     if call.v_scale is not None:
         out = out.to(wide_dtype(q.dtype)) * call.v_scale.repeat_interleave(q.shape[1] // k.shape[1])[:, None]
     return out.to(q.dtype), None if lse is None else lse[0].transpose(0, 1)
+
+
+def _seen(call: Call, q: Tensor, length: int, place: Tensor) -> Tensor:
+    """Return which keys, by their places, the queries of one sequence see under their mask: `[queries, keys]`."""
+    device = q.device
+    alone = call._replace(
+        q=q,
+        lengths=torch.tensor([length], device=device),
+        cu_seqlens_q=torch.tensor([0, len(q)], dtype=torch.int32, device=device),
+    )
+    return visible(alone, place)
 
 
 def _few(call: Call, q: Tensor, table: Tensor, length: int, room: _Room) -> tuple[Tensor, Tensor | None]:
@@ -82,13 +119,16 @@ def _few(call: Call, q: Tensor, table: Tensor, length: int, room: _Room) -> tupl
     rows = (q.to(wide) * scale_of(call)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     if call.k_scale is not None:
         rows = rows * call.k_scale.to(wide)[:, None, None]
-    first = max(length - call.window, 0) if call.window else 0
+    begin = max(length - call.window, 0) if call.window else 0
     step = max(1, _BYTES // (size * kv_heads * max(dim, value_dim) * wide.itemsize)) * size
     # Keys of each piece, from where a page begins.
-    pieces = [range(max(first, begin), min(begin + step, length))
-              for begin in range(first // size * size, length, step)]  # fmt: skip
+    pieces = [range(max(least, start), min(start + step, past))
+              for least, past in ((0, min(call.first, begin)), (begin, length))
+              for start in range(least // size * size, past, step)]  # fmt: skip
     scores = torch.cat([rows @ some.mT for some in _pieces(call.k_cache, table, pieces, wide, room)], -1)
     scores = scores if call.softcap == 0 else call.softcap * (scores / call.softcap).tanh_()
+    added = _added(call, queries, length, pieces)
+    scores = scores if added is None else scores + added.expand(heads, queries, -1).reshape(scores.shape)
     largest, sinks = scores.amax(-1, keepdim=True), None
     if call.sinks is not None:
         sinks = call.sinks.to(wide).view(kv_heads, -1, 1).repeat_interleave(queries, 1)
@@ -128,10 +168,35 @@ def _place(room: _Room, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     return room[dtype][:count].view(shape)
 
 
-def _rows(cache: Tensor, pages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return keys or values of one sequence, `[1, Hkv, keys, D]`."""
-    if cache.dtype in FP8:
-        rows = cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).to(dtype)
-    else:
-        rows = cache.index_select(0, pages)
-    return rows.flatten(0, 1)[:length].transpose(0, 1)[None]
+def _added(call: Call, queries: int, length: int, pieces: list[range]) -> Tensor | None:
+    """Return what is added to the scores of one sequence's queries, `[Hq or 1, queries or 1, keys]`, if anything."""
+    wide, device, added = wide_dtype(call.q.dtype), call.q.device, None
+    if call.bias is not None:
+        added = _at(call.bias, pieces).to(wide)
+    if call.alibi_slopes is not None:
+        place = torch.cat([torch.arange(each.start, each.stop, device=device) for each in pieces])
+        distance = (place - torch.arange(length - queries, length, device=device)[:, None]).abs()
+        lower = call.alibi_slopes.to(wide)[:, None, None] * -distance
+        added = lower if added is None else added + lower
+    return added
+
+
+def _at(bias: Tensor, kept: list[range]) -> Tensor:
+    """Return a bias of some keys."""
+    some = [bias[..., each.start : each.stop] for each in kept]
+    return some[0] if len(some) == 1 else torch.cat(some, -1)
+
+
+def _rows(cache: Tensor, table: Tensor, kept: list[range], dtype: torch.dtype) -> Tensor:
+    """Return some keys or values of one sequence, `[1, Hkv, keys, D]`."""
+    found, size = [], cache.shape[1]
+    for keys in kept:
+        begin = keys.start // size
+        pages = table[begin : -(-keys.stop // size)]
+        if cache.dtype in FP8:
+            rows = cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).to(dtype)
+        else:
+            rows = cache.index_select(0, pages)
+        found.append(rows.flatten(0, 1)[keys.start - begin * size : keys.stop - begin * size])
+    rows = found[0] if len(found) == 1 else torch.cat(found)
+    return rows.transpose(0, 1)[None]

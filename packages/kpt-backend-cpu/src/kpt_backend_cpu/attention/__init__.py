@@ -17,6 +17,7 @@ KERNELS = (
     Kernel(
         "attention.paged",
         forward=f"{_PAGED}:forward",
+        unsupported=f"{_PAGED}:unsupported",
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         priority=20,
         deterministic=True,

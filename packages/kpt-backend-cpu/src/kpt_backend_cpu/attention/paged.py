@@ -5,11 +5,21 @@ from torch import Tensor
 
 from kpt_backend_cpu.attention import dense
 from kpt_backend_cpu.attention.few import run
-from kpt_core import Call, get_op
+from kpt_core import Call, Refusal, get_op
 
 NAME = "attention.paged"
 #: Where a sequence has more queries, bringing its pages together costs less than reading them for a few at a time.
 _MOST_QUERIES = 15
+
+
+def unsupported(call: Call) -> Refusal | None:
+    """Return why a call is not for the kernel, or None."""
+    for name in ("alibi_slopes", "bias", "mask"):
+        if getattr(call, name) is not None:
+            return Refusal("{name} is given; this kernel reads spans of keys and adds nothing to scores", name=name)
+    if call.first:
+        return Refusal("the first {first} keys beside a window; this kernel reads one span of keys", first=call.first)
+    return None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,11 @@ def unsupported(call: Call) -> Refusal | str | None:
     """Return why a call is not for the kernel, or None."""
     if call.cu_seqlens_q is not None:
         return "cu_seqlens_q is given; this kernel is for one query of each sequence"
+    for name in ("alibi_slopes", "bias", "mask"):
+        if getattr(call, name) is not None:
+            return Refusal("{name} is given; this kernel reads spans of keys and adds nothing to scores", name=name)
+    if call.first:
+        return Refusal("the first {first} keys beside a window; this kernel reads one span of keys", first=call.first)
     if call.k_cache.dtype not in (call.q.dtype, torch.float8_e4m3fn, torch.float8_e5m2):
         return Refusal("caches in {dtype}; torch_xla holds float8_e4m3fn and float8_e5m2", dtype=call.k_cache.dtype)
     if 0 in (*call.q.shape, *call.k_cache.shape, *call.v_cache.shape, *call.block_table.shape):
