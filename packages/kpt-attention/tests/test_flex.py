@@ -4,7 +4,7 @@ import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +52,16 @@ def score_mods(batch: int, heads: int, queries: int, keys: int, kind: dict[str, 
     }
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Run in one thread: tensors are small, and threads wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:return_lse is deprecated")
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_torchs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def _rows(
     scale = 1 / math.sqrt(dim) if scale is None else scale
     scores = (q[:, :, rows.start : rows.stop].to(wide) * scale) @ k.to(wide).mT
     b, h, i, j = (torch.arange(size, device=q.device) for size in (batch, heads, len(rows), keys))
-    changed = score_mod(scores, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), (i + rows.start).view(-1, 1), j)
+    changed: object = score_mod(scores, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), (i + rows.start).view(-1, 1), j)
     if not isinstance(changed, Tensor) or changed.shape != scores.shape:
         told = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
         raise InputError(
