@@ -37,6 +37,7 @@ from .model_masks import ModelMask, read
 from .packed import packed
 from .paged import paged
 from .plan import BLOCK, Plan
+from .transformers_cache import PagedStates, attend_pages
 
 __all__ = ["NAME", "enable_continuous_batching", "kpt_attention_forward", "kpt_attention_mask"]
 
@@ -145,6 +146,12 @@ def kpt_attention_forward(
         kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         cu_seq_lens_k = kwargs["cu_seq_lens_k"]
+    if isinstance(key, PagedStates) and isinstance(value, PagedStates):
+        if not dropout and cu_seq_lens_q is None and not any(e is not None for e in (position_bias, *chosen.values())):
+            found = attend_pages(query, key, value, attention_mask, s_aux, scale=scaling, softcap=softcap or 0.0)
+            if found is not None:
+                return found, None
+        key, value = key.whole(), value.whole()
     if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = key.to(query.dtype), value.to(query.dtype)
     if query.shape[0] != key.shape[0]:
