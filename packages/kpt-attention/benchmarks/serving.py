@@ -95,6 +95,7 @@ def caches(asked: argparse.Namespace) -> None:
                     last = logits.argmax(-1)
                     spent.append(time.perf_counter() - start)
             best[name] = [min(pair) for pair in zip(best[name], (spent[0], sum(spent[1:])), strict=True)]
+            print(f"{name}: {spent[0]:.2f} s, then {sum(spent[1:]):.2f} s", flush=True)
             held[name] = getattr(cache, "nbytes", None) or sum(k.nbytes + v.nbytes for k, v, _ in list(cache))
     for name, (prompt, rest) in best.items():
         rate = asked.requests * (asked.new - 1) / rest

@@ -1,6 +1,7 @@
 """`PagedKVCache` beside transformers' `DynamicCache`: tokens, beams, padding, windows, rollbacks, and 8 bits."""
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -14,6 +15,8 @@ import kpt_attention.transformers  # noqa: F401  registers "kpt"
 from kpt_attention.transformers_cache import PagedKVCache
 from kpt_core import InputError, KptWarning, record
 
+#: What models call their cache: `cache` from transformers 5.24 on.
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaModel.forward).parameters else "past_key_values"
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -54,7 +57,7 @@ def prompt(padded: bool = False, batch: int = 2, length: int = 9) -> dict[str, T
 
 
 def generate(model: Any, cache: Any, inputs: dict[str, Tensor], **told: Any) -> Any:
-    return model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False, **told)
+    return model.generate(**inputs, **{CACHE: cache}, max_new_tokens=6, do_sample=False, **told)
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -91,7 +94,7 @@ def test_prompts_in_parts_equal_those_at_once(family: str, parts: tuple[int, ...
         ids, mask = inputs["input_ids"][:, begin : begin + part], inputs["attention_mask"][:, : begin + part]
         begin += part
         with torch.no_grad():
-            got, want = (model(ids, attention_mask=mask, past_key_values=each).logits for each in (ours, theirs))
+            got, want = (model(ids, attention_mask=mask, **{CACHE: each}).logits for each in (ours, theirs))
         keep = mask[:, -part:].bool()
         # Logits of float32 below 1, after two layers: the sums' order differs.
         torch.testing.assert_close(got[keep], want[keep], rtol=1e-4, atol=1e-5)
@@ -105,9 +108,9 @@ def test_a_few_queries_read_pages_too() -> None:
         model, inputs, cache = decoder(family), prompt(length=16)["input_ids"], None
         cache = PagedKVCache(model.config, page_size=4)
         with torch.no_grad():
-            model(inputs[:, :11], past_key_values=cache)
+            model(inputs[:, :11], **{CACHE: cache})
             with record() as calls:
-                model(inputs[:, 11:], past_key_values=cache)
+                model(inputs[:, 11:], **{CACHE: cache})
         assert sum(call.op == "attention.paged" for call in calls) == served
 
 
@@ -126,7 +129,7 @@ def test_rows_are_chosen_repeated_cropped_and_forgotten() -> None:
 
     def logits(cache: Any, ids: Tensor) -> Tensor:
         with torch.no_grad():
-            return model(ids, past_key_values=cache).logits  # type: ignore[no-any-return]
+            return model(ids, **{CACHE: cache}).logits  # type: ignore[no-any-return]
 
     def both(change: Any) -> None:
         for cache in (ours, theirs):
@@ -184,7 +187,7 @@ def test_numbers_of_8_bits_are_near(family: str, implementation: str, dtype: tor
         warnings.filterwarnings("ignore", "PagedKVCache: what does not know", KptWarning)
         for begin, end in ((0, 12), *((place, place + 1) for place in range(12, 16))):
             ids, seen = inputs["input_ids"][:, begin:end], mask[:, :end]
-            got, want = (model(ids, attention_mask=seen, past_key_values=each).logits for each in (cache, dense))
+            got, want = (model(ids, attention_mask=seen, **{CACHE: each}).logits for each in (cache, dense))
             if begin == 0:
                 keep = mask[:, :12].bool()
                 assert torch.equal(got[keep], want[keep])  # prompts attend to their keys as they are
@@ -212,13 +215,13 @@ def test_wrong_input_gets_a_sentence() -> None:
     with torch.no_grad():
         cache = PagedKVCache(transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 1}))
         with pytest.raises(InputError, match="layer 1 of a model writes to a cache of 1 layers"):
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         cache = PagedKVCache(model.config)
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         with pytest.raises(InputError, match=r"dim\) \(1, 2, 8\) and .*the cache holds \(2, 2, 8\).*call reset"):
-            model(ids[:1], past_key_values=cache)
+            model(ids[:1], **{CACHE: cache})
         with pytest.raises(InputError, match=r"dim\) \(2, 4, 8\) .*give each model a cache of its own"):
-            decoder("Llama", num_key_value_heads=4)(ids, past_key_values=cache)
+            decoder("Llama", num_key_value_heads=4)(ids, **{CACHE: cache})
         with pytest.raises(InputError, match="as a negative number or 0; got 3"):
             cache.crop(3)
         key, _ = cache.update(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8), 0)
@@ -226,4 +229,4 @@ def test_wrong_input_gets_a_sentence() -> None:
         with pytest.raises(InputError, match="states of 10 tokens are used where the cache has 9"):
             key.whole()
     with pytest.raises(InputError, match=r"keys that need gradients.*torch\.no_grad"):
-        model(ids, past_key_values=PagedKVCache(model.config))
+        model(ids, **{CACHE: PagedKVCache(model.config)})
