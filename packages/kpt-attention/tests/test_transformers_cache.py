@@ -17,7 +17,7 @@ from kpt_core import InputError, KptWarning, record
 
 #: What models call their cache: `cache` from transformers 5.24 on.
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaModel.forward).parameters else "past_key_values"
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": None,
@@ -227,6 +227,6 @@ def test_wrong_input_gets_a_sentence() -> None:
         key, _ = cache.update(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8), 0)
         cache.crop(-1)
         with pytest.raises(InputError, match="states of 10 tokens are used where the cache has 9"):
-            key.whole()
+            key.whole()  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"keys that need gradients.*torch\.no_grad"):
         model(ids, **{CACHE: PagedKVCache(model.config)})
