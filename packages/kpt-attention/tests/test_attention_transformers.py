@@ -1,5 +1,6 @@
 """Models of transformers with `attn_implementation="kpt"` beside eager ones: logits, gradients, padding, generation."""
 
+import copy
 import pickle
 import warnings
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
 
 from kpt_attention import attention
 from kpt_attention import causal as kpt_causal
@@ -307,8 +310,8 @@ class Logits(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(ids, use_cache=False).logits
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.model(ids, attention_mask=mask, use_cache=False).logits
 
 
 def test_traced_models_equal_eager() -> None:
@@ -319,16 +322,49 @@ def test_traced_models_equal_eager() -> None:
         torch.testing.assert_close(traced(ids.flip(0)), decoder("Llama", "eager")(ids.flip(0)).logits)
 
 
-def test_one_graph_serves_all_lengths() -> None:
-    model = decoder("Llama", "kpt")
-    compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
-    torch._dynamo.reset()
-    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=False):
-        for length in (7, 12, 140):
-            mask = torch.ones(2, length, dtype=torch.long)
-            mask[0, :3] = 0
-            got, want = (each(tokens(2, length) % 60, attention_mask=mask).logits for each in (compiled, model))
-            torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
+def bert(implementation: str) -> Any:
+    torch.manual_seed(0)
+    return transformers.BertForMaskedLM._from_config(
+        transformers.BertConfig(**SMALL | {"max_position_embeddings": 512}), attn_implementation=implementation
+    )
+
+
+@pytest.mark.parametrize("family", ["Bert", "Llama", "Gemma3Text"])
+def test_compiled_training_takes_as_many_graphs_as_sdpa(family: str) -> None:
+    counts = []
+    for implementation in ("sdpa", "kpt"):
+        torch._dynamo.reset()
+        model = bert(implementation) if family == "Bert" else decoder(family, implementation)
+        model.eval()  # no dropout
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for length in (7, 140, 12, 300):
+            ids = tokens(2, length)
+            mask = torch.ones_like(ids)
+            mask[0, length // 2 :] = 0
+            losses = []
+            for run in (compiled, model):
+                model.zero_grad()
+                loss = run(ids, attention_mask=mask, labels=ids).loss
+                loss.backward()
+                losses.append((loss, sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None)))
+            torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+        counts.append(counter.frame_count)
+    assert counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize("family", ["Bert", "Llama", "Gemma3Text"])
+def test_exported_models_serve_any_batch_and_length(family: str) -> None:
+    model = Logits(bert("kpt").eval() if family == "Bert" else decoder(family, "kpt"))
+    sizes = {0: Dim("batch", min=1), 1: Dim("tokens", min=1, max=128)}
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        program = torch.export.export(model, (ids, torch.ones_like(ids)), dynamic_shapes=(sizes, sizes)).module()
+        for batch, length in ((1, 1), (3, 5), (2, 128)):
+            ids = tokens(batch, length)
+            mask = torch.ones_like(ids)
+            mask[0, : length // 2] = 0
+            torch.testing.assert_close(program(ids, mask)[mask.bool()], model(ids, mask)[mask.bool()])
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GptOss"])
@@ -344,10 +380,41 @@ def test_continuous_batching_gives_the_tokens_of_generate(family: str) -> None:
         prompts, generation_config=told, continuous_batching_config=room
     )
     assert [found[f"req_{place}"].generated_tokens for place in range(4)] == wanted
-    with pytest.raises(ValueError, match="kpt is not supported for continuous batching"):  # a model that was not asked
+    # A model that was not asked, and one that has a name which transformers refuses itself.
+    with pytest.raises(InputError, match=r"kpt is not supported .* call kpt_attention.*\.enable_continuous_batching"):
         decoder(family, "kpt").generate_batch(prompts, generation_config=told)
     with pytest.raises(InputError, match="attn_implementation is 'eager': load it with"):
         enable_continuous_batching(decoder(family, "eager"))
+
+
+def enabled_within(model: Any) -> Any:
+    outer = torch.nn.ModuleDict({"inside": model})
+    outer.config = model.config
+    enable_continuous_batching(outer)
+    return model
+
+
+@pytest.mark.parametrize(
+    "enabled",
+    [
+        lambda model: copy.deepcopy(enable_continuous_batching(model)),
+        lambda model: pickle.loads(pickle.dumps(enable_continuous_batching(model))),
+        enabled_within,
+    ],
+    ids=["copied", "pickled", "wrapped"],
+)
+def test_a_copy_of_a_model_serves_batches_by_its_own_weights(enabled: Any) -> None:
+    told = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1)
+    room = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64)
+    prompt, model = tokens(1, 17), decoder("Llama", "kpt")
+    before = model.generate(prompt, generation_config=told)[0, 17:].tolist()
+    made = enabled(model)
+    with torch.no_grad():
+        made.lm_head.weight.copy_(made.lm_head.weight.flip(0))
+    wanted = made.generate(prompt, generation_config=told)[0, 17:].tolist()
+    assert wanted != before
+    found = made.generate_batch(prompt.tolist(), generation_config=told, continuous_batching_config=room)
+    assert [each.generated_tokens for each in found.values()] == [wanted]
 
 
 def test_a_model_that_another_one_switches_off_says_so():

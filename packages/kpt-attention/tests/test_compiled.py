@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 from torch.nn.functional import scaled_dot_product_attention
 
-from kpt_attention import Attention, FlexAttention, attention, causal, padding, sliding_window
+from kpt_attention import Attention, FlexAttention, attention, causal, padding, predicate, sliding_window
 from kpt_attention.dense import dense
 from kpt_attention.intervals import complement, intersect, tidy, unite
 
@@ -83,6 +83,8 @@ MODULES = {
     "padding": (Padded, (4, 8)),
     "layer": (lambda: Attention(32, 4, causal=True, window=5, rotary_base=100.0), (32,)),
     "dropout": (lambda: Attention(32, 4, causal=True, dropout=0.5), (32,)),
+    "blocks": (lambda: FlexAttention(32, 4, "dilated", {"size": 3, "step": 2}), (32,)),
+    "documents": (lambda: Op(predicate(lambda b, h, q, k: q // 7 == k // 7)), (4, 8)),
 }
 
 
@@ -120,12 +122,26 @@ def test_what_is_saved_has_the_shapes_that_compilers_are_told(dtype):
         assert (told.shape, told.dtype, told.stride()) == (saved.shape, saved.dtype, saved.contiguous().stride())
 
 
+class Shown(Attention):
+    """A layer under a mask of padding, made in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shown = torch.arange(x.shape[1], device=x.device) >= 2 * torch.arange(x.shape[0], device=x.device)[:, None]
+        return super().forward(x, shown)
+
+
 LAYERS = {
     "full": lambda: Attention(32, 4),
     "causal": lambda: Attention(32, 4, causal=True, rotary_base=100.0, dropout=0.5),
     "window": lambda: Attention(32, 4, causal=True, window=5),
     "pattern of a window": lambda: FlexAttention(32, 4, "sliding_window", {"size": 5}),
     "prefix": lambda: FlexAttention(32, 4, "prefix_lm", {"length": 3}),
+    "blocks": lambda: FlexAttention(32, 4, "dilated", {"size": 3, "step": 2}),
+    "function": lambda: FlexAttention(32, 4, lambda b, h, q, k: (q - k) % (h + 2) == 0),
+    "padding": lambda: Shown(),
     "two intervals": lambda: FlexAttention(32, 4, "global_tokens", {"size": 3, "count": 2}),
 }
 

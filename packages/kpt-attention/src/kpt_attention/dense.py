@@ -81,11 +81,12 @@ def _check_mask(call: Call) -> None:
         blocks.dtype is not torch.int32
         or blocks.dim() != 4
         or not _fits(blocks.shape[:2], (batch, heads))
-        or tuple(blocks.shape[2:]) != (-(-queries // BLOCK), -(-keys // BLOCK))
+        or blocks.shape[2] < -(-queries // BLOCK)
+        or blocks.shape[3] < -(-keys // BLOCK)
     ):
         raise InputError(
             f"{_NAME}: blocks must be int32 [{batch} or 1, {heads} or 1, {-(-queries // BLOCK)}, {-(-keys // BLOCK)}], "
-            f"blocks of {BLOCK} by {BLOCK}; got {blocks.dtype} {list(blocks.shape)}"
+            f"or more, blocks of {BLOCK} by {BLOCK}; got {blocks.dtype} {list(blocks.shape)}"
         )
     if bits is not None and (bits.dtype is not torch.uint8 or tuple(bits.shape[1:]) != (BLOCK, BLOCK // 8)):
         raise InputError(
@@ -216,7 +217,7 @@ def dense(
         k: `[B, Hkv, K, D]`; `Hkv` divides `Hq`, and query head `h` reads head `h // (Hq // Hkv)`.
         v: `[B, Hkv, K, Dv]`.
         intervals: keys that each query may see, see `kpt_attention.Plan`. All masks that are given must allow a key.
-        blocks: blocks of them, likewise.
+        blocks: blocks of them, likewise; what lies beyond the queries and keys is not looked at.
         block_bits: bits of blocks that are partly live, likewise.
         bias: broadcasts to `[B, Hq, Q, K]`, added to the scores.
         alibi_slopes: `[Hq]`: so much is subtracted for each step between query and key (arXiv:2108.12409).

@@ -18,8 +18,8 @@ from torch import Tensor
 from kpt_core import InputError
 
 from .arguments import integer
-from .intervals import complement, intersect, unite
-from .plan import BLOCK, Growing, Plan
+from .intervals import complement, intersect, readable, unite
+from .plan import BLOCK, Growing, Plan, all_blocks
 
 #: More intervals for a query than so many, and the mask is kept as bits of blocks.
 MOST_INTERVALS = 16
@@ -139,6 +139,8 @@ class Mask(ABC):
         rows = self.intervals(extent)
         if rows is not None and rows.shape[-2] <= MOST_INTERVALS:
             return Plan(intervals=rows.int(), **sizes)
+        if not readable(torch.empty(0, device=extent.device)):
+            return Plan(**all_blocks(_evaluate(self, extent).contiguous()), **sizes)
         return Plan(**_blocks(self, extent), **sizes)
 
     def dense(self, queries: int, keys: int | None = None, **sizes: Any) -> Tensor:
@@ -158,7 +160,7 @@ class Mask(ABC):
             torch.device(sizes.get("device", "cpu")),
         )
         self.check(extent)
-        return _evaluate(self, extent, range(queries), range(keys))
+        return _evaluate(self, extent)
 
     def picture(self, queries: int, keys: int | None = None, *, offset: int | None = None, width: int = 64) -> str:
         """Return the mask of the first sequence and head as text: a filled cell where some query of it sees a key."""
@@ -195,14 +197,17 @@ def _parts(mask: Mask, kind: "type[_Both] | type[_Either]") -> tuple[Mask, ...]:
     return mask.masks if isinstance(mask, kind) else (mask,)
 
 
-def _evaluate(mask: Mask, extent: Extent, queries: range, keys: range) -> Tensor:
-    """Return a part of the mask, `[B or 1, H or 1, queries, keys]` bool."""
+def _evaluate(mask: Mask, extent: Extent, queries: range | None = None, keys: range | None = None) -> Tensor:
+    """Return a part of the mask, or all of it, `[B or 1, H or 1, queries, keys]` bool."""
     by_batch, by_head = mask.spread()
     device = extent.device
     b = torch.arange(extent.batch if by_batch else 1, device=device)[:, None, None, None]
     h = torch.arange(extent.heads if by_head else 1, device=device)[:, None, None]
-    q = torch.arange(queries.start, queries.stop, device=device)[:, None] + extent.offset
-    k = torch.arange(keys.start, keys.stop, device=device)
+    # Sizes of a graph are no numbers, which ranges are made of.
+    of_queries, of_keys = ((0, size) if part is None else (part.start, part.stop)
+                           for part, size in ((queries, extent.queries), (keys, extent.keys)))  # fmt: skip
+    q = torch.arange(*of_queries, device=device)[:, None] + extent.offset
+    k = torch.arange(*of_keys, device=device)
     found = mask.allows(extent, b, h, q, k)
     told = getattr(found, "dtype", type(found).__name__)
     if told is not torch.bool:

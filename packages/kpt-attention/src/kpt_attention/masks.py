@@ -12,7 +12,7 @@ from torch import Tensor
 from kpt_core import InputError
 
 from .arguments import check_tensor, integer
-from .intervals import rows_of, runs, tidy
+from .intervals import readable, rows_of, runs, tidy
 from .mask_algebra import MOST_INTERVALS, Extent, Mask
 
 
@@ -84,6 +84,8 @@ class Document(Mask):
         new = torch.ones_like(ids, dtype=torch.bool)
         new[:, 1:] = ids[:, 1:] != ids[:, :-1]
         firsts = ids.masked_fill(~new, torch.iinfo(ids.dtype).max).sort(-1).values
+        if not readable(ids):
+            return None
         # An id that comes back later has more than one run.
         if bool(((firsts[:, 1:] == firsts[:, :-1]) & (firsts[:, 1:] != torch.iinfo(ids.dtype).max)).any()):
             return None

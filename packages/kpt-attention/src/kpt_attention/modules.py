@@ -209,7 +209,7 @@ class Attention(nn.Module):
                     f"tokens]; got {mask.dtype} {list(mask.shape)}: pass mask.bool(), of an additive one mask == 0"
                 )
             # An exported program is for all sizes: there two dimensions are padding.
-            if mask.dim() == 2 and mask.shape[0] == mask.shape[1] == x.shape[0] == x.shape[1] > 1 and not exporting():
+            if mask.dim() == 2 and not exporting() and mask.shape[0] == mask.shape[1] == x.shape[0] == x.shape[1] > 1:
                 raise InputError(
                     f"{who}: a mask of {list(mask.shape)} for {x.shape[0]} sequences of as many tokens may be padding "
                     "or say which keys a query sees: pass kpt_attention.padding(mask), or mask[None, None]"

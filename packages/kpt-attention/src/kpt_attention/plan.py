@@ -129,6 +129,52 @@ class Plan:
         return replace(self, **moved)
 
 
+def _table(mask: Tensor) -> tuple[int, int]:
+    """Return rows and columns of a mask's blocks, one more each: of one block compilers make another graph."""
+    rows, columns = (1 - (-size // BLOCK) for size in mask.shape[2:])
+    return rows, columns
+
+
+@torch.library.custom_op("kpt::attention_all_blocks", mutates_args=())
+def _all_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = _table(mask)
+    pads = (0, columns * BLOCK - mask.shape[3], 0, rows * BLOCK - mask.shape[2])
+
+    def blocked(value: bool) -> Tensor:
+        padded = torch.nn.functional.pad(mask, pads, value=value)
+        found: Tensor = padded.unflatten(3, (columns, BLOCK)).unflatten(2, (rows, BLOCK)).transpose(3, 4)
+        return found
+
+    bits = blocked(False)
+    live, full = bits.flatten(4).any(-1), blocked(True).flatten(4).all(-1)
+    places = torch.arange(live.numel(), device=mask.device).view(live.shape) + 2
+    blocks = torch.where(full & live, 1, torch.where(live, places, 0)).int()
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    packed = (bits.unflatten(-1, (BLOCK // 8, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+    return blocks, packed.flatten(0, 3).contiguous()
+
+
+@_all_blocks.register_fake
+def _(mask: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads = mask.shape[:2]
+    shape = (batch, heads, *_table(mask))
+    count = shape[0] * shape[1] * shape[2] * shape[3]
+    return mask.new_empty(shape, dtype=torch.int32), mask.new_empty((count, BLOCK, BLOCK // 8), dtype=torch.uint8)
+
+
+def all_blocks(mask: Tensor) -> dict[str, Any]:
+    """Return `blocks` and `block_bits` of a mask without a look at its values, as compilers want it.
+
+    Every block has bits, also those that are dead or full, and there may be more than needed. It is one torch op, so
+    that no graph depends on how many blocks there are.
+
+    Args:
+        mask: `[B or 1, H or 1, Q, K]` bool.
+    """
+    blocks, bits = _all_blocks(mask)
+    return {"blocks": blocks, "block_bits": bits}
+
+
 def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK, block_k: int = BLOCK) -> Tensor:
     """Return what is known of each block of queries by keys: `[B or 1, H or 1, Q blocks, K blocks]` int8.
 
@@ -166,7 +212,8 @@ def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK
     if plan.blocks is not None:
         if (block_q, block_k) != (BLOCK, BLOCK):
             raise InputError(f"live_blocks: the plan has blocks of {BLOCK}; got block_q={block_q}, block_k={block_k}")
-        state = torch.minimum(state, (plan.blocks > 0).to(torch.int8) + (plan.blocks == 1).to(torch.int8))
+        blocks = plan.blocks[:, :, :rows, :columns]
+        state = torch.minimum(state, (blocks > 0).to(torch.int8) + (blocks == 1).to(torch.int8))
     return state
 
 

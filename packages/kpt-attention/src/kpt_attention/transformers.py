@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
@@ -36,7 +37,7 @@ from .model_classes import changes_scores, check_class, wants_additive_masks
 from .model_masks import ModelMask, read
 from .packed import packed
 from .paged import paged
-from .plan import BLOCK, Plan
+from .plan import Plan, all_blocks
 from .transformers_cache import PagedStates, attend_pages
 
 __all__ = ["NAME", "enable_continuous_batching", "kpt_attention_forward", "kpt_attention_mask"]
@@ -288,7 +289,7 @@ def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:
     if mask.dim() != 4 or mask.shape[2] not in (1, sizes[2]):
         raise InputError(f"{NAME}: a bool mask of {list(mask.shape)}; expected [B or 1, H or 1, {sizes[2]} or 1, keys]")
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or mask.is_meta:  # type: ignore[attr-defined, no-untyped-call]
-        return _all_blocks(mask[..., : sizes[3]].expand(-1, -1, sizes[2], -1))
+        return Plan(**all_blocks(mask[..., : sizes[3]].expand(-1, -1, sizes[2], -1)))
     shown = mask[..., : sizes[3]]
 
     def lowered() -> Plan:
@@ -318,30 +319,12 @@ def _is_unchanged(one: Tensor, other: Tensor, state: Tensor | int) -> bool:
     return torch.equal(one, state) if isinstance(state, Tensor) else not one.is_inference() and one._version == state
 
 
-def _all_blocks(mask: Tensor) -> Plan:
-    """Return the plan of a mask without looking at its values, as compilers want it: with the bits of every block."""
-    rows, columns = (-(-size // BLOCK) for size in mask.shape[2:])
-    pads = (0, columns * BLOCK - mask.shape[3], 0, rows * BLOCK - mask.shape[2])
-
-    def blocked(value: bool) -> Tensor:
-        padded = nn.functional.pad(mask, pads, value=value)
-        found: Tensor = padded.unflatten(3, (columns, BLOCK)).unflatten(2, (rows, BLOCK)).transpose(3, 4)
-        return found
-
-    bits = blocked(False)
-    live, full = bits.flatten(4).any(-1), blocked(True).flatten(4).all(-1)
-    places = torch.arange(live.numel(), device=mask.device).view(live.shape) + 2
-    blocks = torch.where(full & live, 1, torch.where(live, places, 0)).int()
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
-    packed = (bits.unflatten(-1, (BLOCK // 8, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
-    return Plan(blocks=blocks, block_bits=packed.flatten(0, 3))
-
-
 def enable_continuous_batching(model: PreTrainedModel) -> PreTrainedModel:
     """Let a model that was loaded with `attn_implementation="kpt"` serve by continuous batching, and return it.
 
     transformers refuses names that it does not know there. This model's `init_continuous_batching`, and with it
-    `generate_batch` and `continuous_batching_context_manager`, then accept `"kpt"`; other models stay as they are.
+    `generate_batch` and `continuous_batching_context_manager`, then accept `"kpt"`; so do copies of it, and models that
+    wrap it, as PEFT's do. Other models stay as they are.
 
     Raises:
         InputError: the model has another attention implementation.
@@ -355,34 +338,34 @@ def enable_continuous_batching(model: PreTrainedModel) -> PreTrainedModel:
             f"{NAME}: the model's attn_implementation is {model.config._attn_implementation!r}: load it with "
             f"attn_implementation={NAME!r}, or call model.set_attn_implementation({NAME!r})"
         )
-    from transformers import ContinuousBatchingConfig
-    from transformers.generation.continuous_batching import ContinuousBatchingManager
-
-    class Manager(ContinuousBatchingManager):
-        """The manager of transformers, for a model whose attention serves paged caches itself."""
-
-        def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-            if model.config._attn_implementation != NAME:
-                super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
-
-    served: Any = model
-
-    @torch.no_grad()
-    def start(generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
-        cached = getattr(served, "_cached_continuous_batching_manager", None)
-        if cached is not None:
-            return cached
-        generation = generation_config if generation_config is not None else served.generation_config
-        if generation.eos_token_id is None:
-            generation.eos_token_id = -1
-        settings = continuous_batching_config or ContinuousBatchingConfig()
-        return Manager(
-            model=served, generation_config=generation, continuous_batching_config=settings,
-            workload_hints=workload_hints,
-        )  # fmt: skip
-
-    served.init_continuous_batching = start
+    # The methods of a wrapped model are called with the model inside. A mark, unlike a method, is copied and pickled.
+    for each in model.modules():
+        if isinstance(each, PreTrainedModel):
+            each._kpt_serves_batches = True  # type: ignore[assignment]
     return model
+
+
+def _serve_batches() -> None:
+    """Let transformers' serving take `"kpt"` of models that were enabled, and name the way where it refuses others."""
+    asked = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    if hasattr(asked, "_kpt"):  # this module is imported again
+        return
+
+    @wraps(asked)
+    def switch(self: ContinuousBatchingManager, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            return asked(self, model, *args, **kwargs)
+        if getattr(model, "_kpt_serves_batches", False):
+            return None
+        try:
+            return asked(self, model, *args, **kwargs)
+        except ValueError as error:
+            raise InputError(
+                f"{error} For {NAME!r}, call kpt_attention.transformers.enable_continuous_batching(model) first."
+            ) from error
+
+    switch._kpt = True  # type: ignore[attr-defined]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]
 
 
 def _ask_of_classes() -> None:
@@ -402,5 +385,6 @@ def _ask_of_classes() -> None:
 
 
 _ask_of_classes()
+_serve_batches()
 AttentionInterface.register(NAME, kpt_attention_forward)
 AttentionMaskInterface.register(NAME, kpt_attention_mask)

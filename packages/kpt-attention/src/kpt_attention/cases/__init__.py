@@ -86,6 +86,8 @@ def _build(
         offset=position if mask != "documents" or queries > keys else keys - queries,
     )
     given = {name: value for name, value in plan.arguments(queries, keys).items() if value is not None}
+    if "blocks" in given and keys % 2:  # what lies beyond the sizes is not looked at
+        given["blocks"] = torch.nn.functional.pad(given["blocks"], (0, 1, 0, 1), value=1)
     modifiers: dict[str, Tensor] = {}
     if added == "bias":
         modifiers["bias"] = _normal(generator, batch, heads, queries, keys)

@@ -16,6 +16,7 @@ NAME = "attention.dense"
 MOST_DIM = 256
 #: So few queries leave most of a tile empty; of so many keys that is worse than what others compute.
 _FEW_QUERIES, _MANY_KEYS = 16, 256
+_BLOCK = 128  #: rows and columns of a mask's block
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
 #: What is left to kernels in plain PyTorch.
 _REFUSED = ("bias", "alibi_slopes", "relative_bias")
@@ -160,9 +161,10 @@ def _empty(x: Tensor) -> Tensor:
 def _readable_call(call: Call) -> Call:
     """Return the call with tensors that the kernel can read."""
     changes = {name: _rows(name, getattr(call, name)) for name in ("q", "k", "v")}
+    rows, columns = (-(-x.shape[2] // _BLOCK) for x in (call.q, call.k))
     for name in ("intervals", "blocks"):
         if (x := getattr(call, name)) is not None:
-            x = readable(NAME, name, x)
+            x = readable(NAME, name, x if name == "intervals" else x[:, :, :rows, :columns])
             # What is of one sequence and head must be whole; these may be expanded.
             changes[name] = x if x.numel() > 0 and x[0, 0].is_contiguous() else x.contiguous()
     if call.intervals is not None and call.intervals.shape[3] == 0:  # nothing is seen

@@ -64,7 +64,10 @@ def _given(call: Call) -> tuple[Tensor | None, ...]:
     # A number in a tensor, so that each step of decoding is the same program.
     position = torch.tensor([call.position], dtype=torch.int32).to(call.q.device)
     sinks = None if call.sinks is None else call.sinks.float()
-    return call.q, call.k, call.v, call.intervals, call.blocks, call.block_bits, sinks, position
+    blocks = call.blocks
+    if blocks is not None:  # there may be more than needed, of 128 by 128
+        blocks = blocks[:, :, : -(-call.q.shape[2] // 128), : -(-call.k.shape[2] // 128)]
+    return call.q, call.k, call.v, call.intervals, blocks, call.block_bits, sinks, position
 
 
 def _scores(call: Call) -> Scores:
