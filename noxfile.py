@@ -6,6 +6,7 @@ is installed under constraints/cpu.txt, so a check gives the same answer today a
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ COMPILERS = "constraints/aot.txt"
 IPEX = "constraints/ipex.txt"
 TORCH_XLA = "constraints/tpu.txt"
 SITE = "constraints/site.txt"
+CLIENTS = "constraints/clients.txt"
 RELEASE = "constraints/release.txt"
 SCHEMAS = {
     "github-workflows": sorted(map(str, Path(".github/workflows").glob("*.yml"))),
@@ -160,7 +162,8 @@ def tests(session: nox.Session) -> None:
 def transformers(session: nox.Session) -> None:
     """Run the tests that use transformers with another version of it: `nox -s transformers -- 5.24.0`.
 
-    That version lies before the workspace's on the path, whose other packages serve it. Options of pytest may follow.
+    That version lies before the workspace's on the path, whose other packages serve it. Options of pytest may follow;
+    without them every class is compared with eager (ten minutes), and TRL and others are tried (tools/families).
     """
     version, *options = session.posargs or session.error("give a version: nox -s transformers -- 5.24.0")
     folder = Path(f".nox/transformers-{version}").absolute()
@@ -177,8 +180,30 @@ def transformers(session: nox.Session) -> None:
                 test(session, package, *using, "--each-value", "-m", "not slow", *options)
         except CommandFailed:
             failed.append(package)
+    if not options:  # every class that a tiny model can be made of, and libraries that train and serve such models
+        failed += families(session, version)
     if failed:
         session.error(f"with transformers {version}, tests failed in {', '.join(failed)}")
+
+
+def families(session: nox.Session, version: str) -> list[str]:
+    """Compare models with eager ones, class by class and through other libraries; return what failed."""
+    clients = Path(".nox/clients/site-packages").absolute()  # so called, or dill takes pyarrow for the user's own code
+    if not clients.exists():
+        run(session, "python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", clients, "-r", CLIENTS)
+    failed = []
+    for subject in ("attention", "experts"):
+        report = REPORTS / f"families-{subject}-{version}.json"
+        try:
+            run(session, "python", "tools/families/sweep.py", "run", "--subject", subject, "--out", report)
+        except CommandFailed:
+            failed.append(report.name)
+    session.env["PYTHONPATH"] += f"{os.pathsep}{clients}"
+    try:
+        run(session, "python", "tools/families/clients.py")
+    except CommandFailed:
+        failed.append("clients")
+    return failed
 
 
 @in_workspace
