@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_attention.dropout import kept
+from kpt_attention.dropout import kept, seed_of
 
 from .mutant import Mutant
 
@@ -125,7 +125,7 @@ class Attention:
         return self.drawn(call, rows, torch.arange(call.k.shape[2])).to(self.wide(call)) * self.refund(call)
 
     def drawn(self, call: Any, rows: Tensor, columns: Tensor) -> Tensor:
-        return kept(call.dropout, call.seed, call.offset, rows, columns)
+        return kept(call.dropout, seed_of(call), call.offset, rows, columns)
 
     def refund(self, call: Any) -> float:
         return 1 / (1 - call.dropout)
@@ -221,6 +221,44 @@ class _(Attention):
         return columns <= rows - call.position
 
 
+class FewQueries(Attention):
+    """A kernel that has a path of its own for few queries of few keys, where no gradient is wanted."""
+
+    def few(self, call: Any) -> bool:
+        return not call.needs and call.q.shape[2] < 16 and call.k.shape[2] < 256
+
+
+@fault("few queries of few keys see them all", "without_gradients", at="few keys")
+class _(FewQueries):
+    def causal(self, call, rows, columns):
+        return columns >= 0 * rows if self.few(call) else columns <= rows
+
+
+@fault("few queries of few keys stand at the first of them", "without_gradients", at="few keys")
+class _(FewQueries):
+    def causal(self, call, rows, columns):
+        return super().causal(call, rows - call.position if self.few(call) else rows, columns)
+
+
+@fault("few queries of few keys stand at the last of them", "without_gradients", at="few keys from the start")
+class _(FewQueries):
+    def causal(self, call, rows, columns):
+        end = call.k.shape[2] - call.q.shape[2] - call.position
+        return super().causal(call, rows + end if self.few(call) else rows, columns)
+
+
+def _decoding(call: Any) -> str | None:
+    """Refuse gradients of few queries, as kernels do that read each key once."""
+    return "few queries with a gradient" if call.needs and call.q.shape[2] < 16 else None
+
+
+@fault("few queries that may have no gradient stand at the first keys", "without_gradients", at="many keys",
+       unsupported=_decoding)  # fmt: skip
+class _(Attention):
+    def causal(self, call, rows, columns):
+        return super().causal(call, rows if call.q.shape[2] >= 16 else rows - call.position, columns)
+
+
 @fault("an interval has its end", at="window")
 class _(Attention):
     def intervals(self, call, columns):
@@ -256,6 +294,22 @@ class _(Attention):
 class _(Attention):
     def blocks(self, call):
         return super().blocks(call._replace(blocks=call.blocks.masked_fill(call.blocks == 1, 0)))
+
+
+@fault("blocks beyond the keys are read, as if zeros lay there", at="blocks")
+class _(Attention):
+    def forward(self, call):
+        beyond = 0 if call.blocks is None else call.blocks.shape[3] * 128 - call.k.shape[2]
+        k, v = (torch.nn.functional.pad(each.detach(), (0, 0, 0, beyond)) for each in (call.k, call.v))
+        return super().forward(call._replace(k=k, v=v))
+
+
+@fault("a row of blocks is taken to be as long as the keys need", at="blocks")
+class _(Attention):
+    def blocks(self, call):
+        rows, columns = (-(-tokens // 128) for tokens in (call.q.shape[2], call.k.shape[2]))
+        table = call.blocks.flatten(2)[..., : rows * columns].unflatten(2, (rows, columns))
+        return super().blocks(call._replace(blocks=table))
 
 
 @fault("keys past the last whole tile of 64 are left out", at="63 tokens")
@@ -371,7 +425,31 @@ class _(Attention):
 @fault("dropout keeps the lower half of the seed", "replayed", at="dropout")
 class _(Attention):
     def drawn(self, call, rows, columns):
-        return kept(call.dropout, call.seed & 0xFFFFFFFF, call.offset, rows, columns)
+        return kept(call.dropout, seed_of(call) & 0xFFFFFFFF, call.offset, rows, columns)
+
+
+@fault("a drawn seed is not read", at="drawn seed")
+class _(Attention):
+    def drawn(self, call, rows, columns):
+        return super().drawn(call._replace(drawn_seed=None), rows, columns)
+
+
+@fault("a drawn seed takes the place of the given one", at="drawn seed")
+class _(Attention):
+    def drawn(self, call, rows, columns):
+        return super().drawn(call if call.drawn_seed is None else call._replace(seed=0), rows, columns)
+
+
+@fault("the drawn seed of an earlier call is kept", "changed_in_place", at="drawn seed")
+class _(Attention):
+    def __init__(self):
+        self.known: dict[Any, int] = {}
+
+    def drawn(self, call, rows, columns):
+        if call.drawn_seed is not None:
+            seed = self.known.setdefault(call.drawn_seed.data_ptr(), int(call.drawn_seed))
+            call = call._replace(drawn_seed=torch.tensor(seed))
+        return super().drawn(call, rows, columns)
 
 
 @fault("dropout draws one number for all heads", at="dropout")
@@ -422,6 +500,27 @@ class _(Attention):
         grad = change.new_zeros(call.relative_bias.shape)
         grad[:, self.table(call).flatten()] = change.sum(0).flatten(1)
         return grad
+
+
+@fault("what is saved of a row keeps a dimension of one", "interchangeable")
+class _(Attention):
+    def forward(self, call):
+        results, saved = super().forward(call)
+        return results, (saved[:1] + tuple(each.unsqueeze(-1) for each in saved[1:]))
+
+    def backward(self, call, saved, grad_out, grad_lse):
+        saved = saved[:1] + tuple(each.view(call.q.shape[:3]) for each in saved[1:])
+        return super().backward(call, saved, grad_out, grad_lse)
+
+
+@fault("the sum of exponentials is saved as its logarithm", "interchangeable")
+class _(Attention):
+    def forward(self, call):
+        results, saved = super().forward(call)
+        return results, (*saved[:2], *(each.log() for each in saved[2:]))
+
+    def backward(self, call, saved, grad_out, grad_lse):
+        return super().backward(call, (*saved[:2], saved[2].exp()), grad_out, grad_lse)
 
 
 @fault("the mask of the last call of these sizes is used again", "changed_in_place", at="window")

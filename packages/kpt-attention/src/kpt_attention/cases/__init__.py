@@ -100,7 +100,7 @@ def _build(
     if sinks:
         modifiers["sinks"] = _normal(generator, heads)
     if drawn:
-        modifiers["drawn_seed"] = torch.tensor(-11)
+        modifiers["drawn_seed"] = torch.randint(-20, 20, (), generator=generator)
     return {"q": q, "k": k, "v": v, **given, **modifiers, "return_lse": return_lse, **settings}
 
 
@@ -181,6 +181,8 @@ DENSE = CaseTable(
         _case("decode past many keys, left padding", queries=1, keys=1100, groups=3, mask="padding"),
         _case("decode past many keys, sinks and softcap", queries=1, keys=300, groups=2, sinks=True, softcap=2.0),
         _case("a few queries of many keys", queries=5, keys=300, mask="causal", return_lse=False),
+        _case("a few queries of few keys", queries=5, keys=40, groups=2, mask="causal", return_lse=False),
+        _case("a few queries of few keys from the start", queries=5, keys=40, mask="causal", place="start"),
         _case("groups of heads, output alone", queries=33, keys=33, groups=3, mask="causal", return_lse=False),
         _case("groups of heads, full, output alone", queries=9, keys=40, groups=3, return_lse=False),
         _case("past a block", queries=129, keys=257, batch=1, kv_heads=1, mask="causal"),
@@ -190,7 +192,7 @@ DENSE = CaseTable(
         _case("documents", queries=50, keys=50, mask="documents"),
         _case("left padding", queries=40, keys=40, mask="padding"),
         _case("two intervals", queries=140, keys=140, batch=1, kv_heads=1, mask="two intervals"),
-        _case("blocks", queries=140, keys=270, batch=1, mask="blocks"),
+        _case("blocks", queries=140, keys=271, batch=1, mask="blocks"),
         _case("blocks by head", queries=30, keys=140, groups=2, mask="blocks by head"),
         _case("nothing seen", mask="nothing"),
         _case("nothing seen but the sink", mask="nothing", sinks=True),
