@@ -21,9 +21,9 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def test_core_has_one_autograd_function() -> None:
+def test_core_has_one_autograd_function_and_two_for_torch_func() -> None:
     functions = [each for each in torch.autograd.Function.__subclasses__() if each.__module__.startswith("kpt_core")]
-    assert [each.__name__ for each in functions] == ["Dispatched"]
+    assert [each.__name__ for each in functions] == ["Dispatched", "Tracked", "TrackedBackward"]
 
 
 def test_a_kernel_s_backward_serves_its_forward(add: Add) -> None:

@@ -1,5 +1,6 @@
-"""torch.func and forward-mode AD over ops: whatever kernels are there, the numbers are those of plain PyTorch."""
+"""torch.func and forward-mode AD over ops: the numbers are those of plain PyTorch, by kernels under `grad` alone."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import toy_ops
 from kpt_core import Backend, Call, NoKernelError, explain, record, use
+from kpt_core.errors import KernelFailedWarning, KptWarning
 from loopback import Fault, Loopback, hundreds, kernel, scale
 from toy_ops import KERNELS, RAN, layer
 
@@ -57,6 +59,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
         grad(lambda w, row: loss(run, row[None], w, args[2])), in_dims=(None, 0)
     )(args[1], args[0]),
 }
+#: Those that are one gradient and nothing else where the op is called; what differentiates `jacrev` is mapped.
+BY_KERNELS = {"grad": 1, "grad and value": 1, "vjp": 1, "jacrev": 0}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -64,9 +68,75 @@ def test_transforms_equal_plain_pytorch(name: str) -> None:
     args = draw(3, 5), draw(5, 4), draw(4)
     expected = TRANSFORMS[name](layer.reference, *args)
     torch.testing.assert_close(TRANSFORMS[name](layer, *args), expected)
-    assert not RAN
+    assert (RAN["layer_kernel"], RAN["layer_backward"]) == (int(name in BY_KERNELS), BY_KERNELS.get(name, 0))
     layer(*args)
-    assert RAN  # outside, a kernel serves
+    assert RAN["layer_kernel"] == 1 + (name in BY_KERNELS)  # outside, a kernel serves
+
+
+def test_gradients_of_kernels_are_differentiated_by_plain_pytorch() -> None:
+    """By whatever comes later: autograd outside, and transforms of a vjp that was taken before."""
+    x, weight, bias = draw(3, 5).requires_grad_(), draw(5, 4).requires_grad_(), draw(4)
+    slope, way = draw(3, 4), torch.cos(draw(3, 4))
+
+    def later(run: Callable[..., Tensor]) -> list[Any]:
+        # The weight is no argument of `grad`, and what is made of it wants a gradient outside alone.
+        first = grad(lambda x: loss(run, x, weight * 2, bias))(x)
+        found: list[Any] = [first, *torch.autograd.grad(first.square().sum(), (x, weight))]
+        _, pull = vjp(lambda *given: run(*given, bias), x.detach(), weight.detach())
+        found += [pull(slope), vmap(pull)(torch.stack((slope, way)))]
+        found += [grad(lambda slope: pull(slope)[0].square().sum())(slope), jvp(pull, (slope,), (way,))]
+        return [*found, jacrev(lambda slope: pull(slope)[1])(slope), hessian(lambda s: pull(s)[0].pow(3).sum())(slope)]
+
+    torch.testing.assert_close(later(layer), later(layer.reference))
+    assert RAN["layer_backward"] >= 2
+
+
+@pytest.mark.parametrize("around", ["autocast", "no_grad", "profiler"])
+def test_gradients_by_kernels_in_contexts(around: str) -> None:
+    args = draw(3, 5).float(), draw(5, 4).float(), draw(4).float()
+
+    def taken(run: Callable[..., Tensor], context: Any) -> Any:
+        def inside(x: Tensor) -> Tensor:
+            with torch.no_grad() if around == "no_grad" else nullcontext():
+                held = run(x, *args[1:])
+            return (held * x.sum()).sum()
+
+        with context:
+            return grad(inside)(args[0])
+
+    contexts = {"autocast": torch.autocast("cpu", torch.bfloat16), "profiler": torch.autograd.profiler.profile()}
+    found = taken(layer, contexts.get(around, nullcontext()))
+    torch.testing.assert_close(found, taken(layer.reference, nullcontext()))  # in float32, backward too
+    assert RAN["layer_kernel"] == 1
+
+
+def test_plain_pytorch_tells_once_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "plain_bytes", lambda call: 2**26 * call.x.shape[0])
+    args = draw(3, 5), draw(5, 4)
+
+    def told(run: Callable[[], Any]) -> list[str]:
+        monkeypatch.setattr(layer, "told_of", set())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+            run()
+        return [str(each.message) for each in caught if issubclass(each.category, KptWarning)]
+
+    x, weight = (each.clone().requires_grad_() for each in args)
+    assert not told(lambda: grad(lambda x: layer(x, args[1]).sum())(args[0]))
+    assert not told(lambda: layer(x, weight).sum().backward())
+    (jvp_of,) = told(lambda: jvp(lambda x: layer(x, args[1]), args[:1], args[:1]))
+    assert jvp_of.startswith(
+        "torch.func.jvp of toy.layer computes in plain PyTorch and takes about 503 MB for x [3, 5]"
+    )
+    assert not told(lambda: vmap(lambda row: layer(row[None], args[1]))(args[0]))
+    # Rows that are mapped count: 201 MB before, and now 2.1 GB.
+    (vmap_of,) = told(lambda: vmap(lambda row: layer(row[None], args[1]))(draw(32, 5)))
+    assert vmap_of.startswith("torch.func.vmap of toy.layer computes in plain PyTorch and takes about 2.1 GB")
+    (second,) = told(lambda: torch.autograd.grad(layer(x, weight).sum(), x, create_graph=True)[0].sum().backward())
+    assert second.startswith("a second derivative of toy.layer")
+    (both,) = told(lambda: vmap(grad(lambda row: layer(row[None], args[1]).sum()))(args[0]))
+    assert both.startswith("torch.func.vmap of torch.func.grad of toy.layer")
 
 
 @pytest.mark.parametrize("name", ["grad", "vmap", "gradients of each sample", "jvp"])
@@ -83,16 +153,37 @@ def test_choices_hold_and_are_told_under_transforms(add: Add, x: Tensor) -> None
         assert explain(scale, sample, sample).kernel == "reference"
         return scale(sample, sample).sum()
 
+    def each() -> None:
+        vmap(grad(told))(x[None])
+
     with record() as ran:
-        grad(told)(x)
+        each()
         jvp(lambda x: scale(x, x), (x,), (x,))
     assert [each.kernel for each in ran] == ["reference"] * 2
     assert "a transform of torch.func is at work" in str(ran[0])
     for choice in ("other", "loopback:first"):
         with use(choice), pytest.raises(NoKernelError, match="transform of torch"):
-            grad(told)(x)
+            each()
+        with use(choice), pytest.raises(NoKernelError, match="forward only"):
+            grad(lambda x: scale(x, x).sum())(x)
     with use("reference", strict=True):
+        each()
         grad(told)(x)
+
+
+def test_choices_hold_and_are_told_under_grad(add: Add) -> None:
+    args = draw(3, 5), draw(5, 4)
+
+    def told(x: Tensor) -> Tensor:
+        names.append(explain(layer, x, args[1]).kernel)
+        return layer(x, args[1]).sum()
+
+    names: list[str] = []
+    for choice in ("reference", "toy_ops:layer_kernel_for_many"):
+        with use(choice), record() as ran:
+            grad(told)(args[0])
+        assert [each.kernel for each in ran] == [choice] == names
+        names.clear()
 
 
 def test_a_torch_kernel_that_autograd_differentiates_serves_under_transforms(
@@ -159,7 +250,7 @@ def test_a_kernel_that_raises_is_not_asked_under_transforms(add: Add, x: Tensor)
     add(Loopback(kernel("faulty", backward="faulty_backward"), name="other"))
     Fault.error = RuntimeError("no storage")
     vmap(lambda row: scale(row, row))(x)
-    grad(lambda row: scale(row, row).sum())(x)
+    vmap(grad(lambda row: scale(row, row).sum()))(x)
     jvp(lambda row: scale(row, row), (x,), (x,))
     make_fx(lambda row: scale(row, row), tracing_mode="fake")(x)
     make_fx(vmap(lambda row: scale(row, row)), tracing_mode="symbolic")(x)
@@ -167,6 +258,16 @@ def test_a_kernel_that_raises_is_not_asked_under_transforms(add: Add, x: Tensor)
     Fault.error = None
     assert explain(scale, x, x).kernel == "loopback:faulty"
     assert hundreds(scale(x, x)) == 5
+
+
+def test_a_kernel_that_raises_gives_way_under_grad(add: Add, x: Tensor) -> None:
+    add(Loopback(kernel("faulty", backward="faulty_backward"), name="other"))
+    expected = grad(lambda row: scale.reference(row, row).sum())(x)
+    Fault.error = RuntimeError("no storage")
+    with pytest.warns(KernelFailedWarning, match="no storage"):
+        torch.testing.assert_close(grad(lambda row: scale(row, row).sum())(x), expected)
+    with use(strict=True), pytest.raises(RuntimeError, match="no storage"):
+        grad(lambda row: scale(row, row).sum())(x)
 
 
 @pytest.mark.parametrize("looked_on", [False, True])

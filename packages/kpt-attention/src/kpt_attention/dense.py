@@ -155,6 +155,13 @@ def _flops(call: Call) -> int:
     return int(2 * batch * heads * queries * call.k.shape[2] * (head_dim + call.v.shape[3]))
 
 
+def _plain_bytes(call: Call) -> int:
+    """Scores, their exponentials and the weights, all at once."""
+    batch, heads, queries, _ = call.q.shape
+    size: int = 3 * batch * heads * queries * call.k.shape[2] * wide_dtype(call.q.dtype).itemsize
+    return size
+
+
 def _size_key(call: Call) -> tuple[int | str, ...]:
     """Sequences times heads, queries and keys, rounded since they vary; dims and the kind of mask."""
     batch, heads, queries, head_dim = call.q.shape
@@ -183,7 +190,7 @@ def biases(call: Call, scores: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 @op(_NAME, check=_check, fake=_fake, saves=_saves, fake_saves=_fake_saves, optional_results={1: "return_lse"},
-    random=True, flops=_flops, size_key=_size_key, autocast=("q", "k", "v"))  # fmt: skip
+    random=True, flops=_flops, plain_bytes=_plain_bytes, size_key=_size_key, autocast=("q", "k", "v"))  # fmt: skip
 def dense(
     q: Tensor,
     k: Tensor,

@@ -264,6 +264,7 @@ class Op(Generic[P, R]):
         self.saves: Callable[[Call], tuple[Tensor, ...]] | str | None = settings["saves"]
         self.fake_saves: Callable[[Call], tuple[Tensor, ...]] | None = settings["fake_saves"]
         self.flops: Callable[[Call], int] | None = settings["flops"]
+        self.plain_bytes: Callable[[Call], int] | None = settings["plain_bytes"]
         self.size_key: Callable[[Call], tuple[int | str, ...]] | None = settings["size_key"]
         self.random: bool = settings["random"]
         self.signature = inspect.signature(reference)
@@ -329,7 +330,7 @@ class Op(Generic[P, R]):
         self.kernels: dict[tuple[str, Kernel], Any] = {}
         #: What compilers look into instead of the opaque op, by what they know of a call.
         self.plain: dict[tuple[str, torch.dtype, bool], Callable[[Call], Any]] = {}
-        #: Device types whose fallback to plain PyTorch was said.
+        #: Device types whose fallback to plain PyTorch was said; and "memory", where what that takes was.
         self.told_of: set[str] = set()
 
     def _known(self, setting: str, names: Iterable[str], known: Iterable[str], what: str) -> frozenset[str]:

@@ -57,6 +57,7 @@ def op(
     random: bool = False,
     optional_results: Mapping[int, str] | None = None,
     flops: Callable[[Call], int] | None = None,
+    plain_bytes: Callable[[Call], int] | None = None,
     autocast: Iterable[str] = (),
     size_key: Callable[[Call], tuple[int | str, ...]] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
@@ -79,6 +80,8 @@ def op(
         optional_results: place of a result that may be None to the bool parameter that asks for it; the result is
             annotated `Tensor | None`.
         flops: gives the floating-point operations of a forward, for `torch.utils.flop_counter`.
+        plain_bytes: gives the bytes that the reference takes for a forward, if they can be many: where it has to run
+            under torch.func or for a second derivative, a warning says so, once.
         autocast: tensor parameters that `torch.autocast` converts to its dtype; the others keep theirs.
         size_key: gives a tuple of ints and strings: the sizes that decide which kernel is fastest. `kpt tune` keeps one
             result for each, so dimensions that vary are rounded (`kpt_core.policy.next_power_of_two`).
@@ -92,7 +95,7 @@ def op(
         made = Op(
             name, reference, check=check, fake=fake, saves=saves, fake_saves=fake_saves, unread=tuple(unread),
             mutates=tuple(mutates), random=random, optional_results=optional_results or {}, flops=flops,
-            autocast=tuple(autocast), size_key=size_key,
+            plain_bytes=plain_bytes, autocast=tuple(autocast), size_key=size_key,
         )  # fmt: skip
         entry, made.run_reference = entries(made)
         # A class of its own, since a call looks for `__call__` there; binding is Python's own, and as quick.

@@ -17,10 +17,11 @@ from kpt_core.selection import Selection
 from .autograd import wanted
 from .candidates import Candidate, candidates_of, choose, first_of, selection_of
 from .containment import fall_back
+from .functional import run_tracked, unwrapped
 from .opaque import call_opaque
 from .run import after_failure, choose_and_run, run
 from .settings import SCOPE, Scope, effective, scoped
-from .transforms import transformed, under_transform
+from .transforms import is_lone_gradient, transformed, under_transform, warn_of_memory
 
 #: Whose tensors stand for others and see every torch op: the opaque op is what they are shown.
 _TORCH_OWN = ("torch._subclasses.", "torch.distributed._functional_collectives")
@@ -51,7 +52,7 @@ def _choose_only(op: Op[..., Any], call: Call, scope: Scope) -> Any:
     call = call._replace(needs=wanted(op, call) if torch.is_grad_enabled() else ())
     first = first_of(op, call)
     found = candidates_of(op, first.device, first.dtype)
-    if under_transform():
+    if under_transform() and not (is_lone_gradient() and not op.mutates):
         found = transformed(found)
     candidate, tuned, refusals = choose(op, call, found)
     if tuned is None and (candidate is None or candidate.backend == TORCH):
@@ -93,9 +94,15 @@ def serve(op: Op[..., Any], call: Call) -> Any:
 
 def _serve_under_transform(op: Op[..., Any], call: Call) -> Any:
     first = first_of(op, call)
+    if is_lone_gradient() and not (op.mutates or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing()):
+        inner = unwrapped(op, call)
+        if not first.is_meta and not inspect_tensors(op, inner):
+            return run_tracked(op, call, inner)
     found = transformed(candidates_of(op, first.device, first.dtype))
 
     def plainly(op: Op[..., Any], candidate: Candidate | None, call: Call) -> Any:
+        if candidate is None:
+            warn_of_memory(op, call)
         return op.run_reference(call) if candidate is None else candidate.forward(call)
 
     return choose_and_run(op, call, found, effective(), plainly)
