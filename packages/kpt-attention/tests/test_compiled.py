@@ -8,7 +8,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 from torch.nn.functional import scaled_dot_product_attention
 
-from kpt_attention import Attention, FlexAttention, attention, causal, padding, predicate, sliding_window
+from kpt_attention import (
+    Attention,
+    CrossAttention,
+    FlexAttention,
+    attention,
+    causal,
+    padding,
+    predicate,
+    sliding_window,
+)
 from kpt_attention.dense import dense
 from kpt_attention.intervals import complement, intersect, tidy, unite
 
@@ -84,6 +93,7 @@ MODULES = {
     "layer": (lambda: Attention(32, 4, causal=True, window=5, rotary_base=100.0), (32,)),
     "dropout": (lambda: Attention(32, 4, causal=True, dropout=0.5), (32,)),
     "blocks": (lambda: FlexAttention(32, 4, "dilated", {"size": 3, "step": 2}), (32,)),
+    "cross": (lambda: Crossed(), (32,)),
     "documents": (lambda: Op(predicate(lambda b, h, q, k: q // 7 == k // 7)), (4, 8)),
 }
 
@@ -133,7 +143,18 @@ class Shown(Attention):
         return super().forward(x, shown)
 
 
+class Crossed(CrossAttention):
+    """A layer that attends to other tokens, of another length."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, num_kv_heads=2, kv_dim=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, torch.cat((x, x), 1)[:, 1:, :16])
+
+
 LAYERS = {
+    "cross": lambda: Crossed(),
     "full": lambda: Attention(32, 4),
     "causal": lambda: Attention(32, 4, causal=True, rotary_base=100.0, dropout=0.5),
     "window": lambda: Attention(32, 4, causal=True, window=5),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim, export
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import kpt_core
 from kpt_attention import (
     Attention,
+    CrossAttention,
     FlashAttention3,
     FlexAttention,
     PagedCache,
@@ -105,6 +107,104 @@ def test_a_cache_gives_what_the_whole_sequence_gives(settings):
         torch.testing.assert_close(torch.cat(own), whole)
 
 
+def test_a_tree_over_pages_gives_what_each_of_its_paths_gives():
+    torch.manual_seed(0)
+    layer = Attention(32, 4, num_kv_heads=2, causal=True, rotary_base=100.0, dtype=torch.float64)
+    cache = PagedCache(layers=1, pages=12, kv_heads=2, head_dim=8, page_size=3, dtype=torch.float64)
+    one, two = cache.add(), cache.add()
+    texts, new = (X[0, :5], X[1, :2]), (X[0, 5:10], X[1, 5:7])
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [4]], [[0], [0, 1]]
+    with torch.no_grad():
+        with cache.step({one: 5, two: 2}) as step:
+            layer(torch.cat(texts), step=step)
+        with cache.step({one: 5, two: 2}) as step:
+            mask, positions = step.tree([[-1, 0, 0, 1, -1], [-1, 0]])
+            with pytest.raises(InputError, match=r"mask, positions = step\.tree\(parents\); got positions=None"):
+                layer(torch.cat(new), mask, step=step)
+            with pytest.raises(InputError, match=r"\[new tokens, n\] of step\.tree; got Causal"):
+                layer(torch.cat(new), causal(), step=step)
+            out = layer(torch.cat(new), mask, positions=positions, step=step)
+        wanted = [
+            layer(torch.cat((text, tokens[path]))[None])[0, -1]
+            for text, tokens, own in zip(texts, new, paths, strict=True)
+            for path in own
+        ]
+    torch.testing.assert_close(out, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("hidden", ["nothing", "padding", "keys of queries"])
+def test_cross_attention_is_that_of_pytorch_with_the_same_weights(bias, hidden):
+    torch.manual_seed(0)
+    layer = CrossAttention(32, 4, kv_dim=20, bias=bias, dtype=torch.float64)
+    wanted = nn.MultiheadAttention(32, 4, bias=bias, kdim=20, vdim=20, batch_first=True, dtype=torch.float64)
+    own = layer.q_proj, layer.k_proj, layer.v_proj
+    with torch.no_grad():
+        for each, weight in zip(own, (wanted.q_proj_weight, wanted.k_proj_weight, wanted.v_proj_weight), strict=True):
+            weight.copy_(each.weight)
+        wanted.out_proj.load_state_dict(layer.out_proj.state_dict())
+        if bias:
+            wanted.in_proj_bias.copy_(torch.cat([each.bias for each in own]))
+    context, pull = torch.randn(2, 15, 20, dtype=torch.float64), torch.randn_like(X)
+    seen = torch.arange(15) < torch.tensor([[15], [6]])
+    square = torch.rand(12, 15) < 0.6
+    given, theirs = {
+        "nothing": (None, {}),
+        "padding": (seen, {"key_padding_mask": ~seen}),
+        "keys of queries": (square, {"attn_mask": ~square}),
+    }[hidden]
+    inputs = [X.clone().requires_grad_(), context.requires_grad_()]
+    out, weights = layer(*inputs, given, need_weights=True)
+    expected_out, expected_weights = wanted(inputs[0], context, context, average_attn_weights=False, **theirs)
+    torch.testing.assert_close(out, expected_out)
+    torch.testing.assert_close(weights, expected_weights)
+    got = torch.autograd.grad((out * pull).sum(), (*inputs, *(each.weight for each in own), layer.out_proj.weight))
+    parameters = wanted.q_proj_weight, wanted.k_proj_weight, wanted.v_proj_weight, wanted.out_proj.weight
+    torch.testing.assert_close(got, torch.autograd.grad((expected_out * pull).sum(), (*inputs, *parameters)))
+    assert torch.equal(layer(X, kv=layer.project(context), mask=given), layer(X, context, given))
+
+
+def test_cross_attention_shares_heads_and_drops_and_takes_plans():
+    torch.manual_seed(0)
+    layer = CrossAttention(32, 4, num_kv_heads=2, head_dim=6, softcap=2.0, sinks=True, dtype=torch.float64)
+    other = CrossAttention(32, 4, head_dim=6, softcap=2.0, sinks=True, dtype=torch.float64)
+    repeated = {
+        name: value.unflatten(0, (2, 6)).repeat_interleave(2, 0).flatten(0, 1) if name[0] in "kv" else value
+        for name, value in layer.state_dict().items()
+    }
+    other.load_state_dict(repeated)
+    context = X[:, :7]
+    torch.testing.assert_close(layer(X, context), other(X, context))
+    plan = causal().plan(12, 7)
+    torch.testing.assert_close(layer(X, context, plan), layer(X, context, causal()))
+    torch.testing.assert_close(layer(X, context, plan), layer(X, context, torch.ones(12, 7).tril(-5).bool()))
+    assert layer(X[:, :0], context).shape == (2, 0, 32)
+    assert layer(X, context[:, :0]).shape == X.shape
+    assert layer.to("meta")(X.to("meta"), context.to("meta")).is_meta
+    layer = CrossAttention(32, 4, dropout=0.5, dtype=torch.float64)
+    assert not torch.equal(layer(X, X), layer(X, X))
+    assert torch.equal(layer.eval()(X, X), layer(X, X))
+
+
+def test_compiled_and_exported_cross_attention_serves_any_sizes():
+    torch.manual_seed(0)
+    layer = CrossAttention(32, 4, kv_dim=20, num_kv_heads=2)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    batch, tokens, keys = (Dim(name, min=1) for name in ("batch", "tokens", "keys"))
+    sizes = {"x": {0: batch, 1: tokens}, "context": {0: batch, 1: keys}, "mask": {0: batch, 1: keys}}
+
+    def given(batch: int, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+        seen = torch.arange(keys) <= torch.arange(batch)[:, None]
+        return torch.randn(batch, tokens, 32), torch.randn(batch, keys, 20), seen
+
+    exported = export(layer.eval(), given(2, 12, 9), dynamic_shapes=sizes).module()
+    for each in ((2, 12, 9), (1, 1, 1), (3, 1, 40), (5, 200, 7)):
+        inputs = given(*each)
+        wanted = layer(*inputs)
+        torch.testing.assert_close(exported(*inputs), wanted)
+        torch.testing.assert_close(compiled(*inputs), wanted)
+
+
 SETTINGS = {
     "sliding_window": {"size": 4}, "prefix_lm": {"length": 3}, "document": {"ids": torch.arange(12) // 5},
     "dilated": {"size": 3, "step": 2}, "global_tokens": {"size": 2, "count": 1},
@@ -155,6 +255,7 @@ def test_functions_of_scores_give_what_torchs_give_and_their_gradient():
 Q = X.unflatten(-1, (4, 8)).transpose(1, 2)
 SQUARE = torch.ones(12, 12, dtype=torch.bool).tril()
 LAYER, ROTARY = (Attention(32, 4, rotary_base=base, dtype=X.dtype) for base in (None, 100.0))
+CROSS = CrossAttention(32, 4, kv_dim=20, dtype=X.dtype)
 
 
 def test_a_square_mask_is_taken_for_what_it_is_said_to_be():
@@ -210,6 +311,18 @@ def test_positions_may_be_shared_by_the_sequences():
         (lambda: Attention(32, 4, head_dim=8.0), r"head_dim must be an int of at least 1; got 8\.0"),
         (lambda: Attention(32, True), "num_heads must be an int of at least 1; got True"),
         (lambda: Attention(32, 4, causal=True, window=-3), "window must be an int of at least 0; got -3"),
+        (lambda: CrossAttention(32, 4, kv_dim=0), "CrossAttention: kv_dim must be an int of at least 1; got 0"),
+        (lambda: CROSS(X[0], X), r"x must be \[batch, tokens, 32\]; got \[12, 32\]"),
+        (lambda: CROSS(X, X), r"context must be \[batch, keys, 20\]; got \[2, 12, 32\]"),
+        (lambda: CROSS(X), r"give one of context and kv; got neither: layer\(x, context\), or"),
+        (lambda: CROSS(X, X[..., :20], kv=CROSS.project(X[..., :20])), "one of context and kv; got both"),
+        (lambda: CROSS(X, X[:1, :, :20]), r"must be \[2, 4, keys, 8\], of as many sequences as x; got \[1, 4, 12, 8\]"),
+        (lambda: CROSS(X, kv=(Q[:, :2], Q[:, :2])), r"must be \[2, 4, keys, 8\], .*; got \[2, 2, 12, 8\]: layer\.proj"),
+        (lambda: CROSS(X, X[..., :20], X[0]), r"must be bool, \[batch, keys\] or .*; got torch\.float64 \[12, 32\]"),
+        (
+            lambda: CROSS(X[:, :2], X[..., :20], SQUARE[:2]),
+            r"a mask of \[2, 12\] for 2 sequences of as many tokens may be padding or say .*: pass kpt_attention\.p",
+        ),
         (lambda: dense(Q, Q, Q, softcap=math.nan), "softcap must be positive, or 0 for none; got nan"),
         (lambda: dense(Q, Q, Q, softcap=math.inf), "softcap must be positive, or 0 for none; got inf"),
         (lambda: dense(Q, Q, Q, scale=math.nan), r"scale must be finite, or None for .*; got nan"),

@@ -21,7 +21,7 @@ from .masks import (
     window,
 )
 from .merge import merge
-from .modules import Attention, FlashAttention3, FlexAttention
+from .modules import Attention, CrossAttention, FlashAttention3, FlexAttention
 from .packed import attention_varlen, packed
 from .plan import Plan, live_blocks
 
@@ -29,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attention",
+    "CrossAttention",
     "FlashAttention3",
     "FlexAttention",
     "Mask",
