@@ -24,6 +24,7 @@ from test_masks import expression
 RANKS = 4
 OPTIONS: dict[str, Any] = {"scale": 0.3, "softcap": 5.0}
 LAYOUTS = ("balanced", "zigzag", "contiguous")
+DOCUMENTS_OF_37 = causal() & document(torch.arange(37) // 15)
 DOCUMENTS = document(torch.tensor([0] * 90 + [1] * 7 + [2] * 110 + [3] * 54))
 #: The largest error of bfloat16 by that of one process, forward and each gradient: see docs/context_parallel.md.
 UPCAST, ROUNDED = 1.1, 4.0
@@ -35,7 +36,7 @@ def draw(tokens: int, heads: int = 4, kv_heads: int = 4, batch: int = 2) -> list
     return [torch.randn(shape, dtype=torch.float64) for shape in (*shapes, (*shapes[0][:3], 6), shapes[0][:3])]
 
 
-def alone(drawn: list[Tensor], mask: Mask, dtype: torch.dtype = torch.float64, **biases: Tensor) -> list[Tensor]:
+def alone(drawn: list[Tensor], mask: Mask, dtype: torch.dtype = torch.float64, **biases: Any) -> list[Tensor]:
     """Return the output, the log-sum-exp and the gradients of q, k, v and sinks of one process."""
     *inputs, pull, pull_lse = [x.detach().to(dtype).requires_grad_() for x in drawn]
     q, k, v, sinks = inputs
@@ -46,7 +47,7 @@ def alone(drawn: list[Tensor], mask: Mask, dtype: torch.dtype = torch.float64, *
 
 
 def together(
-    cp: ContextParallel, drawn: list[Tensor], dtype: torch.dtype = torch.float64, **biases: Tensor
+    cp: ContextParallel, drawn: list[Tensor], dtype: torch.dtype = torch.float64, **biases: Any
 ) -> list[Tensor]:
     """Return the same of all ranks, whole on each."""
     q, k, v, sinks, pull, pull_lse = (x.to(dtype) for x in drawn)
@@ -89,6 +90,46 @@ def equals_one_process(group: Any, method: str) -> None:
             assert differs < 1e-11, (seed, layout, mask, differs)
 
 
+def biases_equal_those_of_one_process(group: Any, method: str) -> None:
+    """Each rank gives the rows of its queries; one row for all is the same on all, which add up its gradient."""
+    for seed, shape in enumerate(((2, 6, 37, 37), (1, 1, 37, 37), (2, 1, 1, 37), (1, 6, 37, 1), (1, 6, 1, 37))):
+        torch.manual_seed(seed)
+        drawn = draw(37, heads=6, kv_heads=group.size())
+        bias = torch.randn(shape, dtype=torch.float64)
+        bias[..., :1, -1] = -torch.inf  # a key that the first row, or no row, sees
+        mask = (causal(), DOCUMENTS_OF_37, sliding_window(9))[seed % 3]
+        cp = ContextParallel(mask, 37, group, batch=2, heads=6, method=method, layout=LAYOUTS[seed % 3])
+        whole = bias.clone().requires_grad_()
+        of_rows = shape[2] > 1
+        mine = (cp.shard(bias) if of_rows else bias.clone()).requires_grad_()
+        want, got = alone(drawn, mask, bias=whole), together(cp, drawn, bias=mine)
+        assert errors(got, want).max() < 1e-11, (shape, errors(got, want))
+        pull = cp.shard(drawn[4])
+        attention(*drawn[:3], mask, bias=whole).mul(drawn[4]).sum().backward()
+        cp.attention(*map(cp.shard, drawn[:3]), bias=mine).mul(pull).sum().backward()
+        if of_rows:
+            grad = cp.unshard(mine.grad)
+        else:
+            dist.all_reduce(grad := mine.grad, group=cp.group)
+        assert errors([grad], [whole.grad]).max() < 1e-11, shape
+
+
+def dropout_drops_what_one_process_drops(group: Any) -> None:
+    for seed, mask in enumerate((causal(), DOCUMENTS_OF_37, predicate(lambda b, h, q, k: (q + k + b + h) % 3 > 0))):
+        torch.manual_seed(seed)
+        drawn = draw(37, heads=6, kv_heads=group.size(), batch=3)
+        cp = ContextParallel(mask, 37, group, batch=3, heads=6, method="ulysses", layout=LAYOUTS[seed])
+        options: dict[str, Any] = {"dropout": 0.4, "seed": -7 + (seed << 61), "offset": seed}
+        want, kept = alone(drawn, mask, **options), alone(drawn, mask)
+        assert errors(together(cp, drawn, **options), want).max() < 1e-11
+        assert errors(want[:1], kept[:1]) > 0.1
+        # In float32 a backend's kernel may run, which draws in its own way.
+        got = together(cp, drawn, torch.float32, **options)
+        assert errors(got, want).max() < 1e-4
+    with pytest.raises(InputError, match=r"dropout=0\.5 needs a seed, an int that all ranks share; got None"):
+        cp.attention(*map(cp.shard, drawn[:3]), dropout=0.5)
+
+
 def bfloat16_is_as_near(group: Any, upcast: bool) -> None:
     for seed, mask in enumerate((causal(), sliding_window(100), causal() & DOCUMENTS, causal() | DOCUMENTS)):
         torch.manual_seed(seed)
@@ -112,6 +153,12 @@ def more_ranks_than_rows(group: Any) -> None:
     cp = ContextParallel(causal(), 3, group)
     assert min(map(len, cp.layout)) == 0
     assert errors(together(cp, drawn), alone(drawn, causal())).max() < 1e-11
+    for method in ("ring", "ulysses"):
+        cp = ContextParallel(causal(), 3, group, method=method, layout="contiguous")
+        for rows, heads in ((3, 4), (3, 1), (1, 1)):
+            bias = torch.randn(1, heads, rows, 3, dtype=torch.float64)
+            got = together(cp, drawn, bias=cp.shard(bias) if rows > 1 else bias)
+            assert errors(got, alone(drawn, causal(), bias=bias)).max() < 1e-11
 
 
 def nan_in_padding_reaches_nothing(group: Any) -> None:
@@ -224,6 +271,8 @@ def errors_say_what_to_do(group: Any) -> None:
     refused("of q's dtype", cp.attention, mine[0], mine[1].float(), mine[2])
     refused("sinks must be", cp.attention, *mine, sinks=torch.zeros(5))
     refused("use method='ulysses'", cp.attention, *mine, alibi_slopes=torch.zeros(6))
+    refused(r"no dropout \(got 0\.5\), .* use method='ulysses'", cp.attention, *mine, dropout=0.5, seed=1)
+    refused(r"bias must be floating and broadcast to \[2, 6, 1., 50\]", cp.attention, *mine, bias=q[..., :3])
     ulysses = ContextParallel(causal(), 50, group, method="ulysses", layout=cp.layout)
     refused("6 heads of q and 3 of k and v do not divide by 4 ranks", ulysses.attention, *mine)
     if dist.new_group([0]) is dist.GroupMember.NON_GROUP_MEMBER:
@@ -237,6 +286,12 @@ CHECKS: dict[str, tuple[Callable[..., None], int, tuple[Any, ...]]] = {
         for method in ("ring", "ulysses")
         for ranks in (2, 4)
     },
+    **{
+        f"biases, {method} on {ranks} ranks": (biases_equal_those_of_one_process, ranks, (method,))
+        for method in ("ring", "ulysses")
+        for ranks in (2, 3)
+    },
+    **{f"dropout on {ranks} ranks": (dropout_drops_what_one_process_drops, ranks, ()) for ranks in (2, 3)},
     "bfloat16, upcast": (bfloat16_is_as_near, 4, (True,)),
     "bfloat16, rounded": (bfloat16_is_as_near, 4, (False,)),
     **{
@@ -258,12 +313,14 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=30)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=limit)
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    halves, three = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.new_group([0, 1, 2])
     for name, (check, ranks, arguments) in CHECKS.items():
-        group = halves[rank // 2] if ranks == 2 else dist.group.WORLD
+        group = {2: halves[rank // 2], 3: three, 4: dist.group.WORLD}[ranks]
         failed = ""
+        torch.manual_seed(0)  # on a rank that had no part in the check before, too
         try:
-            check(group, *arguments)
+            if rank < ranks or ranks == 2:
+                check(group, *arguments)
         except BaseException:
             failed = traceback.format_exc()
         (folder / f"{list(CHECKS).index(name)}-{rank}.json").write_text(json.dumps(failed))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from kpt_core import InputError
 
 from .dense import dense, wide_dtype
+from .dropout import _FIRST, _INCREMENT, _SECOND
 from .intervals import tidy
 from .mask_algebra import Extent, Mask, _Both, _parts
 from .merge import merge
@@ -255,6 +256,10 @@ class ContextParallel:
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         relative_bias: Tensor | None = None,
+        bias: Tensor | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        offset: int = 0,
         return_lse: bool = False,
     ) -> Any:  # a tensor or two
         """Attend with this rank's queries to the keys of all ranks; arguments are those of `kpt_attention.attention`.
@@ -268,6 +273,12 @@ class ContextParallel:
             sinks: `[Hq]`, the same on all ranks.
             alibi_slopes: `[Hq]`, likewise; Ulysses alone, as the next.
             relative_bias: `[Hq, 2 R + 1]`.
+            bias: broadcasts to `[B, Hq, rows, tokens]`: the rows of this rank's queries, as `shard` gives them, over
+                all keys in the order of the whole sequence. One with one row for all queries is the same on all ranks,
+                which add up its gradients.
+            dropout: rate at which probabilities are dropped; Ulysses alone. It drops what one process drops.
+            seed: of dropout, which needs one, the same on all ranks.
+            offset: of dropout: another one draws other numbers.
             return_lse: whether to return the log-sum-exp `[B, Hq, rows]`, too.
 
         Returns:
@@ -285,17 +296,36 @@ class ContextParallel:
             self._check_rows(f"{_NAME}: {name}", x, 2)
         if sinks is not None and sinks.shape != q.shape[1:2]:
             raise InputError(f"{_NAME}: sinks must be [{q.shape[1]}], one for each head of q; got {list(sinks.shape)}")
-        options = {"scale": scale, "softcap": softcap}
+        if bias is not None:
+            wanted = (*q.shape[:3], self.tokens)
+            fits = bias.dim() == 4 and all(have in (1, want) for have, want in zip(bias.shape, wanted, strict=True))
+            if not (fits and bias.is_floating_point()):
+                raise InputError(
+                    f"{_NAME}: bias must be floating and broadcast to {list(wanted)}, this rank's rows over all keys; "
+                    f"got {bias.dtype} {list(bias.shape)}: cp.shard(bias) gives the rows of one of all rows"
+                )
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         if self.method == "ulysses":
+            if dropout:
+                if type(seed) is not int:
+                    raise InputError(
+                        f"{_NAME}: dropout={dropout} needs a seed, an int that all ranks share; got {seed!r}"
+                    )
+                options |= {"dropout": dropout, "seed": seed, "offset": offset}
             learned = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative_bias": relative_bias}
-            out, lse = self._ulysses(q, k, v, learned, options)
+            out, lse = self._ulysses(q, k, v, bias, learned, options)
             return (out, lse) if return_lse else out
         if alibi_slopes is not None or relative_bias is not None:
             raise InputError(
                 f"{_NAME}: the ring takes no alibi_slopes and no relative_bias, since a rank's rows may lie far "
                 "apart; use method='ulysses'"
             )
-        out, lse = _Ring.apply(self, options, q, k, v)  # type: ignore[no-untyped-call]
+        if dropout:
+            raise InputError(
+                f"{_NAME}: the ring takes no dropout (got {dropout}), since a pair of ranks cannot draw by places in "
+                "the whole sequence; use method='ulysses'"
+            )
+        out, lse = _Ring.apply(self, options, bias, q, k, v)  # type: ignore[no-untyped-call]
         if sinks is not None:  # once, after all keys
             out, lse = merge(out, lse, torch.zeros_like(out), sinks.to(lse.dtype)[:, None].expand_as(lse))
         out = out.to(q.dtype)
@@ -343,17 +373,29 @@ class ContextParallel:
                 arriving = self._exchange(step + 1, mine, mine, False)
             yield step, now
 
-    def _pair(self, step: int, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys(self, step: int) -> Tensor:
+        """Return the positions of the keys of the rank `step` before."""
+        return self.layout[(self.rank - step) % self.ranks]
+
+    def _pair(
+        self, step: int, options: dict[str, Any], bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp over the keys of the rank `step` before."""
         plan = self._plans[(self.rank - step) % self.ranks]
         assert plan is not None
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = dense(q, k, v, **plan.arguments(q.shape[2], k.shape[2]), **options)
+            out, lse = dense(q, k, v, **plan.arguments(q.shape[2], k.shape[2]), bias=bias, **options)
         assert lse is not None
         return out, lse
 
     def _ulysses(
-        self, q: Tensor, k: Tensor, v: Tensor, learned: dict[str, Tensor | None], options: dict[str, Any]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        learned: dict[str, Tensor | None],
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         heads, kv_heads, ranks, plan = q.shape[1], k.shape[1], self.ranks, self._plans[0]
         assert plan is not None
@@ -370,9 +412,41 @@ class ContextParallel:
         for name in ("intervals", "blocks"):
             if (table := arguments[name]) is not None and table.shape[1] > 1:
                 arguments[name] = table[:, mine]
-        out, lse = dense(self._to_heads(q), self._to_heads(k), self._to_heads(v), **arguments, **options)
+        tensors: dict[str, Any] = {name: self._to_heads(x) for name, x in (("q", q), ("k", k), ("v", v))}
+        if bias is not None:
+            # All ranks must come to the same answer: where one has a single row, a bias of one row is not told apart.
+            if bias.shape[2] > 1 or min(self._sizes) < 2:
+                bias = bias.expand(-1, -1, len(self.rows), -1)
+                bias = self.unshard(bias) if bias.shape[1] == 1 else self._to_heads(bias)
+            elif bias.shape[1] > 1:
+                bias = bias[:, mine]
+            tensors["bias"] = bias
+        if options.get("dropout"):
+            out, lse = self._dropped(tensors, arguments, options, heads)
+        else:
+            out, lse = dense(**tensors, **arguments, **options)
         assert lse is not None
         return self._to_rows(out), self._to_rows(lse.unsqueeze(-1)).squeeze(-1)
+
+    def _dropped(
+        self, tensors: dict[str, Any], arguments: dict[str, Any], options: dict[str, Any], heads: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with some heads of all rows, and draw for each what one process draws: sequence by sequence.
+
+        The rows of one sequence's heads are a run of all rows of one process, those of two sequences are not.
+        """
+        found = []
+        first_head = self.rank * heads // self.ranks
+        batched = {name: arguments[name] for name in ("intervals", "blocks") if arguments[name] is not None} | tensors
+        for each in range(len(tensors["q"])):
+            own = {name: x[each : each + 1] if len(x) > 1 else x for name, x in batched.items()}
+            first = (each * heads + first_head) * self.tokens
+            at = options | {"offset": _offset_of(first, options["seed"], options["offset"])}
+            found.append(dense(**{**arguments, **own, **at}))
+        if not found:
+            return dense(**tensors, **arguments, **options)
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """Return some heads of all rows, in order, from all heads of this rank's rows."""
@@ -410,12 +484,28 @@ def _rows_of_ranks(layout: str | list[Tensor], mask: Mask, extent: Extent, ranks
     return layout
 
 
+def _offset_of(first: int, seed: int, offset: int) -> int:
+    """Return the offset under which row 0 draws what row `first` draws: `dropout.kept` begins at `mix(seed, offset)`.
+
+    Rows add to that beginning, so it is moved by as many, and the mixing is undone (it is a bijection of 64 bits).
+    """
+    bits = (1 << 64) - 1
+    x = (seed * _INCREMENT + offset) & bits
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        x = (x ^ x >> shift) * factor & bits
+    x = (x + first * _INCREMENT) & bits
+    for shift, factor in ((31, _SECOND), (27, _FIRST), (30, 1)):
+        x = (x ^ x >> shift ^ x >> 2 * shift) * pow(factor, -1, 1 << 64) & bits
+    x = (x - seed * _INCREMENT) & bits
+    return x - (1 << 64) if x >> 63 else x
+
+
 class _Ring(torch.autograd.Function):
     """Return the output, wide, and the log-sum-exp; only these and this rank's q, k and v are kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, cp: ContextParallel, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+        ctx: Any, cp: ContextParallel, options: dict[str, Any], bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         wide = wide_dtype(q.dtype)
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
@@ -424,22 +514,23 @@ class _Ring(torch.autograd.Function):
         for step, kv in cp._rounds(torch.cat((k, v), -1)):
             if kv is not None:
                 there = kv.to(query.dtype).split((k.shape[3], v.shape[3]), -1)
-                part, part_lse = cp._pair(step, options, query, *there)
+                part, part_lse = cp._pair(step, options, _columns(bias, cp._keys(step)), query, *there)
                 out, lse = merge(out, lse, part.to(wide), part_lse)
         ctx.cp, ctx.options = cp, options
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(bias, q, k, v, out, lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         cp: ContextParallel = ctx.cp
-        q, k, v, out, lse = ctx.saved_tensors
+        bias, q, k, v, out, lse = ctx.saved_tensors
         wide, dims = out.dtype, (k.shape[3], v.shape[3])
         dead = lse == -math.inf
         grad_out, grad_lse = grad_out.masked_fill(dead.unsqueeze(-1), 0), grad_lse.masked_fill(dead, 0)
         query = (q.to(wide) if cp.upcast else q).detach().requires_grad_()
         grad_q, grad_kv = q.new_zeros(q.shape, dtype=wide), q.new_zeros((*k.shape[:3], sum(dims)), dtype=wide)
+        grad_bias = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[2] else None
 
         def add(arrived: Tensor | None) -> None:
             if arrived is not None:
@@ -450,23 +541,51 @@ class _Ring(torch.autograd.Function):
             found = None
             if kv is not None:
                 there = [x.detach().requires_grad_() for x in kv.to(query.dtype).split(dims, -1)]
+                keys = cp._keys(step)
+                added = _columns(bias, keys)
+                wanted = [query, *there]
+                if grad_bias is not None:
+                    assert added is not None
+                    added = added.detach().requires_grad_()
+                    wanted.append(added)
                 with torch.enable_grad():
-                    part, part_lse = cp._pair(step, ctx.options, query, *there)
+                    part, part_lse = cp._pair(step, ctx.options, added, query, *there)
                 unseen = part_lse == -math.inf
                 # The part's share of a row, and what the row's output and log-sum-exp change with the part's.
                 share = (part_lse.detach() - lse).exp().masked_fill(unseen, 0)
                 of_part = (share.unsqueeze(-1) * grad_out).to(part.dtype)
                 of_lse = share * ((grad_out * (part.detach() - out)).sum(-1) + grad_lse)
-                of_q, *rest = torch.autograd.grad(
-                    (part, part_lse), (query, *there), (of_part, of_lse.masked_fill(unseen, 0))
+                of_q, of_k, of_v, *of_bias = torch.autograd.grad(
+                    (part, part_lse), wanted, (of_part, of_lse.masked_fill(unseen, 0))
                 )
                 grad_q += of_q
-                found = torch.cat(rest, -1).to(wide)
+                found = torch.cat((of_k, of_v), -1).to(wide)
+                if grad_bias is not None:
+                    _columns_add(grad_bias, keys, of_bias[0])
             add(arriving())
             arriving = cp._exchange(step, found, grad_kv, True)
         add(arriving())
         of_k, of_v = grad_kv.split(dims, -1)
-        return None, None, grad_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+        return (
+            None,
+            None,
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            grad_q.to(q.dtype),
+            of_k.to(k.dtype),
+            of_v.to(v.dtype),
+        )
+
+
+def _columns(bias: Tensor | None, keys: Tensor) -> Tensor | None:
+    """Return a bias over some of its keys; as it is where it has one column for all."""
+    return bias if bias is None or bias.shape[3] == 1 else bias.index_select(3, keys)
+
+
+def _columns_add(total: Tensor, keys: Tensor, part: Tensor) -> None:
+    if total.shape[3] == 1:
+        total += part
+    else:
+        total.index_add_(3, keys, part.to(total.dtype))
 
 
 class _AllToAll(torch.autograd.Function):
