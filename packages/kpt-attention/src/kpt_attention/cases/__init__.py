@@ -151,13 +151,14 @@ _LLAMA: dict[str, Any] = {
 
 
 def _affordable(values: Mapping[str, Any]) -> bool:
-    """Return whether a bias, or the bits of blocks of each head, are no more than millions of numbers."""
-    heads, queries, keys = (
-        math.prod(values.get(size, 1) for size in sizes)
-        for sizes in (("batch", "kv_heads", "groups"), ("queries",), ("keys",))
+    """Return whether q, k and v, a bias, or the bits of blocks of each head, are no more than millions of numbers."""
+    heads, queries, keys, kv_heads, head_dim, value_dim = (
+        math.prod(values.get(size, 1) for size in sizes.split())
+        for sizes in ("batch kv_heads groups", "queries", "keys", "batch kv_heads", "head_dim", "value_dim")
     )
     blocks = heads * -(-queries // BLOCK) * -(-keys // BLOCK) if values["mask"] == "blocks by head" else 0
-    return heads * queries * keys <= 2_000_000 and blocks <= 1_000
+    rows = heads * queries * head_dim + kv_heads * keys * (head_dim + value_dim)
+    return heads * queries * keys <= 2_000_000 and blocks <= 1_000 and rows <= 3_000_000
 
 
 _dense, _merge = (partial(_wrong, f"attention.{name}") for name in ("dense", "merge"))
