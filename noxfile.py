@@ -181,12 +181,12 @@ def transformers(session: nox.Session) -> None:
         except CommandFailed:
             failed.append(package)
     if not options:  # every class that a tiny model can be made of, and libraries that train and serve such models
-        failed += families(session, version)
+        failed += families(session, version, folder)
     if failed:
         session.error(f"with transformers {version}, tests failed in {', '.join(failed)}")
 
 
-def families(session: nox.Session, version: str) -> list[str]:
+def families(session: nox.Session, version: str, folder: Path) -> list[str]:
     """Compare models with eager ones, class by class and through other libraries; return what failed."""
     clients = Path(".nox/clients/site-packages").absolute()  # so called, or dill takes pyarrow for the user's own code
     if not clients.exists():
@@ -198,7 +198,7 @@ def families(session: nox.Session, version: str) -> list[str]:
             run(session, "python", "tools/families/sweep.py", "run", "--subject", subject, "--out", report)
         except CommandFailed:
             failed.append(report.name)
-    session.env["PYTHONPATH"] += f"{os.pathsep}{clients}"
+    session.env["PYTHONPATH"] = f"{folder}{os.pathsep}{clients}"
     try:
         run(session, "python", "tools/families/clients.py")
     except CommandFailed:
