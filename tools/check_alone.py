@@ -13,7 +13,7 @@ import torch
 
 #: What needs a library that is an extra lies in modules of these names, and users import those by name; case tables and
 #: plans need kpt-optimize.
-EXTRAS = {"cases", "planner", "transformers"}
+EXTRAS = {"cases", "planner", "transformers", "transformers_cache"}
 
 
 def import_all(package: str) -> int:
