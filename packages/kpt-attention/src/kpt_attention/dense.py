@@ -29,31 +29,39 @@ def scale_of(call: Call) -> float:
 
 
 def _check(call: Call) -> None:
+    # In the order of what is cheap to ask: a step of decoding takes microseconds, and texts are written for errors.
     q, k, v = call.q, call.k, call.v
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise InputError(f"{_NAME}: q, k and v must be [batch, heads, tokens, head_dim]; got {shapes}")
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+    q_shape, k_shape, v_shape, dtype = q.shape, k.shape, v.shape, q.dtype
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        raise InputError(f"{_NAME}: q, k and v must be [batch, heads, tokens, head_dim]; got {_shapes(call)}")
+    if dtype not in DTYPES or not dtype == k.dtype == v.dtype:
         raise InputError(
             f"{_NAME}: q, k and v must have one dtype of float32, bfloat16, float16 and float64; got {q.dtype}, "
             f"{k.dtype} and {v.dtype}"
         )
-    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1:3] != v.shape[1:3]:
+    (batch, heads, _, dim), (kv_batch, kv_heads, keys, k_dim) = q_shape, k_shape
+    if not batch == kv_batch == v_shape[0] or kv_heads != v_shape[1] or keys != v_shape[2]:
         raise InputError(
-            f"{_NAME}: q, k and v must have one batch size, k and v as many heads and tokens; got {shapes}"
+            f"{_NAME}: q, k and v must have one batch size, k and v as many heads and tokens; got {_shapes(call)}"
         )
-    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
-        raise InputError(f"{_NAME}: q and k must have one head_dim of at least 1; got {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise InputError(f"{_NAME}: heads of k and v ({k.shape[1]}) must divide those of q ({q.shape[1]})")
+    if dim != k_dim or dim == 0:
+        raise InputError(f"{_NAME}: q and k must have one head_dim of at least 1; got {_shapes(call)}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise InputError(f"{_NAME}: heads of k and v ({kv_heads}) must divide those of q ({heads})")
     _check_mask(call)
     _check_modifiers(call)
-    for name in _TENSORS:
-        value = getattr(call, name)
-        if value is not None and value.device != q.device:
+    device = q.device
+    others = (k, v, call.intervals, call.blocks, call.block_bits, call.bias, call.alibi_slopes, call.relative_bias,
+              call.sinks, call.drawn_seed)  # fmt: skip
+    for name, value in zip(_TENSORS, others, strict=True):
+        if value is not None and value.device != device:
             raise InputError(
-                f"{_NAME}: all tensors must be on one device; got q on {q.device} and {name} on {value.device}"
+                f"{_NAME}: all tensors must be on one device; got q on {device} and {name} on {value.device}"
             )
+
+
+def _shapes(call: Call) -> str:
+    return f"q {list(call.q.shape)}, k {list(call.k.shape)}, v {list(call.v.shape)}"
 
 
 def _fits(shape: torch.Size, wanted: tuple[int, ...]) -> bool:
@@ -61,9 +69,11 @@ def _fits(shape: torch.Size, wanted: tuple[int, ...]) -> bool:
 
 
 def _check_mask(call: Call) -> None:
+    intervals, blocks, bits = call.intervals, call.blocks, call.block_bits
+    if intervals is None and blocks is None and bits is None:
+        return
     batch, heads, queries, _ = call.q.shape
     keys = call.k.shape[2]
-    intervals, blocks, bits = call.intervals, call.blocks, call.block_bits
     if intervals is not None and (
         intervals.dtype is not torch.int32
         or intervals.dim() != 5

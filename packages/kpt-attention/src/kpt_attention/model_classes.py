@@ -81,6 +81,11 @@ def changes_scores(argument: str, module: str) -> bool:
 
     It might where the eager function of the Python module that passes it reads it, or by its name.
     """
+    return _changes_scores(argument, module)
+
+
+@cache  # each layer asks in each step
+def _changes_scores(argument: str, module: str) -> bool:
     if argument in _HARMLESS:
         return False
     if _CHOOSES_KEYS.fullmatch(argument):

@@ -31,6 +31,7 @@ class ModelMask(Tensor):
 
     dense: Callable[[], Tensor]
     _mask: Mask
+    _sizes: tuple[int, int, int]
     _offset: int
     _made: Tensor | None
     _plan: Plan | None
@@ -48,16 +49,22 @@ class ModelMask(Tensor):
         """
         shape = sizes[0], 1, *sizes[1:]
         made = Tensor._make_wrapper_subclass(ModelMask, shape, dtype=torch.bool, device=device)
-        made._mask, made._offset, made._made, made._plan, made.dense = mask, offset, None, None, dense
+        made._mask, made._sizes, made._offset, made._made, made._plan, made.dense = (
+            mask,
+            sizes,
+            offset,
+            None,
+            None,
+            dense,
+        )
         return made
 
     def plan(self, queries: int, keys: int) -> Plan | None:
         """Return the plan, made once; None for other numbers of queries or keys, or where the mask was made dense."""
-        batch = self.shape[0]
-        if self._made is not None or self.shape[2:] != (queries, keys):
+        if self._made is not None or self._sizes[1:] != (queries, keys):  # a tensor's own shape takes longer to read
             return None
         if self._plan is None:
-            self._plan = self._mask.plan(queries, keys, batch=batch, offset=self._offset, device=self.device)
+            self._plan = self._mask.plan(queries, keys, batch=self._sizes[0], offset=self._offset, device=self.device)
         return self._plan
 
     def whole(self) -> Tensor:

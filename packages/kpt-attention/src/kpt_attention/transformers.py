@@ -165,13 +165,15 @@ def kpt_attention_forward(
             return _decoded(query, key, value, cu_seq_lens_q, cu_seq_lens_k, s_aux, options), None
     attention_mask = _chosen_alone(module, chosen, attention_mask, query, key, kwargs.get("position_ids"))
     bias = position_bias
-    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+    known = attention_mask.plan(query.shape[2], key.shape[2]) if isinstance(attention_mask, ModelMask) else None
+    if known is not None:
+        plan = known
+    elif attention_mask is not None and attention_mask.dtype is not torch.bool:
         additive = attention_mask[..., : key.shape[2]]
         bias, attention_mask = additive if bias is None else bias + additive, None
         plan = Plan()
     elif attention_mask is not None:
-        known = attention_mask.plan(query.shape[2], key.shape[2]) if isinstance(attention_mask, ModelMask) else None
-        plan = known or _lowered(attention_mask, query, key)
+        plan = _lowered(attention_mask, query, key)
     else:
         # No model's own mask is None: what is called without one sees all, unless it says that it is causal. Classes
         # without sdpa say so of modules that are not, since nobody looks.

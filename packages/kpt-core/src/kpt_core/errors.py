@@ -135,13 +135,18 @@ def warn_of_switch(module: torch.nn.Module, attribute: str, name: str) -> None:
         attribute: of the config, which says by whom the module is served, as `_attn_implementation`.
         name: KPT's name there.
     """
-    if torch.compiler.is_compiling() or getattr(getattr(module, "config", None), attribute, None) != name:
+    if torch.compiler.is_compiling():
         return
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, SwitchWatch) and hook.attribute == attribute:
-            hook.told = False
-            return
-    module.register_forward_pre_hook(SwitchWatch(attribute, name))
+    watches = (each for each in module._forward_pre_hooks.values() if type(each) is SwitchWatch)
+    known = next((each for each in watches if each.attribute == attribute), None)
+    if known is not None and not known.told:  # each call comes by here, and to read a config takes microseconds
+        return
+    if getattr(getattr(module, "config", None), attribute, None) != name:
+        return
+    if known is not None:
+        known.told = False
+    else:
+        module.register_forward_pre_hook(SwitchWatch(attribute, name))
 
 
 def _lies_between(frame: FrameType) -> bool:

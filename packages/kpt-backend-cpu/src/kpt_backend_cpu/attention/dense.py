@@ -24,8 +24,8 @@ _REFUSED = ("bias", "alibi_slopes", "relative_bias")
 
 def unsupported(call: Call) -> Refusal | str | None:
     """Return why a call is not for this kernel, or None."""
-    for name in _REFUSED:
-        if getattr(call, name) is not None:
+    for name, value in zip(_REFUSED, (call.bias, call.alibi_slopes, call.relative_bias), strict=True):
+        if value is not None:
             return Refusal("{name} is given; this kernel adds nothing to the scores", name=name)
     if call.dropout:
         return "dropout is asked for; this kernel has none"
