@@ -16,6 +16,7 @@ from kpt_attention import attention
 from kpt_attention import causal as kpt_causal
 from kpt_attention.transformers import enable_continuous_batching, kpt_attention_forward  # registers "kpt", too
 from kpt_core import InputError, KptWarning, record
+from kpt_core.errors import SwitchWatch
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -428,14 +429,19 @@ def test_a_model_that_another_one_switches_off_says_so():
         one.set_attn_implementation("kpt")
         compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(ids).logits, one(ids).logits)
+    twin = type(one)._from_config(one.config, attn_implementation="kpt")
+    twin(ids)
+    for model in (one, twin):  # one layer looks for all: a hook takes a module off torch's short way
+        hooks = (each for module in model.modules() for each in module._forward_pre_hooks.values())
+        assert sum(isinstance(each, SwitchWatch) for each in hooks) == 1
     other = type(one)._from_config(one.config, attn_implementation="eager")
-    for switched in (one, copied):
+    for switched in (one, twin, copied):
         with warnings.catch_warnings(record=True) as told, record() as log:
             warnings.simplefilter("always")
             for _ in range(2):
                 switched(ids)
         messages = [str(each.message) for each in told if each.category is KptWarning]
-        if switched is one:
+        if switched is not copied:
             assert [other.config is one.config, log] == [True, []]
             assert len(messages) == 1
             assert "'eager', and LlamaForCausalLM has the same config" in messages[0]

@@ -8,8 +8,9 @@ namespace {
 
 using Given = struct kpt_attention_backward;
 
-// So many blocks are looked at twice, since short rows are where one key may have all of the weight.
-constexpr int64_t kFewBlocks = 3;
+// So many blocks are looked at twice, since short rows are where one key may have all of the weight; in float32 any number
+// for so few queries, whose gradients are too few for errors to be lost among others.
+constexpr int64_t kFewBlocks = 3, kFewRows = 16;
 constexpr int64_t kSmallSums = int64_t{1} << 26;
 
 template <class Kind>
@@ -90,7 +91,8 @@ private:
                 live += mask_.state(block, panel) != kDead;
             }
             whole_[panel] = live == 1 && p_.sinks == nullptr;
-            few_[panel] = live > 1 && live <= kFewBlocks && p_.sinks == nullptr;
+            const bool short_enough = live <= kFewBlocks || (rows_ < kFewRows && Kind::per_slot == 1);
+            few_[panel] = live > 1 && short_enough && p_.sinks == nullptr;
         }
     }
 

@@ -133,12 +133,13 @@ def kpt_attention_forward(
         InputError: an argument may change the scores in a way that is unknown, or asks for what is not there.
     """
     warn_of_switch(module, "_attn_implementation", NAME)
-    chosen = {name: kwargs.pop(name, None) for name in ("indices", "block_indices")}
+    indices, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     passing = type(module).__module__
-    unknown = sorted(name for name, given in kwargs.items() if given is not None and changes_scores(name, passing))
-    if unknown:
+    for name, given in kwargs.items():
+        if given is None or not changes_scores(name, passing):
+            continue
         raise InputError(
-            f"{NAME}: {type(module).__name__} passes {unknown[0]!r}, which this attention does not know and must not "
+            f"{NAME}: {type(module).__name__} passes {name!r}, which this attention does not know and must not "
             "ignore: load the model with attn_implementation='eager'"
         )
     if output_attentions:
@@ -148,7 +149,7 @@ def kpt_attention_forward(
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         cu_seq_lens_k = kwargs["cu_seq_lens_k"]
     if isinstance(key, PagedStates) and isinstance(value, PagedStates):
-        if not dropout and cu_seq_lens_q is None and not any(e is not None for e in (position_bias, *chosen.values())):
+        if not dropout and all(each is None for each in (cu_seq_lens_q, position_bias, indices, blocks)):
             found = attend_pages(query, key, value, attention_mask, s_aux, scale=scaling, softcap=softcap or 0.0)
             if found is not None:
                 return found, None
@@ -163,7 +164,9 @@ def kpt_attention_forward(
         if kwargs.get("max_length_q") == 1 and position_bias is None and dropout == 0:
             options = {"scale": scaling, "softcap": softcap or 0.0, "window": kwargs.get("sliding_window") or 0}
             return _decoded(query, key, value, cu_seq_lens_q, cu_seq_lens_k, s_aux, options), None
-    attention_mask = _chosen_alone(module, chosen, attention_mask, query, key, kwargs.get("position_ids"))
+    if indices is not None or blocks is not None:
+        positions = kwargs.get("position_ids")
+        attention_mask = _chosen_alone(module, indices, blocks, attention_mask, query, key, positions)
     bias = position_bias
     known = attention_mask.plan(query.shape[2], key.shape[2]) if isinstance(attention_mask, ModelMask) else None
     if known is not None:
@@ -182,31 +185,31 @@ def kpt_attention_forward(
         # A window is in the mask, and an argument beside it; continuous batching gives no mask.
         window = kwargs.get("sliding_window") if "write_index" in kwargs else None
         plan = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key, bool(causal), window)
-    if plan.causal and cu_seq_lens_q is None and query.shape[2] == key.shape[2]:
+    queries, keys = query.shape[2], key.shape[2]
+    if plan.causal and cu_seq_lens_q is None and queries == keys:
         _warn_of_packing(kwargs.get("position_ids"))
     drawn_seed = torch.randint(1 << 62, (), device=query.device) if dropout > 0 else None
     out, _ = dense(
-        query, key, value, **plan.arguments(query.shape[2], key.shape[2]), bias=bias, sinks=s_aux, return_lse=False,
-        scale=scaling,
+        query, key, value, **plan.arguments(queries, keys), bias=bias, sinks=s_aux, return_lse=False, scale=scaling,
         softcap=softcap or 0.0, dropout=dropout, drawn_seed=drawn_seed,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
 def _chosen_alone(
-    module: nn.Module, chosen: dict[str, Any], mask: Tensor | None, query: Tensor, key: Tensor, positions: Any
+    module: nn.Module, indices: Any, blocks: Any, mask: Tensor | None, query: Tensor, key: Tensor, positions: Any
 ) -> Tensor | None:
     """Return a mask of nothing but the keys that a sparse model's indexer chose, of those that the mask lets through.
 
     Args:
         module: whose attention it is.
-        chosen: `indices` `[B, Q, n]` of keys; or `block_indices`, which the module's own indexer makes a mask of.
+        indices: `[B, Q, n]` of keys, or None.
+        blocks: what the module's own indexer makes a mask of, or None.
         mask: of the model.
         query: `[B, Hq, Q, D]`.
         key: `[B, Hkv, K, D]`.
         positions: `[B, Q]` of the queries, where the model tells them.
     """
-    indices, blocks = chosen["indices"], chosen["block_indices"]
     queries, keys = query.shape[2], key.shape[2]
     if blocks is not None:
         made = getattr(getattr(module, "indexer", None), "build_block_mask", None)

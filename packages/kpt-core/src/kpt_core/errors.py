@@ -4,6 +4,7 @@ import difflib
 import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -127,8 +128,14 @@ class SwitchWatch:
             )
 
 
+#: By the identity of a config and the attribute: the config, and the layer whose modules watch it for all.
+_watched: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}
+
+
 def warn_of_switch(module: torch.nn.Module, attribute: str, name: str) -> None:
     """Let a Hugging Face module that KPT serves warn, once, where another model switches it off by their common config.
+
+    Of the layers of a model one looks: a hook takes a module off torch's short way, which decoding would feel.
 
     Args:
         module: has a `config`.
@@ -137,16 +144,23 @@ def warn_of_switch(module: torch.nn.Module, attribute: str, name: str) -> None:
     """
     if torch.compiler.is_compiling():
         return
+    config = getattr(module, "config", None)
+    kept, layer = _watched.get((id(config), attribute), (None, None)), getattr(module, "layer_idx", None)
+    if layer is not None and kept[0] is not None and kept[0]() is config and kept[1] != layer:
+        return
     watches = (each for each in module._forward_pre_hooks.values() if type(each) is SwitchWatch)
     known = next((each for each in watches if each.attribute == attribute), None)
     if known is not None and not known.told:  # each call comes by here, and to read a config takes microseconds
         return
-    if getattr(getattr(module, "config", None), attribute, None) != name:
+    if getattr(config, attribute, None) != name:
         return
     if known is not None:
         known.told = False
-    else:
-        module.register_forward_pre_hook(SwitchWatch(attribute, name))
+        return
+    module.register_forward_pre_hook(SwitchWatch(attribute, name))
+    if layer is not None:
+        key = id(config), attribute
+        _watched[key] = weakref.ref(config, lambda _: _watched.pop(key, None)), layer
 
 
 def _lies_between(frame: FrameType) -> bool:

@@ -14,8 +14,7 @@ NAME = "attention.dense"
 
 #: Packed rows are as long.
 MOST_DIM = 256
-#: So few queries leave most of a tile empty; of so many keys that is worse than what others compute.
-_FEW_QUERIES, _MANY_KEYS = 16, 256
+_FEW_QUERIES = 16  #: fewer leave most of a tile empty
 _BLOCK = 128  #: rows and columns of a mask's block
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
 #: What is left to kernels in plain PyTorch.
@@ -33,9 +32,6 @@ def unsupported(call: Call) -> Refusal | str | None:
     if most > MOST_DIM:
         return Refusal("a dim of {dim}; this kernel takes at most {most}", dim=most, most=MOST_DIM)
     queries, keys = call.q.shape[2], call.k.shape[2]
-    if queries < _FEW_QUERIES and keys >= _MANY_KEYS and not _reads_once(call):
-        return Refusal("{queries} queries of many keys, under such a mask or with a gradient; this kernel computes "
-                       "with at least {least}", queries=queries, least=_FEW_QUERIES)  # fmt: skip
     if (
         _HAS_AMX
         and not _reads_once(call)
