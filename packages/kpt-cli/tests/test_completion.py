@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import kpt_core
-from kpt_cli.options import op_names
+from kpt_cli.options import _declared, op_names
 
 #: Lines whose last word is begun, and what completes it.
 COMPLETED = {
@@ -56,4 +58,14 @@ def test_words_are_completed():
 
 
 def test_every_op_that_is_installed_is_offered():
-    assert set(op_names()) >= {name for name in kpt_core.ops() if name.startswith("moe.")} != set()
+    installed = {name for name in kpt_core.ops() if name.startswith(("moe.", "fp8.", "attention."))}
+    assert set(op_names()) >= installed >= {"moe.experts", "fp8.linear", "attention.paged"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['@op("a.b")\ndef f(): ...', 'N = "a.b"\n@op(N, x=1)\ndef f(): ...', 'M, N = "c", "a.b"\nf = op(N)(g)'],
+    ids=["written", "named", "named with another"],
+)
+def test_an_op_is_found_however_its_name_is_written(source):
+    assert _declared(source) == {"a.b"}

@@ -1,4 +1,6 @@
 import json
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +146,16 @@ def test_environment_is_shown_and_slips_are_told(kpt, backend, monkeypatch):
     assert "'clitset': did you mean 'clitest'" in kpt("doctor").stderr
     assert servings(found)["bfloat16"]["runs"] == ["cli_kernels:picky", "reference"]
     assert "KPT_DISABEL=clitest" in kpt("doctor").stdout
+
+
+def test_another_program_named_kpt_is_told_of(kpt, monkeypatch, tmp_path):
+    (tmp_path / "kpt").touch(mode=0o755)
+    for folder, told in ((Path(sysconfig.get_path("scripts")), False), (tmp_path, True)):
+        program = folder / "kpt"
+        assert program.exists()
+        monkeypatch.setenv("PATH", str(folder))
+        advice = json.loads(kpt("doctor", "--json").stdout)["advice"]
+        assert any(f"PATH finds is {program}" in each and "-m kpt_cli" in each for each in advice) == told
 
 
 def test_explicit_reference(kpt, backend, monkeypatch):

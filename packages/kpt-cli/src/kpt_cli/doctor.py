@@ -3,7 +3,9 @@
 import difflib
 import os
 import platform
+import shutil
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -148,7 +150,7 @@ def examine() -> Document:
         "backends": backends,
         "ops": ops,
         "problems": list(dict.fromkeys(wrong)),
-        "advice": [*_slips(variables), *_advice(there, ops), *ended],
+        "advice": [*_slips(variables), *_namesake(), *_advice(there, ops), *ended],
         "notes": list(there.notes),
         "ok": not wrong,
     }
@@ -178,6 +180,16 @@ def _slips(variables: Iterable[str]) -> Iterator[str]:
         near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.8)
         if name not in KNOWN and near:
             yield f"{name} is not read by anything; did you mean {near[0]}?"
+
+
+def _namesake() -> Iterator[str]:
+    """Name another program that answers to `kpt`: Google's, for Kubernetes, has the same name."""
+    first, own = shutil.which("kpt"), Path(sysconfig.get_path("scripts")) / "kpt"
+    if first is not None and own.exists() and Path(first).resolve() != own.resolve():
+        yield (
+            f"the command kpt that PATH finds is {first}, not this environment's {own}: put {own.parent} first in "
+            f"PATH, as activating the environment does, or run {sys.executable} -m kpt_cli"
+        )
 
 
 @contextmanager

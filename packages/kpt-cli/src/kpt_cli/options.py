@@ -1,8 +1,8 @@
 """Options that several commands have: their checks, before anything heavy is imported, and their completion."""
 
+import ast
 import difflib
 import math
-import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -30,8 +30,6 @@ GROUP: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 
-_NAME = re.compile(r'(?:\bop\(\s*|\b_?NAME\s*=\s*)"(\w+(?:\.\w+)+)"')
-
 
 def op_names() -> list[str]:
     """Read the names of ops from the source of the packages that offer some: importing them would cost seconds."""
@@ -42,8 +40,32 @@ def op_names() -> list[str]:
         files = [file for folder in folders for file in Path(folder).glob("*.py")]
         if spec is not None and not folders and spec.origin:
             files = [Path(spec.origin)]
-        found.update(name for file in files for name in _NAME.findall(file.read_text(encoding="utf-8")))
+        for file in files:
+            found |= _declared(file.read_text(encoding="utf-8"))
     return sorted(found)
+
+
+def _declared(source: str) -> set[str]:
+    """Return the first arguments of the calls of `op` in a module, whether they are written there or have a name."""
+    if "op(" not in source:
+        return set()
+    tree = ast.parse(source)
+    named: dict[str, ast.expr] = {}
+    for each in tree.body:
+        if isinstance(each, ast.Assign):
+            target, value = each.targets[0], each.value
+            pairs: list[tuple[ast.expr, ast.expr]] = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts, strict=False))
+            named |= {name.id: given for name, given in pairs if isinstance(name, ast.Name)}
+    found = set()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "op" and call.args:
+            first = call.args[0]
+            given = named.get(first.id) if isinstance(first, ast.Name) else first
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                found.add(given.value)
+    return found
 
 
 def require_name(kind: str, name: str, names: Sequence[str]) -> None:
