@@ -78,6 +78,22 @@ def test_a_checkpoint_is_quantised_as_the_op_does_it(variant, source, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044 == 0o044
 
 
+def test_folders_inside_a_checkpoint_are_copied(source, tmp_path):
+    there = {"1_Pooling/config.json": True, "2_Dense/pytorch_model.bin": True, "code/helper.py": True}
+    there |= {"other/weights.bin": False, ".cache/notes.json": False}
+    for name in (*there, "../apart/weights.bin"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    paths = ("", "1_Pooling", "2_Dense", "../apart")
+    (source / "modules.json").write_text(json.dumps([{"path": path} for path in paths]))
+    out = tmp_path / "out"
+    quantized(out, source, "fp8-block")
+    assert {name: (out / name).exists() for name in there} == there
+    assert (out / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
+    assert (tmp_path / "apart" / "weights.bin").exists()
+    assert {file.name for file in out.iterdir() if file.is_dir()} == {"1_Pooling", "2_Dense", "code"}
+
+
 SHAPES = {
     "fp8-block": [2, 1],
     "fp8-tensor-static": [],

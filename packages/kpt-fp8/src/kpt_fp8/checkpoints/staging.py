@@ -17,6 +17,8 @@ from .folder import CONFIG, INDEX, QUANT_CONFIG, SINGLE
 #: What belongs to a model beside its weights: tokenizers, chat templates, licence, code of its own.
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
+MODULES = "modules.json"  #: sentence-transformers' list of what a model is made of
+
 
 def check_target(source: Path, target: Path) -> Path:
     """The real path of a target that may be written."""
@@ -55,13 +57,31 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def copy_rest(source: Path, target: Path) -> None:
-    """Copy what belongs to the model beside weights and what describes them."""
-    left = {CONFIG, INDEX, QUANT_CONFIG}
-    found = {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
-    for file in sorted(found):
-        if file.name not in left:
-            with _writing(target / file.name):
-                shutil.copyfile(file, target / file.name)
+    """Copy what belongs to the model beside its weights and what describes them.
+
+    Of folders inside it goes the same; those that sentence-transformers' `modules.json` names go whole, since their
+    weights are no part of the model's.
+    """
+    left = {source / name for name in (CONFIG, INDEX, QUANT_CONFIG)}
+    found = {file for pattern in COPIED for file in source.rglob(pattern)}
+    for folder in _modules(source):
+        found.update(folder.rglob("*"))
+    for file in sorted(found - left):
+        inside = file.relative_to(source)
+        if file.is_file() and not any(part.startswith(".") for part in inside.parts):
+            with _writing(target / inside):
+                (target / inside).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target / inside)
+
+
+def _modules(source: Path) -> list[Path]:
+    """Return the folders inside a checkpoint that are modules of sentence-transformers beside the model."""
+    try:
+        named = [str(each.get("path") or "") for each in json.loads((source / MODULES).read_text(encoding="utf-8"))]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []  # there is none, or it is something else by that name
+    root = source.resolve()
+    return [source / name for name in named if name and root in (source / name).resolve().parents]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
