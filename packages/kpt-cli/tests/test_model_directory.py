@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from kpt_cli.errors import CliError
+from kpt_cli.optimize.command import copy_model
 from kpt_cli.optimize.model_directory import check_safetensors, read_model_directory
 from model_files import listing, save_mixtral
 
@@ -224,3 +225,19 @@ def test_header_is_read_as_the_library_reads_it(model):
 
     with safe_open(model / "model.safetensors", "pt") as file:
         assert check_safetensors(model / "model.safetensors") == set(file.keys())
+
+
+def test_folders_inside_a_model_are_copied(model, tmp_path):
+    there = {"1_Pooling/config.json": True, "2_Dense/pytorch_model.bin": True}
+    there |= {"other/weights.bin": False, ".cache/notes.json": False}
+    for name in there:
+        (model / name).parent.mkdir()
+        (model / name).write_text(name)
+    (model / "modules.json").write_text(
+        '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "../../.."}]'
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    copy_model(read_model_directory(model), out, "auto")
+    assert {name: (out / name).exists() for name in there} == there
+    assert (out / "2_Dense" / "pytorch_model.bin").read_text() == "2_Dense/pytorch_model.bin"

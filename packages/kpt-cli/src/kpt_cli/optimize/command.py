@@ -140,17 +140,35 @@ def copy_model(directory: ModelDirectory, to: Path, dtype: str) -> None:
     The dtype, in which the plan was measured, is written to the config unless it is `auto`.
     """
     for file in _files(directory):
-        shutil.copyfile(file, to / file.name)
+        there = to / file.relative_to(directory.path)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, there)
     if dtype != "auto":
         config = {key: value for key, value in directory.config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (to / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _files(directory: ModelDirectory) -> list[Path]:
-    found = {file for pattern in COPIED for file in directory.path.glob(pattern) if file.is_file()}
+    found = {file for pattern in COPIED for file in directory.path.rglob(pattern)}
+    for folder in _modules(directory.path):
+        found.update(folder.rglob("*"))
+    found = {
+        file for file in found
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(directory.path).parts)
+    }  # fmt: skip
     whole = all(file.name == WEIGHTS for file in directory.weights)
     left = {directory.path / PLAN} | ({directory.path / INDEX} if whole else set())
     return sorted(found - left | set(directory.weights))
+
+
+def _modules(path: Path) -> list[Path]:
+    """Return the folders of the modules beside the model that sentence-transformers' `modules.json` names."""
+    try:
+        named = [str(each.get("path") or "") for each in json.loads((path / "modules.json").read_text("utf-8"))]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []  # there is none, or it is something else by that name
+    root = path.resolve()
+    return [path / name for name in named if name and root in (path / name).resolve().parents]
 
 
 def plan_table(plan: "Plan") -> Table:
