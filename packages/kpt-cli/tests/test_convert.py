@@ -43,7 +43,7 @@ def test_quantised_for_the_first_time_says_what_each_weight_lost(kpt, llama, tmp
     result = kpt("convert", llama, tmp_path / "out", "--to", "compressed-tensors", "--exclude", "*embed*")
     assert result.exit_code == 0, result.output
     assert "unquantised -> compressed-tensors: float8_e4m3fn, scales per row" in result.stdout
-    assert "0 of 8 weights are bit-exact" in result.stdout  # the output layer too, which is excluded by default
+    assert "Quantised 8 weights, signal to noise " in result.stdout  # the output layer, too
     (line,) = (line for line in result.stdout.splitlines() if line.startswith(NAME))
     assert float(line.split()[-2]) == pytest.approx(31.5, abs=2)  # dB, of three bits of mantissa
     assert checkpoints.check_checkpoint(tmp_path / "out") == []
@@ -57,7 +57,7 @@ def test_the_same_numbers_in_another_format(kpt, quantised, tmp_path):
     assert {each["sqnr"] for each in document["tensors"]} == {None}
     assert NAME in {each["name"] for each in document["tensors"]}
     said = kpt("convert", quantised, tmp_path / "again", "--to", "torchao").stdout
-    assert "7 of 7 weights are bit-exact" in said
+    assert "Kept 7 weights bit-exact; " in said
     assert "bit-exact: 7 weights, codes and scales as they were" in said
     fnuz = kpt("convert", quantised, tmp_path / "fnuz", "--to", "fbgemm_fp8", "--dtype", "float8_e4m3fnuz").stdout
     assert "codes of torch.float8_e4m3fnuz with scales times 2" in fnuz
@@ -72,7 +72,7 @@ def test_numbers_that_the_format_can_not_hold_are_quantised_anew_where_asked(kpt
     assert list(tmp_path.iterdir()) == []
     result = kpt(*command, "--requantize")
     assert result.exit_code == 0, result.output
-    assert "0 of 7 weights are bit-exact" in result.stdout
+    assert "Quantised 7 weights, signal to noise " in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import tuning_kernels
 from kpt_core import Backend, InputError, UnknownNameError
 from kpt_core.policy import next_power_of_two
 from kpt_optimize.cases import Case, CaseTable
-from kpt_optimize.tuning import TuningEntry, TuningWarning, device_name, tables
+from kpt_optimize.tuning import TuningEntry, TuningWarning, device_name, run, tables
 from kpt_optimize.tuning.run import model_cases
 from tuning_kernels import FEW, WEIGHT, kernel, named, product, tune, two
 
@@ -30,6 +30,13 @@ def test_nothing_is_written_where_there_is_nothing_to_choose(folder: Path) -> No
     assert (found.entries, found.path) == ((), None)
     assert [result.entry for result in found.results] == [None, None]
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("place", ["/proc/kpt/table.json", "/dev/null/table.json"])
+def test_a_table_that_can_not_be_written_is_refused_at_once(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "try_case", None)
+    with pytest.raises(InputError, match=f"table {place} can't be written .*dry_run"):
+        tune(path=place)
 
 
 def test_a_dry_run_writes_nothing_and_changes_nothing(add: Add, folder: Path) -> None:

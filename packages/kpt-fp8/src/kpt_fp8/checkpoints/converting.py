@@ -65,11 +65,14 @@ class CheckpointReport:
     def __str__(self) -> str:
         exact = Counter(each.how for each in self.tensors if each.exact)
         anew = sorted((each for each in self.tensors if not each.exact), key=lambda each: each.sqnr or 0.0)
+        done = [f"quantised {len(anew)} weights, signal to noise {anew[0].sqnr or 0:.1f} dB or better"] if anew else []
+        done += [f"kept {exact.total()} weights bit-exact"] if exact else []
+        headline = f"{'; '.join(done) or 'no weights'}; {self.bytes / 2**20:.1f} MiB in all"
         wide = max((len(each.name) for each in anew), default=0)
         return "\n".join(
             [
                 f"{self.source} -> {self.target}: {self.scheme}",
-                f"{exact.total()} of {len(self.tensors)} weights are bit-exact, {self.bytes / 2**20:.1f} MiB in all",
+                headline[0].upper() + headline[1:],
                 *(f"bit-exact: {count} weights, {how}" for how, count in exact.items()),
                 *(f"{each.name:<{wide}}  {each.how}, signal to noise {each.sqnr:.1f} dB" for each in anew),
                 *self.notes,

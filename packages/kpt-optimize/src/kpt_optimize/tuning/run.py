@@ -1,6 +1,7 @@
 """`tune`: which ops are tried on which cases, in which order, and what of the results is kept."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from kpt_core.contract import Op
-from kpt_core.errors import UnknownNameError
+from kpt_core.errors import InputError, UnknownNameError
 from kpt_core.registry import forget_selections, get_op, kernels, ops
 from kpt_optimize.cases import Case, CaseTable, case_tables
 
@@ -93,6 +94,8 @@ def tune(
             raise UnknownNameError("case", case, known)
     model = device_name(device)
     target = None if dry_run else Path(path) if path is not None else user_table(model)
+    if target is not None:
+        _require_writable(target)
     skipped: dict[str, str] = {}
     trials = []
     for op in _callees_first(chosen):
@@ -125,6 +128,19 @@ def tune(
             forget_selections()
     written = target if entries else None
     return Tuning(model, tuple(results), tuple(entries), skipped, written, aside)
+
+
+def _require_writable(table: Path) -> None:
+    """Raise `InputError` unless a table can be written, before minutes are spent on what it is to hold."""
+    there = next(folder for folder in table.absolute().parents if folder.exists())  # the rest is made when it is needed
+    try:
+        # A superuser has permission where nothing can be written, in /proc say: asking alone is not enough.
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise InputError(
+            f"tune: the table {table} can't be written ({error.strerror}): choose another place (path=, or --output of "
+            "`kpt tune`), or measure without one (dry_run=True, --dry-run)"
+        ) from error
 
 
 def _callees_first(chosen: list[Op[..., Any]]) -> Iterator[Op[..., Any]]:
