@@ -242,8 +242,8 @@ def test_a_training_step_is_estimated_without_a_device():
     ("found", "installed", "says"),
     [
         ((), {}, "take a TPU VM"),
-        (("v6e",), {}, "pip install 'kpt-backend-tpu"),
-        (("v6e",), {"torch-xla": "1.0"}, "pip install 'kpt-backend-tpu"),
+        (("v6e",), {}, "pip install './packages/kpt-backend-tpu"),
+        (("v6e",), {"torch-xla": "1.0"}, "pip install './packages/kpt-backend-tpu"),
     ],
 )
 def test_error_handling_names_what_is_missing_and_the_next_step(see, ask, found, installed, says):

@@ -73,7 +73,7 @@ def test_a_chip_is_told_by_the_pci_bus_with_what_it_can_do(see, chip):
     [
         ((), INSTALLED, {}, "no TPU is on this machine's PCI bus; on Google Cloud take a TPU VM"),
         (("0x0042",), INSTALLED, {}, "no TPU is on"),  # gVNIC, Google's network interface
-        (("v5e",), {}, {}, r"torch-xla and jax and torchax and flax are not installed: pip install 'kpt-backend-tpu\["),
+        (("v5e",), {}, {}, r"jax and torchax and flax are not installed: pip install './packages/kpt-backend-tpu\["),
         (("v5e",), INSTALLED | {"torchax": None}, {}, "^torchax is not installed"),
         (("v5e",), INSTALLED | {"torch-xla": "2.1.0"}, {}, r"torch-xla 2\.1\.0 runs beside torch 2\.1 alone; this is"),
         (("v5e",), INSTALLED, {"PJRT_DEVICE": "CPU"}, "PJRT_DEVICE='CPU' has torch_xla use another device; set it"),

@@ -95,7 +95,7 @@ def test_without_the_package_they_say_what_to_install(kpt, monkeypatch, command)
     monkeypatch.setattr("kpt_cli.convert.find_spec", lambda name: None)
     result = kpt(*command)
     assert result.exit_code == 2
-    assert "pip install kpt-fp8" in result.stderr
+    assert "pip install ./packages/kpt-fp8" in result.stderr
 
 
 def test_doctor_of_sound_checkpoints(kpt, llama, quantised):

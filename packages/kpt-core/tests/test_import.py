@@ -78,7 +78,9 @@ def test_what_is_in_kpt_optimize_is_found_there_or_named(monkeypatch: pytest.Mon
     vars(kpt_core).pop("optimize", None)
     monkeypatch.setitem(sys.modules, "kpt_optimize", None)
     monkeypatch.delitem(sys.modules, "kpt_optimize.optimize", raising=False)
-    with pytest.raises(ImportError, match=r"kpt_core\.optimize is in kpt-optimize: pip install kpt-optimize"):
+    with pytest.raises(
+        ImportError, match=r"kpt_core\.optimize is in kpt-optimize: pip install ./packages/kpt-optimize"
+    ):
         _ = kpt_core.optimize
     with pytest.raises(AttributeError, match="has no attribute 'optimise'"):
         _ = kpt_core.optimise

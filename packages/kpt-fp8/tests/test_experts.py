@@ -274,8 +274,8 @@ def test_what_the_op_does_not_take_is_left(monkeypatch):
         raise UnknownNameError("op", name, ())
 
     monkeypatch.setattr("kpt_fp8.experts.get_op", missing)
-    assert left(made()) == "op moe.experts is not there: pip install kpt-moe"
-    with pytest.raises(InputError, match=r"no layer to convert.*pip install kpt-moe"):
+    assert left(made()) == "op moe.experts is not there: pip install ./packages/kpt-moe"
+    with pytest.raises(InputError, match=r"no layer to convert.*pip install ./packages/kpt-moe"):
         convert_model_to_fp8(nn.ModuleDict({"experts": Fused()}))
 
 

@@ -14,7 +14,7 @@ from .chips import attached, unsupported
 INTERPRET = "KPT_TPU_INTERPRET"
 #: Distributions, in the order in which they are missed.
 _NEEDED = ("torch-xla", "jax", "torchax", "flax")
-_INSTALL = "pip install 'kpt-backend-tpu[xla]'"
+_INSTALL = "pip install './packages/kpt-backend-tpu[xla]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def convert(
 def fp8_checkpoints(command: str) -> Any:
     """Return the module `kpt_fp8.checkpoints`; `CliError` if the package is not installed."""
     if find_spec("kpt_fp8") is None:
-        raise CliError(f"{command} needs kpt-fp8, which is not installed: pip install kpt-fp8")
+        raise CliError(f"{command} needs kpt-fp8, which is not installed: pip install ./packages/kpt-fp8")
     from kpt_fp8 import checkpoints
 
     return checkpoints

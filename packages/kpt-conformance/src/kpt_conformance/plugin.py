@@ -65,7 +65,7 @@ def _measure(config: pytest.Config) -> None:
     if not config.getoption("--kpt-backend"):
         raise pytest.UsageError("--kpt-bench needs --kpt-backend=NAME, whose kernels it measures")
     if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError('--kpt-bench needs pytest-benchmark: pip install "kpt-conformance[bench]"')
+        raise pytest.UsageError('--kpt-bench needs pytest-benchmark: pip install "./packages/kpt-conformance[bench]"')
     config.args = [str(BENCHMARKS)]
 
 

@@ -61,14 +61,14 @@ def test_without_triton_nothing_is_green(matrix, monkeypatch):
     monkeypatch.delitem(sys.modules, "aot_triton_kernels", raising=False)
     (row,) = matrix("aot_triton_kernels:BF16", "sm90")
     assert row.status == "error"
-    assert row.detail == "not compiled: triton is not installed; pip install 'kpt-conformance[triton]'"
+    assert row.detail == "not compiled: triton is not installed; pip install './packages/kpt-conformance[triton]'"
 
 
 @pytest.mark.skipif(find_spec("jax") is not None, reason="jax is installed here")
 def test_without_jax_nothing_is_green(matrix):
     (row,) = matrix("aot_pallas_kernels:SAMPLE", "v5e")
     assert row.status == "error"
-    assert row.detail == "not compiled: jax is not installed; pip install 'kpt-conformance[tpu]'"
+    assert row.detail == "not compiled: jax is not installed; pip install './packages/kpt-conformance[tpu]'"
 
 
 def test_interpreter_is_no_compiler(matrix, monkeypatch):

@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "kpt_optimize":
             raise
-        raise ImportError(f"kpt_core.{name} is in kpt-optimize: pip install kpt-optimize") from None
+        raise ImportError(f"kpt_core.{name} is in kpt-optimize: pip install ./packages/kpt-optimize") from None
     globals()[name] = found = getattr(module, name)
     return found
 

@@ -173,7 +173,7 @@ def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:
     try:
         get_op(_OP)
     except UnknownNameError:
-        return f"op {_OP} is not there: pip install kpt-moe"
+        return f"op {_OP} is not there: pip install ./packages/kpt-moe"
     reason = unusual_part(module)
     if reason:
         return reason

@@ -20,7 +20,7 @@ from .trials import Effect, Loss, Trials, call, change_of_loss, each_batch, eval
 try:
     import kpt_optimize
 except ModuleNotFoundError as error:
-    raise ImportError("plan_fp8 needs kpt-optimize: pip install 'kpt-fp8[plan]'") from error
+    raise ImportError("plan_fp8 needs kpt-optimize: pip install './packages/kpt-fp8[plan]'") from error
 
 _OWNER = "plan_fp8"
 

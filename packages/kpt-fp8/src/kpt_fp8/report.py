@@ -77,7 +77,7 @@ class Report(ABC):
         try:
             import matplotlib
         except ImportError as error:
-            raise InputError("plot: matplotlib is not installed: pip install 'kpt-fp8[report]'") from error
+            raise InputError("plot: matplotlib is not installed: pip install './packages/kpt-fp8[report]'") from error
         temporary = path.with_name(f".{path.stem}.{os.urandom(4).hex()}{path.suffix}")
         try:
             with matplotlib.rc_context({"svg.fonttype": "none"}):

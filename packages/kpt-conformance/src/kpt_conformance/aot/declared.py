@@ -183,7 +183,9 @@ def why_not_compiled(error: Exception) -> str:
     """Return a sentence for a declaration or an installation that is at fault."""
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in _COMPILERS:
-        return f"not compiled: {missing} is not installed; pip install 'kpt-conformance[{_COMPILERS[missing]}]'"
+        return (
+            f"not compiled: {missing} is not installed; pip install './packages/kpt-conformance[{_COMPILERS[missing]}]'"
+        )
     return f"not compiled: {_sentence(error)}"
 
 
