@@ -89,7 +89,7 @@ def target_of(name: str) -> Target:
     else:
         raise InputError(
             f"unknown target {name!r}: expected {CPU}, a chip ({', '.join(known) or 'no backend lists any'}) or a "
-            "product, as in MI300X; pip install ./packages/kpt-backend-nvidia, -amd, -xpu or -tpu from a clone for others"
+            "product, as in MI300X; for others pip install ./packages/kpt-backend-nvidia, -amd, -xpu or -tpu in a clone"
         )
     told = backend.describe(backend.properties_of(product, chip))
     facts = {each: told[each] for each in ("capabilities", "unsupported", "peaks")}
