@@ -216,7 +216,7 @@ void* call_all(void* pointer) {
     return nullptr;
 }
 
-// An OpenMP of which each region gets `given` threads, whatever it asked for.
+// An OpenMP of which each region gets `given` threads, or as many as it asked for if these are fewer.
 thread_local int openmp_rank = 0;
 int openmp_given = 1;
 
@@ -233,16 +233,17 @@ void* run_body(void* pointer) {
     return nullptr;
 }
 
-void openmp_parallel(void (*function)(void*), void* data, unsigned, unsigned) {
+void openmp_parallel(void (*function)(void*), void* data, unsigned asked, unsigned) {
     pthread_t threads[8];
     Body bodies[8];
-    for (int rank = 1; rank < openmp_given; rank++) {
+    const int given = openmp_given < static_cast<int>(asked) ? openmp_given : static_cast<int>(asked);
+    for (int rank = 1; rank < given; rank++) {
         bodies[rank] = {function, data, rank};
         pthread_create(&threads[rank], nullptr, run_body, &bodies[rank]);
     }
     bodies[0] = {function, data, 0};
     run_body(&bodies[0]);
-    for (int rank = 1; rank < openmp_given; rank++) pthread_join(threads[rank], nullptr);
+    for (int rank = 1; rank < given; rank++) pthread_join(threads[rank], nullptr);
 }
 
 int openmp_thread_num() { return openmp_rank; }
