@@ -120,6 +120,17 @@ def test_the_memory_of_a_chip_without_a_known_product_must_be_given(kpt, plan, m
     assert "give its --memory" in kpt("plan", mixtral, "--target", "a2").stderr
 
 
+def test_a_chip_is_planned_for_without_its_vendors_backend(kpt, plan, mixtral):
+    found = plan(mixtral, "--target", "MI300X", "--dtype", "bfloat16")
+    assert found["target"]["product"] == "AMD Instinct MI300X"
+    assert found["target"]["missing_package"] == "kpt-backend-amd"
+    assert found["target"]["memory_bytes"] == 192 * 2**30
+    assert all(step["seconds"] > 0 for step in found["roofline"])
+    assert {row["kernel"] for row in found["kernels"]} == {None}
+    said = kpt("plan", mixtral, "--target", "MI300X").stdout
+    assert "install ./packages/kpt-backend-amd to see which kernels would run" in said.replace("\n", " ")
+
+
 def test_a_model_without_experts_calls_no_op_of_kpt(kpt, plan, llama):
     assert plan(llama, "--target", "cpu", "--tokens", 8)["kernels"] == []
     said = kpt("plan", llama, "--target", "cpu", "--tokens", 8).stdout
@@ -130,7 +141,7 @@ def test_a_model_without_experts_calls_no_op_of_kpt(kpt, plan, llama):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--target", "gfx9"], "unknown target 'gfx9': expected cpu, a chip"),
+        (["--target", "gfx9"], "unknown target 'gfx9': did you mean 'gfx"),
         (["--target", "cpu", "--memory", "lots"], "--memory 'lots': expected an amount with its unit"),
         (["--target", "cpu", "--memory", "0GiB"], "--memory '0GiB'"),
         (["--target", "cpu", "--tokens", "129"], "reads at most 128 tokens at a time"),

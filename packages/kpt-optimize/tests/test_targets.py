@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_core import InputError, Kernel
+from kpt_core import Kernel, UnknownNameError
 from kpt_optimize.accelerator import AcceleratorBackend, Peaks
+from kpt_optimize.accelerator.products import PRODUCTS
 from kpt_optimize.forecast import Step
 from kpt_optimize.targets import chips, served, target_of
 
@@ -84,11 +85,42 @@ def test_a_target_is_named_by_chip_or_by_words_of_a_product(name, chip, product)
     assert (found.chip, found.product) == (chip, product)
 
 
-@pytest.mark.parametrize("name", ["a3", "", "acme two"])
-def test_what_nobody_knows_is_refused_with_what_is_known(name):
-    with pytest.raises(InputError, match=f"unknown target '{name}': .*a1, a2, a0.*pip install"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a3", "did you mean '.*'a[012]'"),
+        ("MI300XX", "did you mean 'mi300x'"),
+        ("gfx9", "did you mean 'gfx"),
+        ("h1000", "did you mean 'h100'"),
+        ("", "known: "),
+        ("nothing alike", "known: .* more"),
+    ],
+)
+def test_what_nobody_knows_is_refused_with_close_names(name, said):
+    with pytest.raises(UnknownNameError, match=f"unknown target '{name.lower()}': .*{said}") as caught:
         target_of(name)
-    assert {"a0", "a1", "a2"} <= set(chips())
+    assert len(str(caught.value)) < 300
+    assert {"a0", "a1", "a2", "gfx942"} <= set(chips())
+
+
+PUBLISHED = [(vendor, name, peaks) for vendor, products in PRODUCTS.items() for name, peaks in products.items()]
+
+
+@pytest.mark.parametrize(("vendor", "product", "peaks"), PUBLISHED, ids=[product for _, product, _ in PUBLISHED])
+def test_products_and_chips_are_known_without_their_vendors_backend(vendor, product, peaks):
+    found = target_of(product)
+    assert (found.product, found.chip, found.backend) == (product, peaks.chip, None)
+    assert found.missing == f"kpt-backend-{vendor}"
+    assert (found.memory, found.tflops("bfloat16")) == (peaks.memory * 2**30, peaks.bf16_tflops)
+    assert found.tflops("float8_e4m3fn") == (peaks.fp8_tflops or peaks.bf16_tflops)
+    assert target_of(peaks.chip.upper()).chip == peaks.chip
+
+
+def test_a_backend_that_is_installed_tells_of_its_products_itself(monkeypatch):
+    own = {"acme": {"Acme One": Peaks("a1", 1, 1.0, 1.0, "another leaflet")}}
+    monkeypatch.setattr("kpt_optimize.targets.PRODUCTS", own)
+    found = target_of("acme one")
+    assert (found.product, found.peaks.memory, found.missing) == ("Acme One Pro", 80, None)
 
 
 def test_kernels_are_chosen_by_the_chip_that_is_not_here():

@@ -10,6 +10,7 @@ from functools import cache
 
 from kpt_core import Capability
 from kpt_optimize.accelerator import Peaks
+from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
 
 #: What kernels are compiled for.
 CHIPS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
@@ -29,17 +30,8 @@ _OF_GENERATION: dict[str, frozenset[Capability]] = {
     "RDNA4": frozenset({"wmma", "wave32", "fp8_e4m3fn", "fp8_e5m2"}),
 }
 
-#: By the name that the driver gives; dense products, without sparsity.
-PRODUCTS = {
-    "AMD Instinct MI210": Peaks("gfx90a", 64, 181, 1638.4, "AMD Instinct MI210 data sheet"),
-    # A device is one of the two dies.
-    "AMD Instinct MI250X": Peaks("gfx90a", 64, 191.5, 1638.4, "AMD Instinct MI250X data sheet, halved"),
-    "AMD Instinct MI300X": Peaks("gfx942", 192, 1307.4, 5300, "AMD Instinct MI300X data sheet", 2614.9),
-    "AMD Instinct MI325X": Peaks("gfx942", 256, 1307.4, 6000, "AMD Instinct MI325X data sheet", 2614.9),
-    "AMD Instinct MI355X": Peaks("gfx950", 288, 2516.6, 8000, "AMD Instinct MI355X data sheet", 5033.2),
-    "AMD Radeon RX 7900 XTX": Peaks("gfx1100", 24, 122.8, 960, "AMD Radeon RX 7900 XTX specifications"),
-    "AMD Radeon RX 9070 XT": Peaks("gfx1201", 16, 195, 640, "AMD Radeon RX 9070 XT specifications", 389),
-}
+#: By the name that the driver gives.
+PRODUCTS = ALL_PRODUCTS["amd"]
 
 
 def chip_name(arch: str) -> str:

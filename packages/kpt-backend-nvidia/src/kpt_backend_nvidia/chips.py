@@ -17,6 +17,7 @@ from functools import cache
 
 from kpt_core import Capability, UnknownNameError
 from kpt_optimize.accelerator import Peaks
+from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
 
 #: What kernels are compiled for.
 CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
@@ -61,33 +62,8 @@ _GENERATIONS = {
 }
 
 
-_A100 = "NVIDIA A100 Tensor Core GPU data sheet"
-_H100 = "NVIDIA H100 Tensor Core GPU data sheet, half of its figures with sparsity"
-_H200 = "NVIDIA H200 Tensor Core GPU data sheet, half of its figures with sparsity"
-_L4 = "NVIDIA L4 Tensor Core GPU data sheet, half of its figures with sparsity"
-_B200 = "NVIDIA DGX B200 data sheet, an eighth, half of its figures with sparsity"
-_ADA = "NVIDIA Ada GPU Architecture white paper, appendix A"
-_RTX = "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A"
-
-#: By the name that the driver gives. A part of a GPU (MIG), a laptop's or a regional variant has another name.
-PRODUCTS = {
-    "NVIDIA A100-SXM4-80GB": Peaks("sm80", 80, 312, 2039, _A100),
-    "NVIDIA A100-SXM4-40GB": Peaks("sm80", 40, 312, 1555, _A100),
-    "NVIDIA A100-PCIE-40GB": Peaks("sm80", 40, 312, 1555, _A100),
-    "NVIDIA A100 80GB PCIe": Peaks("sm80", 80, 312, 1935, _A100),
-    "NVIDIA A10": Peaks("sm86", 24, 125, 600, "NVIDIA A10 Tensor Core GPU data sheet"),
-    "NVIDIA A10G": Peaks("sm86", 24, 70, 600, "NVIDIA A10G data sheet"),
-    "NVIDIA L40S": Peaks("sm89", 48, 362, 864, "NVIDIA L40S data sheet", 733),
-    "NVIDIA L4": Peaks("sm89", 24, 121, 300, _L4, 242),
-    "NVIDIA H100 80GB HBM3": Peaks("sm90", 80, 989, 3350, _H100, 1979),
-    "NVIDIA H100 PCIe": Peaks("sm90", 80, 756, 2000, _H100, 1513),
-    "NVIDIA H100 NVL": Peaks("sm90", 94, 835, 3900, _H100, 1671),
-    "NVIDIA H200": Peaks("sm90", 141, 989, 4800, _H200, 1979),
-    "NVIDIA H200 NVL": Peaks("sm90", 141, 835, 4800, _H200, 1671),
-    "NVIDIA B200": Peaks("sm100", 180, 2250, 8000, _B200, 4500),
-    "NVIDIA GeForce RTX 4090": Peaks("sm89", 24, 165.2, 1008, _ADA, 330.3),
-    "NVIDIA GeForce RTX 5090": Peaks("sm120", 32, 209.5, 1792, _RTX, 419),
-}
+#: By the name that the driver gives.
+PRODUCTS = ALL_PRODUCTS["nvidia"]
 
 
 def chip_name(capability: tuple[int, int]) -> str:

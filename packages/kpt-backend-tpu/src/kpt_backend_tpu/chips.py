@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Capability
-from kpt_optimize.accelerator import Peaks
+from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
 
 MIB = 2**20
 _PCI = Path("/sys/bus/pci/devices")
@@ -57,14 +57,8 @@ TPUS = {
 #: What kernels are compiled for.
 CHIPS = tuple(TPUS)
 
-#: By the name that JAX gives; memory in GiB of a device.
-PRODUCTS = {
-    "TPU v4": Peaks("v4", 32, 275, 1228, "cloud.google.com/tpu/docs/v4"),
-    "TPU v5e": Peaks("v5e", 16, 197, 819, "cloud.google.com/tpu/docs/v5e"),
-    "TPU v5p": Peaks("v5p", 95, 459, 2765, "cloud.google.com/tpu/docs/v5p"),
-    "TPU v6e": Peaks("v6e", 32, 918, 1640, "cloud.google.com/tpu/docs/v6e", 918),
-    "TPU7x": Peaks("tpu7x", 96, 1153.5, 3690, "cloud.google.com/tpu/docs/tpu7x, halved", 2307),
-}
+#: By the name that JAX gives.
+PRODUCTS = ALL_PRODUCTS["tpu"]
 
 
 def properties_of(product: str, chip: str) -> Any:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Capability
-from kpt_optimize.accelerator import Peaks
+from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
 from kpt_triton.intel import CHIPS, architecture_of, intel_chip
 
 __all__ = ["CHIPS", "PRODUCTS", "capabilities_of", "chip_of", "generation", "properties_of", "unsupported"]
@@ -36,15 +36,8 @@ _FACTS_OF = {
     "Xe2": tuple(_FACTS),
     "Xe-HPG": ("has_fp16", "has_bfloat16_conversions", "has_subgroup_matrix_multiply_accumulate"),
 }
-#: By the name that the driver gives; products of the matrix units at the highest clock.
-PRODUCTS = {
-    # A device is one of the two stacks: 64 Xe cores of 4096 operations a cycle, at 1.6 GHz.
-    "Intel(R) Data Center GPU Max 1550": Peaks("pvc", 64, 419, 1638.4, "Intel Data Center GPU Max 1550, halved"),
-    # Half of the 233 TOPS of 8-bit integers.
-    "Intel(R) Arc(TM) B580 Graphics": Peaks("bmg_g21", 12, 116.5, 456, "Intel Arc B580 specifications"),
-    # Half of the 229 TOPS of 8-bit integers.
-    "Intel(R) Arc(TM) A750 Graphics": Peaks("acm_g10", 8, 114.5, 512, "Intel Arc A750 specifications"),
-}
+#: By the name that the driver gives.
+PRODUCTS = ALL_PRODUCTS["xpu"]
 
 
 def properties_of(product: str, chip: str) -> Any:

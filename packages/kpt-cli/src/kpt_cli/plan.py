@@ -85,7 +85,12 @@ def plan(
     document = {
         "model": type(built).__name__,
         "parameters": found.parameters,
-        "target": {"chip": device.chip, "product": device.product, "memory_bytes": room},
+        "target": {
+            "chip": device.chip,
+            "product": device.product,
+            "memory_bytes": room,
+            "missing_package": device.missing,
+        },
         "settings": {"dtype": name, "fp8_weights": fp8, "batch": batch, "tokens": tokens, "training": train},
         "memory": {name: getattr(found, name) for name in ("weights", *PARTS, "peak")},
         "fits": found.peak <= room,
@@ -131,16 +136,18 @@ def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, A
 
     rows = []
     for op, call, count in found.calls:
+        first = getattr(call, next(iter(op.kinds)))
+        row = {"op": op.name, "sizes": list(first.shape), "calls": count}
+        if device.missing is not None:
+            rows.append(row | {"backend": None, "kernel": None, "evidence": None, "refused": []})
+            continue
         chosen = served(op, call, device, fp8)
         function = chosen.kernel.forward if chosen.kernel else "reference"
         proof = levels().get(f"{chosen.backend}/{op.name}/{function}", {})
         here = {chip: words for chip, words in proof.items() if device.chip in ("cpu", chip) or "interpreter" in chip}
-        first = getattr(call, next(iter(op.kinds)))
         rows.append(
-            {
-                "op": op.name,
-                "sizes": list(first.shape),
-                "calls": count,
+            row
+            | {
                 "backend": chosen.backend,
                 "kernel": function,
                 "evidence": best(here),
@@ -185,11 +192,14 @@ def _show(document: dict[str, Any]) -> None:
     made = table("op", "sizes", "calls", "kernel", "backend", "evidence", right=("calls",))
     for row in document["kernels"]:
         sizes = " x ".join(map(str, row["sizes"]))
-        made.add_row(row["op"], sizes, str(row["calls"]), row["kernel"], row["backend"], row["evidence"])
+        chosen = (row[name] or "unknown" for name in ("kernel", "backend", "evidence"))
+        made.add_row(row["op"], sizes, str(row["calls"]), *chosen)
     if made.row_count:
         out().print(made)
     else:
         say("  The model calls no op of KPT: torch's own kernels run it.")
+    if target["missing_package"]:
+        say(f"Kernels are unknown: install ./packages/{target['missing_package']} to see which kernels would run.")
     say_all("Refused", [text for row in document["kernels"] for text in row["refused"]])
     heading("Time at the least" if document["fits"] else "Time at the least, if it fitted")
     made = table("step", "TFLOP", "memory traffic", "time", "bound by", right=("TFLOP", "memory traffic", "time"))

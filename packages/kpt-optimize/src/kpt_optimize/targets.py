@@ -1,6 +1,7 @@
 """Devices that are not here: what their chips can do, and the kernels that would run there."""
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from kpt_core import registry
 from kpt_core.contract import TORCH, Backend, Call, Capability, Kernel, Op
 from kpt_core.dispatch.candidates import candidate_of
-from kpt_core.errors import InputError
+from kpt_core.errors import UnknownNameError
 from kpt_core.selection import Refused
 
 from .accelerator import AcceleratorBackend, Peaks
+from .accelerator.products import PRODUCTS
 
 #: The processor of this machine, which needs no name.
 CPU = "cpu"
@@ -25,10 +27,11 @@ class Target:
     Attributes:
         chip: for instance `gfx942`.
         product: a usual one with this chip, by the name that the driver gives; the chip where none is listed.
-        device_type: torch's.
+        device_type: torch's; `meta` where the backend is missing.
         backend: whose kernels run there; None where no vendor's is installed.
         unsupported: why KPT's kernels don't run on it, None if they do.
         peaks: of the product; None if they are not known.
+        missing: the package whose kernels would run there, where it is not installed; else None.
     """
 
     chip: str
@@ -38,6 +41,7 @@ class Target:
     capabilities: frozenset[Capability]
     unsupported: str | None
     peaks: Peaks | None
+    missing: str | None = None
 
     @property
     def memory(self) -> int | None:
@@ -47,20 +51,35 @@ class Target:
         return None if self.peaks is None else self.peaks.memory * 1024**3
 
     def tflops(self, dtype: str) -> float | None:
-        """Return the rate of products in a dtype, None if it is not known; 8-bit weights are converted at worst."""
+        """Return the rate of products in a dtype, None if it is not known; 8-bit weights are converted at worst.
+
+        Which 8-bit formats a chip multiplies is its backend's to know; without it the best of them counts.
+        """
         if self.peaks is None or dtype == "float32":
             return None
+        if self.missing is not None and dtype.startswith("float8") and self.peaks.fp8_tflops is not None:
+            return self.peaks.fp8_tflops
         if dtype.replace("float8", "fp8") in self.capabilities:
             return self.peaks.fp8_tflops
         return self.peaks.bf16_tflops
 
 
-def chips() -> dict[str, AcceleratorBackend]:
-    """Return every chip that an installed backend knows, and the backend."""
-    found: dict[str, AcceleratorBackend] = {}
-    for backend in registry.backends().values():
-        if isinstance(backend, AcceleratorBackend):
-            found |= dict.fromkeys((*backend.chips, *(each.chip for each in backend.products.values())), backend)
+def _vendors() -> Iterator[tuple[str, Mapping[str, Peaks], AcceleratorBackend | None]]:
+    """Yield vendors: name of the backend, products, and the backend itself, None where it is not installed."""
+    installed = {name: each for name, each in registry.backends().items() if isinstance(each, AcceleratorBackend)}
+    for name, backend in installed.items():
+        yield name, backend.products, backend
+    for name, products in PRODUCTS.items():
+        if name not in installed:
+            yield name, products, None
+
+
+def chips() -> dict[str, AcceleratorBackend | None]:
+    """Return every known chip and its vendor's backend, None where that is not installed."""
+    found: dict[str, AcceleratorBackend | None] = {}
+    for _, products, backend in _vendors():
+        listed = () if backend is None else backend.chips
+        found |= dict.fromkeys((*listed, *(each.chip for each in products.values())), backend)
     return found
 
 
@@ -68,28 +87,46 @@ def target_of(name: str) -> Target:
     """Return the device of a chip's name, or of words of a product's, as in `gfx942`, `MI300X` or `arc b580`.
 
     Raises:
-        InputError: no installed backend knows it.
+        UnknownNameError: nobody knows it; the message offers close names.
     """
-    if name.lower() == CPU:
+    wanted = name.lower()
+    if wanted == CPU:
         return _this_processor()
-    known = chips()
-    words = name.lower().split()
-    products = {
-        product: backend
-        for backend in dict.fromkeys(known.values())
-        for product, peaks in backend.products.items()
-        if peaks.chip == name.lower() or (words and all(word in product.lower() for word in words))
-    }
-    if products:
-        product, backend = next(iter(products.items()))
-        chip = backend.products[product].chip
-    elif name.lower() in known:
-        product = chip = name.lower()
-        backend = known[chip]
-    else:
-        raise InputError(
-            f"unknown target {name!r}: expected {CPU}, a chip ({', '.join(known) or 'no backend lists any'}) or a "
-            "product, as in MI300X; for others pip install ./packages/kpt-backend-nvidia, -amd, -xpu or -tpu in a clone"
+    words = wanted.split()
+    matches = [
+        (vendor, product, peaks.chip, backend, peaks)
+        for vendor, products, backend in _vendors()
+        for product, peaks in products.items()
+        if peaks.chip == wanted or (words and all(word in product.lower() for word in words))
+    ]
+    # Whole words first: an A10 is no A100.
+    for match in sorted(matches, key=lambda match: not {*words} <= {match[2], *match[1].lower().split()}):
+        return _described(*match)
+    for vendor, _, backend in _vendors():
+        if backend is not None and wanted in backend.chips:
+            return _described(vendor, wanted, wanted, backend, None)
+    raise UnknownNameError(
+        "target", wanted, _names(), f"(a chip, as gfx942; words of a product, as MI300X or 'arc b580'; or {CPU})"
+    )
+
+
+def _names() -> set[str]:
+    """Return what is offered for a name that nobody knows: chips, and the words of products that tell one."""
+    words = {word for _, products, _ in _vendors() for product in products for word in product.lower().split()}
+    return {CPU, *chips(), *(each for each in words if not each.isalpha() and not each.isdigit() and each.isalnum())}
+
+
+def _described(vendor: str, product: str, chip: str, backend: AcceleratorBackend | None, peaks: Peaks | None) -> Target:
+    if backend is None:
+        return Target(
+            chip=chip,
+            product=product,
+            device_type="meta",
+            backend=None,
+            capabilities=frozenset(),
+            unsupported=None,
+            peaks=peaks,
+            missing=f"kpt-backend-{vendor}",
         )
     told = backend.describe(backend.properties_of(product, chip))
     facts = {each: told[each] for each in ("capabilities", "unsupported", "peaks")}
