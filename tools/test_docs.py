@@ -1,26 +1,36 @@
 """Hold the documents to what they promise: code runs, links lead somewhere, quoted sentences are in the source."""
 
 import ast
+import functools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import plot_minilm
 import pytest
+import typer
 from public_names import PAGES
+from typer.core import TyperGroup
+
+from kpt_cli.main import app
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = {".git", ".nox", ".venv", ".cache"}
-#: Whose code runs: all but decisions, which say what was true when they were made.
-READMES = sorted(path for path in PAGES if "```python" in path.read_text())
 SENTENCES = ROOT / "docs/troubleshooting.md"
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not HIDDEN & set(path.relative_to(ROOT).parts))
+RUNNER = ROOT / "tools/run_blocks.py"
 SECONDS = 180
+OFFLINE = {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+#: The first line of a block that is run after those above it.
+CONTINUES = "# continues the block above\n"
 
 #: A fenced block, its language, its text. A block after `<!-- not run: reason -->` is left alone.
 BLOCK = re.compile(r"(?P<skip><!-- not run: .+? -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
@@ -31,30 +41,92 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def python_of(markdown: str) -> str:
-    """Return the Python blocks of a document as one program whose line numbers are the document's."""
-    program = [""] * (markdown.count("\n") + 1)
+class Block(NamedTuple):
+    """A Python block of a page, and the program that it is: alone, or after those that it continues."""
+
+    page: Path
+    line: int
+    program: str
+
+    def __str__(self) -> str:
+        return f"{name(self.page)}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """Yield the Python blocks of a page as programs whose line numbers are the page's."""
+    markdown, program = page.read_text(), [""]
     for block in BLOCK.finditer(markdown):
         if block["language"] == "python" and not block["skip"]:
-            first = markdown.count("\n", 0, block.start("text"))
-            lines = block["text"].splitlines()
-            program[first : first + len(lines)] = lines
-    return "\n".join(program)
+            line = markdown.count("\n", 0, block.start("text")) + 1
+            above = program if block["text"].startswith(CONTINUES) else []
+            program = [*above, *[""] * (line - 1 - len(above)), *block["text"].splitlines()]
+            yield Block(page, line, "\n".join(program))
+
+
+#: Of all pages but decisions, which say what was true when they were made.
+BLOCKS = [block for page in sorted(PAGES) for block in blocks_of(page)]
+#: Starts run_blocks.py where the named libraries are loaded, or gives the one that was started before.
+Runner = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[Runner]:
+    """Give what starts run_blocks.py; libraries use one thread there, because threads are not in a forked process."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+
+        @functools.cache
+        def start(*libraries: str) -> subprocess.Popen[str]:
+            command = [sys.executable, str(RUNNER), *libraries]
+            return stack.enter_context(subprocess.Popen(command, env=os.environ | OFFLINE | threads, **pipes))
+
+        yield start
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_block_runs(block: Block, runner: Runner, tmp_path: Path) -> None:
+    program, folder, output = tmp_path / name(block.page), tmp_path / "folder", tmp_path / "output"
+    program.parent.mkdir(parents=True, exist_ok=True)  # its name is the page's, so that a traceback names file and line
+    program.write_text(block.program)
+    folder.mkdir()
+    # Without transformers where it can: it imports Triton, which must not be there before TRITON_INTERPRET is set.
+    process = runner("torch", *(["transformers.modeling_utils"] if "transformers" in block.program else []))
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(json.dumps([str(program), str(folder), str(output), SECONDS]), file=process.stdin, flush=True)
+    code = int(process.stdout.readline())
+    assert code == 0, f"{block} ends with exit code {code}:\n{output.read_text()}"
 
 
 def run(program: Path, folder: Path) -> None:
     """Run a program in an empty folder, offline, within the time limit; show its output if it fails."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
     command = [sys.executable, str(program)]
-    done = subprocess.run(command, cwd=folder, env=env, timeout=SECONDS, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | OFFLINE, timeout=SECONDS, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{program} failed:\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name)
-def test_readme_code_runs(readme: Path, tmp_path: Path) -> None:
-    program = tmp_path / "README.md"  # so that a traceback names the file and the line
-    program.write_text(python_of(readme.read_text()))
-    run(program, tmp_path)
+def kpt_lines(markdown: str) -> Iterator[list[str]]:
+    """Yield the arguments of each `kpt` that a console block runs."""
+    for block in BLOCK.finditer(markdown):
+        for line in re.findall(r"^\$ (.+)", block["text"].replace("\\\n", " "), re.M):
+            for command in re.split(r" && | \| | > ", line):
+                words = shlex.split(command, comments=True)
+                if words[:1] == ["kpt"]:
+                    yield words[1:]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES), ids=name)
+def test_console_lines_are_commands_of_kpt(page: Path) -> None:
+    for words in kpt_lines(page.read_text()):
+        command, rest = typer.main.get_command(app), words
+        while isinstance(command, TyperGroup):
+            assert rest, f"kpt {shlex.join(words)} names no command"
+            assert rest[0] in command.commands, f"kpt {shlex.join(words)}: there is no {rest[0]}"
+            command, rest = command.commands[rest[0]], rest[1:]
+        command.make_parser(typer.Context(command)).parse_args(rest)  # raises where an option is not there
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
