@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from kpt_core.errors import UnknownNameError
 from kpt_optimize.accelerator import AcceleratorBackend, Peaks
 
 QWEN3_30B = {
@@ -72,7 +73,9 @@ def test_qwen3_30b_has_its_parameters_and_the_cache_of_the_formula(plan, qwen):
     assert (prefill["bound_by"], decode["bound_by"]) == ("arithmetic", "memory")
     assert decode["seconds"] == pytest.approx(decode["nbytes"] / 1e12)
     assert found["fits"]
-    assert [(row["op"], row["calls"]) for row in found["kernels"]] == [("moe.experts", 48)] * 2
+    assert [row["calls"] for row in found["kernels"] if row["op"] == "moe.experts"] == [48] * 2
+    assert [part["name"] for part in prefill["parts"]] == ["attention", "experts", "linear layers"]
+    assert sum(part["nbytes"] for part in decode["parts"]) == pytest.approx(decode["nbytes"], rel=0.01)
 
 
 def test_memory_is_that_of_a_real_model(plan, mixtral):
@@ -126,16 +129,106 @@ def test_a_chip_is_planned_for_without_its_vendors_backend(kpt, plan, mixtral):
     assert found["target"]["missing_package"] == "kpt-backend-amd"
     assert found["target"]["memory_bytes"] == 192 * 2**30
     assert all(step["seconds"] > 0 for step in found["roofline"])
-    assert {row["kernel"] for row in found["kernels"]} == {None}
+    assert {row["kernel"] for row in found["kernels"] if row["op"] != "linear"} == {None}
     said = kpt("plan", mixtral, "--target", "MI300X").stdout
     assert "install ./packages/kpt-backend-amd to see which kernels would run" in said.replace("\n", " ")
 
 
-def test_a_model_without_experts_calls_no_op_of_kpt(kpt, plan, llama):
-    assert plan(llama, "--target", "cpu", "--tokens", 8)["kernels"] == []
-    said = kpt("plan", llama, "--target", "cpu", "--tokens", 8).stdout
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    from transformers import BertConfig
+
+    folder = tmp_path_factory.mktemp("bert")
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
+    config.save_pretrained(folder)
+    return folder
+
+
+LLAMA_LAYERS = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+
+
+def parts_of(step):
+    return {part["name"]: part for part in step["parts"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "width"), [(["--dtype", "bfloat16"], 2), (["--dtype", "float32"], 4)], ids=["bfloat16", "float32"]
+)
+def test_llama_has_the_products_and_bytes_of_the_formula(plan, llama_8b, options, width):
+    found = plan(llama_8b, "--target", "a1", "--batch", 2, "--tokens", 1024, *options)
+    head = 4096 * 128256
+    for step, rows, last in zip(found["roofline"], (2048, 2), (2, 2), strict=True):
+        linear = parts_of(step)["linear layers"]
+        assert linear["flops"] == 2 * (rows * LLAMA_LAYERS + last * head)
+        assert linear["nbytes"] == width * (LLAMA_LAYERS + head)
+    prefill, decode = map(parts_of, found["roofline"])
+    assert prefill["attention"]["flops"] == 32 * 2 * 2 * 1024 * 1024 * 128 * 32  # half of two products, two sequences
+    assert decode["attention"]["flops"] == 32 * 4 * 2 * 1025 * 128 * 32
+    assert decode["attention"]["nbytes"] == 32 * 2 * 2 * 1025 * 8 * 128 * width
+    for step in found["roofline"]:
+        compute = 0 if width == 4 else step["flops"] / 100e12  # no rate of float32
+        assert step["seconds"] == pytest.approx(max(compute, step["nbytes"] / 1e12))
+        assert step["nbytes"] == pytest.approx(sum(part["nbytes"] for part in step["parts"]), rel=0.01)
+    calls = {(row["op"], *row["sizes"]): (row["calls"], row["note"]) for row in found["kernels"]}
+    assert calls["attention.dense", 2, 32, 1024, 128] == (32, "causal, 1024 keys of 8 heads")
+    assert calls["linear", 2048, 4096, 1024] == (64, "")
+
+
+def test_8_bit_layers_are_planned_with_their_kernels(kpt, plan, llama_8b):
+    options = [llama_8b, "--target", "a1", "--tokens", 512, "--dtype", "bfloat16", "--weights", "fp8"]
+    found = plan(*options)
+    linear = parts_of(found["roofline"][1])["linear layers"]
+    # A scale of four bytes for 128 x 128 codes; the output's matrix stays.
+    assert linear["nbytes"] == LLAMA_LAYERS * (1 + 4 / 128**2) + 2 * 4096 * 128256
+    assert {row["op"] for row in found["kernels"]} == {"attention.dense", "fp8.linear", "linear"}
+    kernels = {row["kernel"] for row in found["kernels"] if row["op"] == "fp8.linear"}
+    assert kernels == {"reference"}
+    said = kpt("plan", *options).stdout
+    assert "fp8.linear" in said
+    assert "linear layers" in said
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_encoder_sees_all_keys_and_takes_one_step(plan, bert, training):
+    found = plan(bert, "--target", "a1", "--batch", 3, "--tokens", 128, *(["--train"] if training else []))
+    (step,) = found["roofline"]
+    assert step["name"].startswith("training" if training else "forward")
+    assert parts_of(step)["attention"]["flops"] == (3 if training else 1) * 12 * 4 * 3 * 128 * 128 * 64 * 12
+    assert [row["note"] for row in found["kernels"] if row["op"] == "attention.dense"] == ["128 keys of 12 heads"]
+    assert sum(part["flops"] for part in step["parts"]) == step["flops"]
+
+
+def test_the_time_on_a_processor_is_unknown_and_to_be_measured(kpt, plan, llama):
+    found = plan(llama, "--target", "cpu", "--tokens", 8)
+    assert {row["kernel"] for row in found["kernels"] if row["op"] == "attention.dense"} == {
+        "kpt_attention.torch_kernels.sdpa:forward"
+    }
+    assert {step["seconds"] for step in found["roofline"]} == {None}
+    said = " ".join(kpt("plan", llama, "--target", "cpu", "--tokens", 8).stdout.split())
     assert "It fits" in said
-    assert "no op of KPT" in said
+    assert "No rates of this machine's processor are known, so the time is not either: measure" in said
+
+
+def test_ops_of_a_package_that_is_missing_are_told(kpt, plan, llama, monkeypatch):
+    def get_op(name):
+        raise UnknownNameError("op", name, ())
+
+    monkeypatch.setattr("kpt_optimize.forecast.get_op", get_op)
+    options = [llama, "--target", "a1", "--tokens", 8, "--weights", "fp8", "--dtype", "bfloat16"]
+    missing = {row["op"]: row["missing_package"] for row in plan(*options)["kernels"]}
+    assert missing == {"attention.dense": "kpt-attention", "fp8.linear": "kpt-fp8", "linear": None}
+    said = " ".join(kpt("plan", *options).stdout.split())
+    assert "Kernels are unknown: install ./packages/kpt-fp8 to see which kernels would run." in said
 
 
 @pytest.mark.parametrize(

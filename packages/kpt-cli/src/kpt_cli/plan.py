@@ -15,7 +15,7 @@ from .optimize.model_directory import ModelDirectory, read_config
 from .options import Json, WeightDtype, one_of
 
 if TYPE_CHECKING:
-    from kpt_optimize.forecast import Forecast
+    from kpt_optimize.forecast import Forecast, Step
     from kpt_optimize.targets import Target
 
 DEFAULT_TOKENS = 4096
@@ -28,6 +28,8 @@ LIMITS = (
     "Times are lower bounds by the data sheet: the cache and every weight that is used are read once (of experts those "
     "that a fair router chooses, or all where KPT does not serve them), activations cost nothing, and nothing is lost "
     "to launches and communication.",
+    "Attention is KPT's in a model that is loaded with attn_implementation='kpt' (import kpt_attention.transformers), "
+    "linear layers where their weights have 8 bits (kpt convert).",
 )
 
 
@@ -132,38 +134,54 @@ def _on_meta(directory: ModelDirectory, dtype: str) -> tuple[Any, str, float]:
 
 
 def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, Any]]:
+    from kpt_core.registry import get_op
     from kpt_optimize.targets import served
 
     rows = []
-    for op, call, count in found.calls:
-        first = getattr(call, next(iter(op.kinds)))
-        row = {"op": op.name, "sizes": list(first.shape), "calls": count}
-        if device.missing is not None:
-            rows.append(row | {"backend": None, "kernel": None, "evidence": None, "refused": []})
-            continue
-        chosen = served(op, call, device, fp8)
-        function = chosen.kernel.forward if chosen.kernel else "reference"
-        proof = levels().get(f"{chosen.backend}/{op.name}/{function}", {})
-        here = {chip: words for chip, words in proof.items() if device.chip in ("cpu", chip) or "interpreter" in chip}
-        rows.append(
-            row
-            | {
-                "backend": chosen.backend,
-                "kernel": function,
-                "evidence": best(here),
-                "refused": [str(each) for each in chosen.refusals],
+    for work in found.calls:
+        row: dict[str, Any] = {
+            "op": work.op,
+            "sizes": list(work.sizes),
+            "note": work.note,
+            "calls": work.count,
+            "flops": work.flops,
+            "nbytes": work.nbytes,
+            "backend": None,
+            "kernel": None,
+            "evidence": None,
+            "refused": [],
+            "missing_package": None,
+        }
+        rows.append(row)
+        if work.op == "linear":
+            row |= {"backend": "torch", "kernel": "torch.nn.functional.linear"}
+        elif work.call is None:
+            row["missing_package"] = f"kpt-{work.op.partition('.')[0]}"
+        elif device.missing is None:
+            chosen = served(get_op(work.op), work.call, device, fp8 and work.op.startswith("moe."))
+            function = chosen.kernel.forward if chosen.kernel else "reference"
+            proof = levels().get(f"{chosen.backend}/{work.op}/{function}", {})
+            here = {
+                chip: words for chip, words in proof.items() if device.chip in ("cpu", chip) or "interpreter" in chip
             }
-        )
+            row |= {"backend": chosen.backend, "kernel": function, "evidence": best(here)}
+            row["refused"] = [str(each) for each in chosen.refusals]
     return rows
 
 
 def _roofline(found: "Forecast", device: "Target", dtype: str, fp8: bool) -> list[dict[str, Any]]:
     rate = device.tflops("float8_e4m3fn" if fp8 else dtype)
-    rows = []
-    for step in found.steps:
+
+    def row(step: "Step") -> dict[str, Any]:
         seconds, bound = (None, None) if device.peaks is None else step.seconds(device.peaks, rate)
-        rows.append(asdict(step) | {"tflops": rate, "seconds": seconds, "bound_by": bound})
-    return rows
+        return asdict(step) | {
+            "tflops": rate,
+            "seconds": seconds,
+            "bound_by": bound,
+            "parts": [row(part) for part in step.parts],
+        }
+
+    return [row(step) for step in found.steps]
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -191,25 +209,29 @@ def _show(document: dict[str, Any]) -> None:
     heading("Kernels")
     made = table("op", "sizes", "calls", "kernel", "backend", "evidence", right=("calls",))
     for row in document["kernels"]:
-        sizes = " x ".join(map(str, row["sizes"]))
+        if row["op"] == "linear":
+            continue
+        sizes = " x ".join(map(str, row["sizes"])) + (f", {row['note']}" if row["note"] else "")
         chosen = (row[name] or "unknown" for name in ("kernel", "backend", "evidence"))
         made.add_row(row["op"], sizes, str(row["calls"]), *chosen)
     if made.row_count:
         out().print(made)
-    else:
-        say("  The model calls no op of KPT: torch's own kernels run it.")
-    if target["missing_package"]:
-        say(f"Kernels are unknown: install ./packages/{target['missing_package']} to see which kernels would run.")
-    say_all("Refused", [text for row in document["kernels"] for text in row["refused"]])
+    if any(row["op"] == "linear" for row in document["kernels"]):
+        say("torch's own products run linear layers that stay in the weights' dtype.")
+    for name in sorted({target["missing_package"], *(row["missing_package"] for row in document["kernels"])} - {None}):
+        say(f"Kernels are unknown: install ./packages/{name} to see which kernels would run.")
+    say_all("Refused", list(dict.fromkeys(text for row in document["kernels"] for text in row["refused"])))
     heading("Time at the least" if document["fits"] else "Time at the least, if it fitted")
     made = table("step", "TFLOP", "memory traffic", "time", "bound by", right=("TFLOP", "memory traffic", "time"))
-    for row in document["roofline"]:
+    for row in [each for step in document["roofline"] for each in (step, *step["parts"])]:
+        name = row["name"] if row in document["roofline"] else f"  {row['name']}"
         time = "unknown" if row["seconds"] is None else f"{row['seconds'] * 1e3:.2f} ms"
-        made.add_row(
-            row["name"], f"{row['flops'] / 1e12:,.3f}", format_bytes(row["nbytes"]), time, row["bound_by"] or "-"
-        )
+        made.add_row(name, f"{row['flops'] / 1e12:,.3f}", format_bytes(row["nbytes"]), time, row["bound_by"] or "-")
     out().print(made)
     if document["source"] and document["roofline"][0]["tflops"] is None:
         say(f"No rate of {settings['dtype']} products is listed: times are those of the memory alone.")
-    say(f"Rates: {document['source'] or 'none are known of this target'}.")
+    if document["source"]:
+        say(f"Rates: {document['source']}.")
+    else:
+        say(f"No rates of {target['product']} are known, so the time is not either: measure a run there.")
     say_all("Limits", document["limits"])

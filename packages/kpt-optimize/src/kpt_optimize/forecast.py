@@ -6,6 +6,7 @@ fake tensors; attention is taken to be fused, as it is on every device that KPT 
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from kpt_core.contract import Call, Op
-from kpt_core.errors import InputError
+from kpt_core.errors import InputError, UnknownNameError
 from kpt_core.registry import get_op
 
 from .accelerator import Peaks
@@ -27,6 +28,13 @@ ATTENTION = "kpt_forecast"
 #: Sides of the blocks of 8-bit weights that share a scale, as in checkpoints of 8-bit models.
 _BLOCK = 128
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # it runs on `meta` too
+#: What a step's parts are called, by the op.
+PARTS = {
+    "linear": "linear layers",
+    "fp8.linear": "linear layers",
+    "attention.dense": "attention",
+    "moe.experts": "experts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +44,36 @@ class Step:
     name: str
     flops: int
     nbytes: int
+    parts: tuple["Step", ...] = ()
 
     def seconds(self, peaks: Peaks, tflops: float | None) -> tuple[float, str]:
         """Return the roofline's time, and what bounds it; without a known rate it is the memory's alone."""
         moving = self.nbytes / (peaks.bandwidth * 1e9)
         computing = 0.0 if tflops is None else self.flops / (tflops * 1e12)
         return max((moving, "memory"), (computing, "arithmetic"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Equal calls of a step.
+
+    Attributes:
+        op: its name; `linear` is a layer that torch's own product runs.
+        call: of KPT's op, on `meta`; None for `linear`, and where the op's package is not installed.
+        sizes: of the first tensor; of linear layers rows, inputs and outputs.
+        note: what sizes don't tell, as in `causal, 64 keys of 8 heads`.
+        count: number of calls.
+        flops: of all of them.
+        nbytes: of weights that all of them read, or keys and values.
+    """
+
+    op: str
+    call: Call | None
+    sizes: tuple[int, ...]
+    note: str = ""
+    count: int
+    flops: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +86,8 @@ class Forecast:
         fp8_weights: what their sum would be with 8-bit matrices.
         activations: of inference the most that is alive beside the rest, of training what a forward pass leaves.
         peak: the most that is alive at one time: while gradients come, activations go.
-        calls: KPT's ops that were called, their calls on `meta`, and how often each.
-        steps: of inference prefill and decode, of training the step.
+        calls: attention, linear layers and other ops that KPT serves, of all steps.
+        steps: of inference prefill and decode, or one alone if the model gives no tokens; of training the step.
     """
 
     parameters: int
@@ -66,7 +98,7 @@ class Forecast:
     gradients: int
     optimizer_state: int
     peak: int
-    calls: tuple[tuple[Op[..., Any], Call, int], ...]
+    calls: tuple[Work, ...]
     steps: tuple[Step, ...]
 
     def remedies(self, memory: int, tokens: int) -> list[str]:
@@ -94,9 +126,17 @@ def register_attention() -> None:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float = 0.0, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    out = _FUSED(query, key, value, dropout, query.shape[-2] > 1)[0]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = _FUSED(query, key, value, dropout, bool(causal) and query.shape[-2] > 1)[0]
     return out[..., : value.shape[-1]].transpose(1, 2).contiguous(), None
 
 
@@ -106,7 +146,7 @@ def _flops_of_attention(query: Any, key: Any, value: Any, dropout: float = 0.0, 
 
 
 class _Calls(TorchDispatchMode):
-    """Count calls of KPT's ops; tensors are kept as shapes, so that none lives longer."""
+    """Count calls of KPT's ops and of fused attention; tensors are kept as shapes, so that none lives longer."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,7 +157,16 @@ class _Calls(TorchDispatchMode):
         if name.startswith("kpt::") and not name.endswith("_backward"):
             told = ((tuple(each.shape), each.dtype) if isinstance(each, Tensor) else each for each in args)
             self.found[name.removeprefix("kpt::").replace("_", ".", 1), *told] += 1
+        elif func.overloadpacket is _FUSED:
+            told = ((tuple(each.shape), each.dtype) for each in args[:3])
+            self.found["attention.dense", *told, args[4:5] == (True,)] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _note_linear(found: Counter[tuple[Any, ...]], layer: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    """Note a layer as it is called; GPT-2's have a transposed weight."""
+    x, shape, biased = args[0], (out.shape[-1], args[0].shape[-1]), layer.bias is not None
+    found["linear", x.numel() // x.shape[-1], shape, x.dtype, layer.weight.dtype, biased, layer] += 1
 
 
 class _Run(nn.Module):
@@ -140,14 +189,24 @@ class _Run(nn.Module):
         states = [vars(layer) for layer in getattr(cache, "layers", ())]
         self.kv_cache = sum(leaf.nbytes for leaf in tree_iter(states) if isinstance(leaf, Tensor))
         del states
+        if cache is None and not self.model.can_generate():
+            return None
         out.logits = None
         self._step(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
         return None
 
     def _step(self, **options: Any) -> Any:
+        from transformers.pytorch_utils import Conv1D
+
         counter = FlopCounterMode(display=False, custom_mapping={_FUSED: _flops_of_attention})
         with counter, _Calls() as calls:
-            out = self.model(**options)
+            layers = [each for each in self.model.modules() if isinstance(each, (nn.Linear, Conv1D))]
+            hooks = [each.register_forward_hook(partial(_note_linear, calls.found)) for each in layers]
+            try:
+                out = self.model(**options)
+            finally:
+                for hook in hooks:
+                    hook.remove()
         self.calls.append(calls.found)
         self.flops.append(counter.get_total_flops())
         return out
@@ -173,6 +232,7 @@ def forecast(model: nn.Module, *, batch: int, tokens: int, training: bool = Fals
     found = estimate(run, ids, training=training, optimizer="adamw")
     ends: list[Any] = [getattr(model, f"get_{side}_embeddings")() for side in ("input", "output")]
     whole = {id(end.weight) for end in ends if end is not None}
+    done = [_works(calls, fp8, training, [end for end in ends if end is not None]) for calls in run.calls]
     sizes = {id(p): (p.dtype, p.nbytes, p.nbytes if id(p) in whole else _fp8_bytes(p)) for p in model.parameters()}
     weights: Counter[str] = Counter()
     for dtype, nbytes, nbytes8 in sizes.values():
@@ -181,8 +241,8 @@ def forecast(model: nn.Module, *, batch: int, tokens: int, training: bool = Fals
         weights[_name(buffer.dtype)] += buffer.nbytes
     fp8_weights = sum(each[2] for each in sizes.values()) + found.buffers
 
-    def read(rows: int, calls: Counter[tuple[Any, ...]]) -> int:
-        """Bytes of weights that a step on so many rows reads: each once, of experts those that have rows."""
+    def read(calls: Counter[tuple[Any, ...]]) -> int:
+        """Bytes of weights that a step reads: each once, of experts those that have rows."""
         untied = ends[0] is not None and (ends[1] is None or ends[0].weight is not ends[1].weight)
         total = sum(weights.values()) - (ends[0].weight.nbytes if untied else 0)
         return ceil(total - sum(count * _idle_bytes(call, fp8) for call, count in calls.items()))
@@ -190,12 +250,14 @@ def forecast(model: nn.Module, *, batch: int, tokens: int, training: bool = Fals
     if training:
         size = sum(weights.values())
         moved = 3 * size + 2 * found.gradients + 2 * found.optimizer_state
-        steps = [Step(f"training, {batch} x {tokens} tokens", 3 * run.flops[0], moved)]
+        steps = [Step(f"training, {batch} x {tokens} tokens", 3 * run.flops[0], moved, _parts(done[0], 3))]
     else:
-        names = f"prefill, {batch} x {tokens} tokens", f"decode, {batch} x 1 token"
+        names = [f"prefill, {batch} x {tokens} tokens", f"decode, {batch} x 1 token"]
+        if len(run.calls) == 1:
+            names = [f"forward, {batch} x {tokens} tokens"]
         steps = [
-            Step(name, flops, read(rows, calls) + run.kv_cache)
-            for name, flops, rows, calls in zip(names, run.flops, (batch * tokens, batch), run.calls, strict=True)
+            Step(name, flops, read(calls) + run.kv_cache, _parts(works))
+            for name, flops, calls, works in zip(names, run.flops, run.calls, done, strict=True)
         ]
     held = found.parameters + found.buffers + found.gradients + found.optimizer_state + run.kv_cache
     return Forecast(
@@ -207,7 +269,7 @@ def forecast(model: nn.Module, *, batch: int, tokens: int, training: bool = Fals
         gradients=found.gradients,
         optimizer_state=found.optimizer_state,
         peak=found.peak - found.parameters - found.buffers + sum(weights.values()),
-        calls=tuple((*_call(made), count) for made, count in sum(run.calls, Counter()).items()),
+        calls=tuple(work for works in done for work in works),
         steps=tuple(steps),
     )
 
@@ -226,13 +288,98 @@ def _fp8_bytes(parameter: Tensor) -> int:
 
 def _idle_bytes(told: tuple[Any, ...], fp8: bool) -> float:
     """Return the bytes of experts without a token that a call of `moe.experts` need not read, if the router is fair."""
-    op, call = _call(told)
-    if op.name != "moe.experts":
+    if told[0] != "moe.experts":
         return 0.0
+    _, call = _call(told)
     experts, (rows, chosen) = call.gate_up_proj.shape[0], call.top_k_index.shape
     nbytes = sum(_fp8_bytes(each) if fp8 else each.nbytes for each in (call.gate_up_proj, call.down_proj))
     idle: float = (1 - min(chosen / experts, 1)) ** rows
     return nbytes * idle
+
+
+def _works(calls: Counter[tuple[Any, ...]], fp8: bool, training: bool, ends: list[nn.Module]) -> tuple[Work, ...]:
+    """Return what `_Calls` noted of a step; layers of one size together, those of `ends` never in 8 bits."""
+    linear: Counter[tuple[Any, ...]] = Counter()
+    works = []
+    for told, count in calls.items():
+        if told[0] == "linear":
+            rows, shape, dtype, kept, biased, layer = told[1:]
+            quantised = fp8 and kept.itemsize > 1 and all(layer is not end for end in ends)
+            linear[rows, shape, dtype, kept, biased, quantised] += count
+        elif told[0] == "attention.dense":
+            works.append(_attention_work(told, training, count))
+        else:
+            op, call = _call(told)
+            first = getattr(call, next(iter(op.kinds)))
+            flops = 0 if op.flops is None else count * op.flops(call)
+            nbytes = 0
+            if op.name == "moe.experts":
+                sizes = (_fp8_bytes(each) if fp8 else each.nbytes for each in (call.gate_up_proj, call.down_proj))
+                nbytes = ceil(count * (sum(sizes) - _idle_bytes(told, fp8)))
+            works.append(Work(op=op.name, call=call, sizes=tuple(first.shape), count=count, flops=flops, nbytes=nbytes))
+    return (*works, *(_linear_work(told, count) for told, count in linear.items()))
+
+
+def _parts(works: tuple[Work, ...], times: int = 1) -> tuple[Step, ...]:
+    """Return the parts of a step that does everything so many times."""
+    flops: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for work in works:
+        if (part := PARTS.get(work.op)) is not None:
+            flops[part] += times * work.flops
+            nbytes[part] += times * work.nbytes
+    return tuple(Step(part, flops[part], nbytes[part]) for part in flops)
+
+
+def _attention_work(told: tuple[Any, ...], training: bool, count: int) -> Work:
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in told[1:4])
+    causal = told[4]
+    call = _bound("attention.dense", ("q", "k", "v") if training else (), q, k, v, causal=causal, return_lse=False)
+    return Work(
+        op="attention.dense",
+        call=call,
+        sizes=tuple(q.shape),
+        note=f"{'causal, ' if causal else ''}{k.shape[2]} keys of {k.shape[1]} heads",
+        count=count,
+        flops=count * _flops_of_attention(q.shape, k.shape, v.shape, causal=causal),
+        nbytes=count * (k.nbytes + v.nbytes),
+    )
+
+
+def _linear_work(told: tuple[Any, ...], count: int) -> Work:
+    """Return the layers of one size."""
+    rows, shape, dtype, kept, biased, quantised = told
+    outputs, inputs = shape
+    weight = torch.empty(shape, dtype=kept, device="meta")
+    call, nbytes = None, weight.nbytes
+    if quantised:
+        nbytes = _fp8_bytes(weight)
+        call = _bound(
+            "fp8.linear",
+            (),
+            torch.empty(rows, inputs, dtype=dtype, device="meta"),
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty(ceil(outputs / _BLOCK), ceil(inputs / _BLOCK), device="meta"),
+            torch.empty(outputs, dtype=dtype, device="meta") if biased else None,
+            granularity=f"{_BLOCK}x{_BLOCK}",
+        )
+    return Work(
+        op="fp8.linear" if quantised else "linear",
+        call=call,
+        sizes=(rows, inputs, outputs),
+        count=count,
+        flops=2 * count * rows * inputs * outputs,
+        nbytes=count * (nbytes + biased * outputs * kept.itemsize),
+    )
+
+
+def _bound(name: str, needs: tuple[str, ...], *args: Any, **options: Any) -> Call | None:
+    """Return the call of an op, None where its package is not installed."""
+    try:
+        op = get_op(name)
+    except UnknownNameError:
+        return None
+    return op.Call(*op.bind(*args, **options)[: len(op.parameters)], needs, None)
 
 
 def _call(told: tuple[Any, ...]) -> tuple[Op[..., Any], Call]:
