@@ -113,7 +113,7 @@ def target_of(name: str) -> Target:
 def _names() -> set[str]:
     """Return what is offered for a name that nobody knows: chips, and the words of products that tell one."""
     words = {word for _, products, _ in _vendors() for product in products for word in product.lower().split()}
-    return {CPU, *chips(), *(each for each in words if not each.isalpha() and not each.isdigit() and each.isalnum())}
+    return {CPU, *chips(), *(each for each in words if each[0].isalpha() and each.isalnum() and not each.isalpha())}
 
 
 def _described(vendor: str, product: str, chip: str, backend: AcceleratorBackend | None, peaks: Peaks | None) -> Target:
