@@ -111,8 +111,8 @@ def test_summary(kpt, mixtral, monkeypatch, kept):
             "kept: the reason",
             "3.00 s",
             "1.50 ms",
-            "2000.00x",
-            "[1975.00-2025.00]",
+            "2000.00x faster (±1.2%)",
+            "2.00x smaller",
             "1024.0 MiB",
             "512.0 MiB",
             "1 of 1 rewrites",
@@ -121,6 +121,30 @@ def test_summary(kpt, mixtral, monkeypatch, kept):
     else:
         assert "rolled back: the reason" in result.stdout
         assert "None of 1 rewrites was kept" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "reason", "said"),
+    [
+        (0.84, 0.01, "0.84x: not faster by more than the noise (2.0%)", "1.19x slower (±2.4%)"),
+        (1.19, 0.01, "1.19x faster; the machine is busy: measure again", "1.19x faster (±1.7%)"),
+        (1.01, 0.01, "1.01x: not faster by more than the noise (2.0%)", "as fast (±2.0%)"),
+        (1.5, 0.7, "1.50x: not faster by more than the noise (139.5%); the machine is busy", "for a figure (±93%)"),
+        (1.5, 0.01, "with it the model's error was 1e-1, over the budget of 2e-2", "error was 1e-1"),
+    ],
+)
+def test_a_verdict_tells_a_gain_in_words_and_a_busy_machine_once(kpt, mixtral, monkeypatch, gain, noise, reason, said):
+    entries = tuple(PlanEntry(name, "r", "o", "k", gain, 1e-3, False, reason, noise) for name in "ab")
+    plan = kpt_core.Plan("M", "balanced", "latency", "cpu", 0.02, {}, entries, 1.0, 1.0, 1, 1, 0.0)
+    monkeypatch.setattr(kpt_optimize, "optimize", lambda model, **options: Optimized(model, plan))
+    monkeypatch.setattr(kpt_optimize.Load, "others", lambda load: 0.5)
+    result = kpt("optimize", mixtral)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    assert told.count(said) == 2
+    assert "not faster" not in told
+    assert told.count("the machine is busy") == 1
+    assert told.index("the machine is busy") < told.index("rewrite, op, kernel")
 
 
 def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimized, monkeypatch):

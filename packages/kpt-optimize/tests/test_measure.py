@@ -1,5 +1,6 @@
 """Timing functions in turn."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -81,3 +82,55 @@ def test_the_system_tells_what_all_programs_took():
     assert wall > 0
     assert own > 0
     assert everyone == 0 or everyone > own / 2
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "what", "said"),
+    [
+        (1.19, 0.025, "faster", "1.19x faster (±2.5%)"),
+        (1 / 1.19, 0.025, "faster", "1.19x slower (±2.5%)"),
+        (1.01, 0.025, "faster", "as fast (±2.5%)"),
+        (0.99, 0.025, "faster", "as fast (±2.5%)"),
+        (1.001, 0.0001, "faster", "1.0010x faster (±0.0%)"),
+        (4.0, 0.0, "faster", "4.00x faster"),
+        (1.0, 0.0, "faster", "as fast"),
+        (0.5, 0.0, "smaller", "2.00x larger"),
+        (1.0, 0.0, "smaller", "as large"),
+        (1.2, 0.2, "faster", "as fast (±20.0%)"),
+        (480.58, 0.9, "faster", "faster, but too noisy for a figure (±90%)"),
+        (0.1, 0.5, "faster", "slower, but too noisy for a figure (±50%)"),
+        (1.5, 1.395, "faster", "too noisy for a figure (±140%)"),
+        (None, 1.395, "faster", "too noisy (±140%)"),
+    ],
+)
+def test_a_gain_in_words_has_no_figure_where_it_is_too_noisy(gain, noise, what, said) -> None:
+    assert measure.describe_gain(gain, noise, what) == said
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gain", "share"),
+    [
+        ([2.0] * 5, [1.0] * 5, 2.0, 0.0),
+        ([480.0, 2.0, 3.0, 900.0, 1.0], [1.0] * 5, 3.0, 2 * 1.86 * 2 / 5**0.5 / 3),
+        ([0.0] * 5, [1.0] * 5, 0.0, math.inf),
+    ],
+)
+def test_noise_is_twice_the_standard_error_as_a_share(before, after, gain, share) -> None:
+    figure, error = measure.gain_of(before, after)
+    assert figure == gain
+    assert measure.noise_share(figure, error) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("others", "noisy", "said"),
+    [
+        (None, False, ""),
+        (0.05, False, ""),
+        (None, True, measure.AGAIN),
+        (0.05, True, measure.AGAIN),
+        (0.5, True, f"{measure.AGAIN} (other programs took 50% of its processors)"),
+    ],
+)
+def test_a_busy_machine_has_one_note(monkeypatch, others, noisy, said) -> None:
+    monkeypatch.setattr(measure.Load, "others", lambda load: others)
+    assert measure.Load().note(noisy=noisy) == said

@@ -19,7 +19,10 @@ from kpt_core import backends
 
 #: Twice the standard error that a settled gain has at most, as a share of it.
 SETTLED = 0.05
-
+#: Twice the standard error, as a share of a figure, past which the figure is not shown.
+UNSTEADY = 0.2
+#: What is called better, worse and equal.
+_WORDS = {"faster": ("faster", "slower", "as fast"), "smaller": ("smaller", "larger", "as large")}
 
 #: Share of the processors that other programs may take before figures are those of a busy machine.
 BUSY = 0.1
@@ -39,11 +42,14 @@ class Load:
             return None
         return min(max((everyone - own) / (wall * (os.cpu_count() or 1)), 0.0), 1.0)
 
-    def note(self) -> str:
-        """What to say of figures that were measured meanwhile: nothing unless the machine is busy."""
+    def note(self, *, noisy: bool = False) -> str:
+        """Return what to say of figures that were measured meanwhile: nothing unless the machine is busy.
+
+        A figure that is too noisy tells it too, also where the system does not tell what other programs take.
+        """
         share = self.others()
         if share is None or share < BUSY:
-            return ""
+            return AGAIN if noisy else ""
         return f"{AGAIN} (other programs took {share:.0%} of its processors)"
 
 
@@ -143,10 +149,38 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> tuple[float, flo
     Returns:
         The median of the rounds' ratios, and its standard error (from the median absolute deviation), relative to 1.
     """
-    ratios = [a / b for a, b in zip(before, after, strict=True)]
-    gain = statistics.median(ratios)
-    spread = statistics.median(abs(ratio - gain) for ratio in ratios)
-    return gain, 1.86 * spread / len(ratios) ** 0.5
+    return median_of([a / b for a, b in zip(before, after, strict=True)])
+
+
+def median_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median of some values, and its standard error from the median absolute deviation."""
+    median = statistics.median(values)
+    spread = statistics.median(abs(value - median) for value in values)
+    return median, 1.86 * spread / len(values) ** 0.5
+
+
+def noise_share(figure: float, error: float) -> float:
+    """Return twice the standard error of a figure as a share of it: what stands behind ±."""
+    return 2 * error / figure if figure else math.inf
+
+
+def describe_gain(gain: float | None, noise: float, what: str = "faster") -> str:
+    """Return a gain in words, such as `1.19x slower (±2.5%)`; `too noisy` without the figure where chance may make it.
+
+    Args:
+        gain: seconds (or bytes) before / after; None if it is too noisy to be told.
+        noise: twice its standard error, as a share of it; 0 where it is exact.
+        what: `faster` of times, `smaller` of bytes.
+    """
+    better, worse, same = _WORDS[what]
+    if gain is None:
+        return f"too noisy (±{noise:.0%})"
+    word = better if gain * (1 - noise) > 1 else worse if gain * (1 + noise) < 1 else same
+    if noise > UNSTEADY:
+        return f"{'' if word == same else f'{word}, but '}too noisy for a figure (±{noise:.0%})"
+    given = f" (±{noise:.1%})" if noise else ""
+    times = max(gain, 1 / gain)
+    return f"{word}{given}" if word == same else f"{times:.{2 if times >= 1.005 else 4}f}x {word}{given}"
 
 
 def relative_error(after: Any, before: Any) -> float:

@@ -59,11 +59,15 @@ def optimize(
     real_copy = None if copy is None else check_copy(copy, directory, force=force)
     check_output_file(output, "--output", force=force)
     wanted = {"level": level, "objective": objective, "max_error": max_error}
+    from kpt_optimize import Load
+
+    load = Load()
     with redirect_stdout(sys.stderr):  # stdout is for the result
         plan, inputs = _measure(directory, device, dtype, tokens, seed, **wanted)
+    busy = "" if objective == "memory" else load.note(noisy=_is_noisy(plan) or any(map(_is_noisy, plan.entries)))
     if not as_json:
         say(f"Measured with {inputs}.")
-        _show_plan(plan)
+        _show_plan(plan, busy)
         if larger := plan.outlook("--max-error "):
             say(larger)
     copied = real_copy is not None and bool(plan.kept)
@@ -78,7 +82,7 @@ def optimize(
         plan.save(output)
     if as_json:
         paths = {"output": None if output is None else str(output), "copy": str(copy) if copied else None}
-        print_json({"model_dir": str(model_dir), "inputs": inputs, "plan": plan.as_dict(), **paths})
+        print_json({"model_dir": str(model_dir), "inputs": inputs, "note": busy, "plan": plan.as_dict(), **paths})
     else:
         _say_what_next(plan, model_dir, dtype, output, copy)
 
@@ -180,15 +184,18 @@ def plan_table(plan: "Plan") -> Table:
     for module, entries in by_module.items():
         for number, entry in enumerate(entries):
             served = f"{entry.rewrite}\n{entry.op}" + (f": {entry.kernel}" if entry.kernel else "")
-            verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
-            gain = _gain(entry.gain, entry.noise) if entry.measured else "-"
+            reason = _reason(entry, plan.objective)
+            verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {reason}")
+            gain = "-" if not entry.measured else "too noisy" if _is_noisy(entry) else f"{entry.gain:.2f}x"
             made.add_row("" if number else module, served, gain, f"{entry.error:.1e}", verdict)
     return made
 
 
-def _show_plan(plan: "Plan") -> None:
+def _show_plan(plan: "Plan", busy: str) -> None:
     """Print what was tried on each module and what came of it, then the whole model before and after."""
     heading(f"Plan for {plan.model}: {plan.level}, {plan.objective}, on {plan.device}")
+    if busy:
+        say(f"Note: {busy}", style="yellow")
     out().print(plan_table(plan))
     if not plan.kept:
         say(f"\nNone of {len(plan.entries)} rewrites was kept; the model stays as it is.", style="bold")
@@ -198,7 +205,7 @@ def _show_plan(plan: "Plan") -> None:
     seconds = (f"{s * 1e3:.2f} ms" if s < 1 else f"{s:.2f} s" for s in (plan.seconds_before, plan.seconds_after))
     made.add_row("forward", *seconds, _gain(plan.gain, plan.noise))
     sizes = (f"{size / 2**20:.1f} MiB" for size in (plan.bytes_before, plan.bytes_after))
-    made.add_row("weights", *sizes, _gain(plan.bytes_before / max(plan.bytes_after, 1)))
+    made.add_row("weights", *sizes, _gain(plan.bytes_before / max(plan.bytes_after, 1), what="smaller"))
     out().print(made)
     say(
         f"\n{len(plan.kept)} of {len(plan.entries)} rewrites kept; the output's relative error is {plan.error:.1e} "
@@ -207,9 +214,25 @@ def _show_plan(plan: "Plan") -> None:
     )
 
 
-def _gain(gain: float, noise: float = 0.0) -> str:
-    """Return a gain, and where it lies but for one time in twenty."""
-    return f"{gain:.2f}x" + (f"\n[{max(gain - 2 * noise, 0):.2f}-{gain + 2 * noise:.2f}]" if noise else "")
+def _gain(gain: float, noise: float = 0.0, what: str = "faster") -> str:
+    """Return a gain in words, with twice its standard error."""
+    from kpt_optimize.measure import describe_gain, noise_share
+
+    return describe_gain(gain, noise_share(gain, noise), what)
+
+
+def _reason(entry: "PlanEntry", objective: str) -> str:
+    """Return why an entry is kept or rolled back: its gain in words where that decided."""
+    if entry.measured and entry.reason.startswith(f"{entry.gain:.2f}x"):
+        return _gain(entry.gain, entry.noise, "smaller" if objective == "memory" else "faster")
+    return entry.reason
+
+
+def _is_noisy(measured: "Plan | PlanEntry") -> bool:
+    """Return whether the gain of a plan or an entry is too noisy for a figure."""
+    from kpt_optimize.measure import UNSTEADY, noise_share
+
+    return noise_share(measured.gain, measured.noise) > UNSTEADY
 
 
 def _say_what_next(plan: "Plan", model: Path, dtype: str, output: Path | None, copy: Path | None) -> None:

@@ -55,7 +55,8 @@ class OptimizationReport:
     """Every step in the order of trial, and the effect of the kept ones together.
 
     `seconds_*` are medians of a forward or a training step on the sample, `bytes_*` are parameters and buffers, `plan`
-    is of the module rewrites, if any applied. Without sample inputs seconds and error are None.
+    is of the module rewrites, if any applied. Without sample inputs seconds and error are None. `note` tells of a busy
+    machine, and is empty on a quiet one.
     """
 
     model: str
@@ -71,6 +72,7 @@ class OptimizationReport:
     bytes_before: int
     bytes_after: int
     error: float | None
+    note: str = ""
 
     @property
     def kept(self) -> tuple[StepOutcome, ...]:
@@ -90,7 +92,8 @@ class OptimizationReport:
             (o.step, o.setting, o.status, _shown(o.gain, ".2f", "x"), _shown(o.error, ".1e"), o.reason)
             for o in self.outcomes
         ]
-        lines = table(("step", "setting", "", "gain", "error", "reason"), *rows)
+        lines = [self.note] if self.note else []
+        lines += table(("step", "setting", "", "gain", "error", "reason"), *rows)
         effect = f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after"
         if self.seconds_before is None or self.seconds_after is None:
             effect = f"nothing was measured: pass sample inputs; {effect}"
