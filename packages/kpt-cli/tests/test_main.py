@@ -41,6 +41,14 @@ def test_unknown_command_is_a_usage_error(kpt):
     assert "docter" in result.stderr
 
 
+@pytest.mark.parametrize(("old", "new"), kpt_cli.main.OLD_NAMES.items())
+@pytest.mark.parametrize("options", [(), ("--quick", "x")], ids=["alone", "with options"])
+def test_an_old_name_is_answered_with_the_new_one(kpt, old, new, options):
+    result = kpt(*old.split(), *options)
+    assert result.exit_code == 2
+    assert result.stderr == f"kpt: error: `kpt {old}` is gone: it is {new} now\n"
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -20,7 +20,7 @@ from .console import complain, plain_warnings
 from .convert import convert
 from .demo import demo
 from .doctor import doctor
-from .errors import sentence
+from .errors import CliError, sentence
 from .kernels import kernels
 from .lock import lock
 from .new import app as new
@@ -32,9 +32,28 @@ from .validate.command import app as validate
 from .validate.command import bisect
 
 WRONG_INPUT, INTERRUPTED = 2, 130
+_OPS_BESIDE_PEERS = "`kpt bench moe`, `kpt bench attention` or `kpt bench fp8`"
+#: Commands that are gone, and what to run instead.
+OLD_NAMES = {
+    "benchmark": "`kpt bench`",
+    "bench basic": _OPS_BESIDE_PEERS,
+    "bench cpu": f"{_OPS_BESIDE_PEERS}, or `nox -s bench` in a checkout",
+    "bench training": "`kpt bench moe-training`",
+}
 
 
-class KptGroup(TyperGroup):
+class RenamedGroup(TyperGroup):
+    """A group of commands that knows what its old commands are called now."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that was asked for; `CliError` with the new name if it has one."""
+        path = " ".join([*ctx.command_path.split()[1:], args[0]])
+        if path in OLD_NAMES:
+            raise CliError(f"`kpt {path}` is gone: it is {OLD_NAMES[path]} now")
+        return super().resolve_command(ctx, args)
+
+
+class KptGroup(RenamedGroup):
     """A group of commands whose failures end as one sentence on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -86,7 +105,7 @@ def kpt(
 for command in (doctor, kernels, plan, optimize, convert, tune, lock, demo, bisect):
     app.command()(command)
 for name, group in {"new": new, "bench": bench, "validate": validate}.items():
-    app.add_typer(group, name=name)
+    app.add_typer(group, name=name, cls=RenamedGroup)
 
 
 def main() -> None:
