@@ -8,11 +8,13 @@ from typer.testing import CliRunner
 
 import kpt_core
 from kpt_cli.bench import moe
-from kpt_cli.bench.moe import Refused, Shape
+from kpt_cli.bench.contest import Refused
+from kpt_cli.bench.moe import Shape
 from kpt_cli.main import app
 from kpt_core.registry import add_backend, remove_backend
 from kpt_moe.experts import experts
 
+pytestmark = pytest.mark.usefixtures("made_up_times")
 TINY = Shape("step", 64, 16, 32, 4, 2, gated=True)
 
 

@@ -2,32 +2,36 @@
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kpt_cli.console import complain, out, print_json, say, table
+from kpt_cli.errors import CliError
 from kpt_cli.options import GROUP, Json, dtypes_named, one_of
 from kpt_cli.output_file import check_output_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.table import Table
 
-    from .moe import Line, Refused, Result
+    from .contest import Result
 
-_LEGEND = """
-How many times faster KPT is than transformers' eager and grouped_mm, and than one dense feed-forward of as many
-operations: medians of interleaved rounds; ~ means within two standard errors of 1."""
-_TRAINING_LEGEND = """
-A forward and backward, with the gradients of tokens, routing weights and parameters. How many times longer than KPT
-transformers' eager and grouped_mm take, and how many times more memory a step of theirs adds; ~ means within two
-standard errors of 1. Routing is the share of router and sorting in the forward of a whole layer."""
+_NOISE = """
+KPT is so much faster or slower than each peer: medians of interleaved rounds, ± is twice the standard error. Where it
+exceeds 20% no figure is shown."""
+_LEGEND = f"""{_NOISE} Dense is one dense feed-forward of as many operations."""
+_TRAINING_LEGEND = f"""{_NOISE} A line is a forward and backward, with the gradients of tokens, routing weights and
+parameters. Peaks are how many times more memory a step of a peer adds. Routing is the share of router and sorting in
+the forward of a whole layer."""
+_ATTENTION_LEGEND = f"""{_NOISE} The shapes are those of Llama-3.2-1B; SDPA has a dense mask for the window."""
+_FP8_LEGEND = f"""{_NOISE} A line is rows x inputs x outputs. Linear, with oneDNN or without, has weights of the
+dtype, KPT and _scaled_mm 8-bit ones; the activations of _scaled_mm are quantised beforehand."""
 
-_GATE = "No figures where KPT's results are less accurate than eager's against float64: marked, exit code 1."
+_GATE = "No figures where KPT's results are less accurate than {} against float64: marked, exit code 1."
 _MOE = "Experts of a MoE layer: KPT beside transformers' eager and grouped_mm, and a dense product of equal operations."
 _TRAINING = "A training step of experts: KPT beside transformers, with all gradients, memory and routing's share."
 
@@ -35,6 +39,13 @@ WRONG = 1  #: exit code where a result is wrong
 DTYPES = ("float32", "bfloat16", "float16")
 
 Dtypes = Annotated[list[str] | None, one_of("dtype", DTYPES, f"{', '.join(DTYPES)}; may be repeated.")]
+Quick = Annotated[bool, typer.Option(help="Small shapes, a few seconds.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")]
+Seconds = Annotated[
+    float | None, typer.Option(min=0.1, help="About how long the timing of each line takes; 8, or 20 of training.")
+]
+Seed = Annotated[int, typer.Option(help="Of weights, inputs and routings.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")]
 
 app = typer.Typer(help="Measure KPT beside its peers, in one run.", **GROUP)
 
@@ -44,54 +55,137 @@ def bench() -> None:
     """Measure KPT beside its peers, in one run."""
 
 
-@app.command("moe-training", help=f"{_TRAINING}\n\n{_GATE}")
-@app.command(help=f"{_MOE}\n\n{_GATE}")
+@app.command("moe-training", help=f"{_TRAINING}\n\n{_GATE.format('eager')}")
+@app.command(help=f"{_MOE}\n\n{_GATE.format('eager')}")
 def moe(
     ctx: typer.Context,
-    quick: Annotated[bool, typer.Option(help="Small shapes, a few seconds.")] = False,
+    quick: Quick = False,
     dtype: Dtypes = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice if not given.")] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="About how long the timing of each line takes; 8, or 20 of training."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, inputs and routings.")] = 0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.")] = None,
+    threads: Threads = None,
+    seconds: Seconds = None,
+    seed: Seed = 0,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Run a benchmark, show its lines as they come, and write them."""
+    """Run a benchmark of experts."""
     check_output_file(output, "--output")
+    from . import moe as of
+
+    _set_threads(threads)
+    name, training = str(ctx.info_name), ctx.info_name == "moe-training"
+    shapes = (of.QUICK_SHAPES, of.QUICK_TRAINING_SHAPES) if quick else (of.SHAPES, of.TRAINING_SHAPES)
+    each = _seconds(seconds, quick=quick, training=training)
+    lines = of.run(shapes[training], dtypes_named(dtype or DTYPES[:2]), each, seed, training=training)
+    legend = _TRAINING_LEGEND if training else _LEGEND
+    _report(name, lines, lambda found: _experts_table(found, training=training), legend, output, as_json=as_json)
+
+
+@app.command(help=f"Attention: KPT beside torch's SDPA, causal, in a window, decoding.\n\n{_GATE.format('SDPA')}")
+def attention(
+    quick: Quick = False,
+    train: Annotated[bool, typer.Option("--train", help="Forward and backward, with all gradients.")] = False,
+    flex: Annotated[bool, typer.Option("--flex", help="FlexAttention too; it needs a C++ compiler.")] = False,
+    dtype: Dtypes = None,
+    threads: Threads = None,
+    seconds: Seconds = None,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Run the benchmark of attention."""
+    check_output_file(output, "--output")
+    if train and flex:
+        raise CliError(
+            "--flex is for the forward alone: FlexAttention has no backward on a CPU; leave one of the two out"
+        )
+    _require("kpt-attention", "attention")
+    from . import attention as of
+    from .contest import measure
+
+    _set_threads(threads)
+    dtypes = dtypes_named(dtype or DTYPES[:2])
+    contests = of.contests(dtypes, seed, quick=quick, training=train, flex=flex)
+    lines = measure(contests, _seconds(seconds, quick=quick, training=train))
+    peers = (of.SDPA, of.FLEX) if flex else (of.SDPA,)
+    name = "attention-training" if train else "attention"
+    _report(name, lines, lambda found: _op_table(found, peers), _ATTENTION_LEGEND, output, as_json=as_json)
+
+
+@app.command(help=f"8-bit weights: fp8.linear beside torch's linear layers.\n\n{_GATE.format('torch')}")
+def fp8(
+    quick: Quick = False,
+    dtype: Dtypes = None,
+    threads: Threads = None,
+    seconds: Seconds = None,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Run the benchmark of 8-bit linear layers, with activations in bfloat16 unless said otherwise."""
+    check_output_file(output, "--output")
+    _require("kpt-fp8", "fp8")
+    from . import fp8 as of
+    from .contest import measure
+
+    _set_threads(threads)
+    contests = of.contests(dtypes_named(dtype or ["bfloat16"]), seed, quick=quick)
+    lines = measure(contests, _seconds(seconds, quick=quick))
+    peers = (of.LINEAR, of.GEMV, of.SCALED_MM)
+    _report("fp8", lines, lambda found: _op_table(found, peers), _FP8_LEGEND, output, as_json=as_json)
+
+
+def _require(package: str, command: str) -> None:
+    if find_spec(package.replace("-", "_")) is None:
+        raise CliError(f"kpt bench {command} needs {package}, which is not installed: pip install ./packages/{package}")
+
+
+def _set_threads(threads: int | None) -> None:
     import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _seconds(asked: float | None, *, quick: bool, training: bool = False) -> float:
+    return min(asked or (20.0 if training else 8.0), 1.0 if quick else math.inf)
+
+
+def _report(
+    name: str,
+    running: "Iterable[Any]",
+    make_table: "Callable[[list[Any]], Table]",
+    legend: str,
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Run a benchmark, show its lines as they come below one note about a busy machine, and write them."""
+    from rich.console import Group
     from rich.live import Live
 
     from kpt_core.files import write_whole
     from kpt_optimize import Load
 
-    from . import moe as of
+    from .contest import Refused
     from .machine import machine
 
-    name, training = str(ctx.info_name), ctx.info_name == "moe-training"
-    if threads is not None:
-        torch.set_num_threads(threads)
-    shapes = (of.QUICK_SHAPES, of.QUICK_TRAINING_SHAPES) if quick else (of.SHAPES, of.TRAINING_SHAPES)
-    seconds = min(seconds or (20.0 if training else 8.0), 1.0 if quick else math.inf)
-    running = of.run(shapes[training], dtypes_named(dtype or DTYPES[:2]), seconds, seed, training=training)
-    lines: list[Line | Refused] = []
+    lines: list[Any] = []
     load = Load()
     if as_json:
         lines += running
+        if busy := _note(load, lines):
+            complain("warning", busy)
     else:
         with Live("", console=out()) as live:
             for line in running:
                 lines.append(line)
-                live.update(_table(lines, training=training))
-        say(_TRAINING_LEGEND if training else _LEGEND)
-    refused = [line for line in lines if isinstance(line, of.Refused)]
+                busy = _note(load, lines)
+                live.update(Group(*([f"Note: {busy}"] if busy else []), make_table(lines)))
+        say(legend)
+    refused = [line for line in lines if isinstance(line, Refused)]
     for line in refused:
         complain("error", line.reason)
-    dicts = [line.as_dict() if isinstance(line, of.Line) else asdict(line) for line in lines]
-    if busy := load.note():
-        complain("warning", busy)
+    dicts = [asdict(line) if isinstance(line, Refused) else line.as_dict() for line in lines]
     report = {"benchmark": name, "machine": machine() | {"others": load.others()}, "lines": dicts}
     if as_json:
         print_json(report)
@@ -101,7 +195,29 @@ def moe(
         raise typer.Exit(WRONG)
 
 
-def _table(lines: "Iterable[Line | Refused]", *, training: bool) -> "Table":
+def _note(load: Any, lines: "list[Any]") -> str:
+    """Return what to say of a busy machine, above the table."""
+    from .contest import Refused
+
+    results = [result for line in lines if not isinstance(line, Refused) for result in line.results]
+    text: str = load.note(noisy=any(None in (result.seconds, result.gain) for result in results))
+    return text
+
+
+def _op_table(lines: "Iterable[Any]", peers: tuple[str, ...]) -> "Table":
+    from .contest import Refused
+
+    made = table("case", "dtype", "ms", *peers, right=("ms", *peers))
+    for line in lines:
+        cells = ["wrong"]
+        if not isinstance(line, Refused):
+            found = {result.implementation: result for result in line.results}
+            cells = [_ms(line.results[0]), *(_words(found[peer]) if peer in found else "-" for peer in peers)]
+        made.add_row(line.title, _SHORT[line.dtype], *cells)
+    return made
+
+
+def _experts_table(lines: "Iterable[Any]", *, training: bool) -> "Table":
     from .moe import PEERS, Line
 
     right: tuple[str, ...] = ("ms", "tokens/s", "GFLOP/s", *PEERS, "dense")
@@ -112,19 +228,34 @@ def _table(lines: "Iterable[Line | Refused]", *, training: bool) -> "Table":
         cells = ["wrong"]
         if isinstance(line, Line):
             kpt, *others = line.results
-            ms, gflops = f"{kpt.seconds * 1e3:.{1 if training else 2}f}", f"{kpt.gflops:.0f}"
+            cells = [_ms(kpt)]
             if training:
-                cells = [ms, gflops, f"{kpt.peak / 2**20:.0f}"]
-                cells += [cell for o in others for cell in (_times(o), f"{o.peak / max(kpt.peak, 1):.2f}x")]
-                cells.append(f"{getattr(line, 'routing_share', 0):.1%}")
+                cells += [_count(kpt.gflops), f"{kpt.peak / 2**20:.0f}"]
+                cells += [cell for o in others for cell in (_words(o), f"{o.peak / max(kpt.peak, 1):.2f}x")]
+                share = getattr(line, "routing_share", None)
+                cells.append("too noisy" if share is None else f"{share:.1%}")
             else:
-                cells = [ms, f"{kpt.tokens_per_second:,.0f}", gflops, *map(_times, others)]
-        shape, short = line.shape, {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[line.dtype]
+                cells += [_count(kpt.tokens_per_second), _count(kpt.gflops), *map(_words, others)]
+        shape, short = line.shape, _SHORT[line.dtype]
         experts = f"{shape.top_k} of {shape.num_experts}, {'SwiGLU' if shape.gated else 'GELU'}"
         sizes = (f"{shape.tokens:,}", experts, str(shape.hidden_size), str(shape.intermediate_size))
         made.add_row(*sizes, short, *cells)
     return made
 
 
-def _times(other: "Result") -> str:
-    return f"{'~' if abs(other.gain - 1) < 2 * other.noise else ''}{other.gain:.2f}x"
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def _ms(result: "Result") -> str:
+    seconds = result.seconds
+    return "too noisy" if seconds is None else f"{seconds * 1e3:.{2 if seconds < 1 else 0}f}"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _words(result: "Result") -> str:
+    from kpt_optimize.measure import describe_gain
+
+    return describe_gain(result.gain, result.noise)

@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kpt_core import KptError
 from kpt_optimize import gain_of, interleaved_times
+from kpt_optimize.measure import UNSTEADY, noise_share
 
+from .contest import GateError, Refused, Result, require_accuracy, results_of, short_name
 from .machine import memory_growth
 
+EAGER = "transformers' eager"
 PEERS = ("eager", "grouped_mm")  #: implementations of transformers that are measured beside KPT
 
 
@@ -62,27 +63,18 @@ QUICK_TRAINING_SHAPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One implementation on one shape."""
-
-    implementation: str  # `kpt`, a name of `PEERS`, or `dense`
-    seconds: float  # median time of KPT's forward, or forward and backward with all gradients, times `gain`
-    gflops: float  # billions of operations of matrix products a second
-    gain: float  # KPT's speed over this implementation's, the median of the rounds' ratios; 1 for `kpt` itself
-    noise: float  # standard error of `gain`
-
-
-@dataclass(frozen=True, slots=True)
 class Forward(Result):
     """One implementation's forward on one shape."""
 
-    tokens_per_second: float  # through the layer
+    gflops: float | None  # billions of operations of matrix products a second
+    tokens_per_second: float | None  # through the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Result):
     """One implementation's training step on one shape."""
 
+    gflops: float | None  # billions of operations of matrix products a second
     peak: int  # bytes by which resident memory grows in a step, gradients included, in a process of its own
 
 
@@ -96,7 +88,10 @@ class Line:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        best = min((r for r in self.results if r.implementation in PEERS), key=lambda r: r.seconds)
+        peers = [result for result in self.results if result.implementation in PEERS]
+        if any(peer.gain is None for peer in peers):  # which one is best is not known
+            return {**asdict(self), "best_peer": None, "gain": None}
+        best = min(peers, key=lambda peer: peer.gain)
         return {**asdict(self), "best_peer": best.implementation, "gain": best.gain}
 
 
@@ -104,26 +99,13 @@ class Line:
 class TrainingLine(Line):
     """All results of a training step on one shape and dtype, KPT's first."""
 
-    routing_share: float  # time of the router and of sorting by expert, over that of a whole KPT layer, forward
+    # time of the router and of sorting by expert, over that of a whole KPT layer, forward; None if it is too noisy
+    routing_share: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         smallest = min(result.peak for result in self.results[1:])
         return Line.as_dict(self) | {"peak_over_best_peer": self.results[0].peak / max(smallest, 1)}
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A shape whose result is not right: the name of the shape, the dtype, and the sentence of the `GateError`."""
-
-    title: str
-    dtype: str
-    reason: str
-    shape: Shape
-
-
-class GateError(KptError):
-    """The benchmark refuses to report, because KPT's result is not right."""
 
 
 def run(
@@ -139,7 +121,7 @@ def run(
             else:
                 yield _forwards(shape, module, generator, seconds)
         except GateError as error:
-            yield Refused(shape.name, str(dtype).removeprefix("torch."), str(error), shape)
+            yield Refused(shape.name, short_name(dtype), str(error), shape)
 
 
 def transformers_experts(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
@@ -177,22 +159,6 @@ def _random_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, T
     return scores.topk(shape.top_k, dim=-1).indices, weights / weights.sum(-1, keepdim=True)
 
 
-def _require_accuracy(what: str, sides: Sequence[Tensor], mean_factor: float, max_factor: float, floor: float) -> None:
-    """Raise `GateError` where KPT's mean or largest error exceeds that of transformers' eager too much.
-
-    The sides are KPT's result, eager's and float64's; an error below `floor`, relative to the largest value, is free.
-    """
-    *values, exact = sides
-    errors = [(value.double() - exact).abs() for value in values]
-    (mean, largest), (peer_mean, peer_largest) = ((e.mean().item(), e.max().item()) for e in errors)
-    floor *= exact.abs().max().item()
-    if not (mean <= mean_factor * peer_mean + floor and largest <= max_factor * peer_largest + floor):
-        raise GateError(
-            f"no figures for {what} against float64 is {mean:.2e} on average and {largest:.2e} at most, transformers' "
-            f"eager has {peer_mean:.2e} and {peer_largest:.2e}"
-        )
-
-
 def _require_right_output(shape: Shape, module: Any, x: Tensor, routings: list[tuple[Tensor, Tensor]]) -> None:
     rows = torch.linspace(0, shape.tokens - 1, min(shape.tokens, 64)).long()
 
@@ -202,7 +168,7 @@ def _require_right_output(shape: Shape, module: Any, x: Tensor, routings: list[t
 
     exact = torch.cat([_exact(shape, module, x[rows], *(t[rows] for t in routing)) for routing in routings])
     sides = output("kpt"), output("eager"), exact
-    _require_accuracy(f"{shape.name} in {x.dtype}: KPT's error", sides, 1.1, 2, torch.finfo(torch.float64).eps)
+    require_accuracy(f"{shape.name} in {x.dtype}: KPT's error", EAGER, sides, 1.1, 2, torch.finfo(torch.float64).eps)
 
 
 def _exact(shape: Shape, module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -242,12 +208,12 @@ def _forwards(shape: Shape, module: Any, generator: torch.Generator, seconds: fl
     with torch.inference_mode():
         times = interleaved_times(contest, x.device, seconds)
     results = []
-    for name, taken in zip(("kpt", *PEERS, "dense"), times, strict=True):
-        gain, noise = gain_of(taken, times[0])
-        median = gain * statistics.median(times[0])
-        speed = shape.flops / median / 1e9
-        results.append(Forward(name, median, speed, gain, noise, shape.tokens / median))
-    return Line(shape, str(dtype).removeprefix("torch."), tuple(results))
+    for result in results_of(("kpt", *PEERS, "dense"), times):
+        rates = (
+            None if result.seconds is None else count / result.seconds for count in (shape.flops / 1e9, shape.tokens)
+        )
+        results.append(Forward(result.implementation, result.seconds, result.gain, result.noise, *rates))
+    return Line(shape, short_name(dtype), tuple(results))
 
 
 def _dense(shape: Shape, x: Tensor, module: Any) -> Callable[[], object]:
@@ -276,12 +242,12 @@ def _steps(shape: Shape, module: Any, generator: torch.Generator, seconds: float
     times = interleaved_times([partial(_gradients, module, name, *given) for name in names], given[0].device, seconds)
     del module, given
     results = []
-    for name, taken in zip(names, times, strict=True):
-        gain, noise = gain_of(taken, times[0])
-        median, most = gain * statistics.median(times[0]), _peak_of_step(shape, dtype, name, seed)
-        results.append(Step(name, median, 3 * shape.flops / median / 1e9, gain, noise, most))
+    for result in results_of(names, times):
+        speed = None if result.seconds is None else 3 * shape.flops / result.seconds / 1e9
+        most = _peak_of_step(shape, dtype, result.implementation, seed)
+        results.append(Step(result.implementation, result.seconds, result.gain, result.noise, speed, most))
     share = _routing_share(shape, dtype, seconds / 4)
-    return TrainingLine(shape, str(dtype).removeprefix("torch."), tuple(results), share)
+    return TrainingLine(shape, short_name(dtype), tuple(results), share)
 
 
 def _step_inputs(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -315,7 +281,7 @@ def _require_right_gradients(shape: Shape, module: Any, generator: torch.Generat
     module.to(dtype)
     for number, sides in enumerate(zip(mine, eager, exact, strict=True)):
         what = f"{shape.name} in {dtype}: KPT's error of gradient {number}"
-        _require_accuracy(what, sides, 1.5, 3, torch.finfo(torch.float32).eps)
+        require_accuracy(what, EAGER, sides, 1.5, 3, torch.finfo(torch.float32).eps)
 
 
 def _peak_of_step(shape: Shape, dtype: torch.dtype, implementation: str, seed: int) -> int:
@@ -335,8 +301,8 @@ def _growth(shape: Shape, dtype: torch.dtype, implementation: str, seed: int, th
     return grown
 
 
-def _routing_share(shape: Shape, dtype: torch.dtype, seconds: float) -> float:
-    """Return the time of the router and of sorting by expert over that of a whole layer, forward."""
+def _routing_share(shape: Shape, dtype: torch.dtype, seconds: float) -> float | None:
+    """Return the time of the router and of sorting over that of a whole layer, forward; None if it is too noisy."""
     from kpt_moe import MoEConfig, MoELayer
     from kpt_moe.permutation import sort_by_expert
 
@@ -349,4 +315,5 @@ def _routing_share(shape: Shape, dtype: torch.dtype, seconds: float) -> float:
 
     with torch.inference_mode():
         routing, whole = interleaved_times([route, lambda: layer(x)], x.device, seconds)
-    return statistics.median(routing) / statistics.median(whole)
+    share, error = gain_of(routing, whole)
+    return None if noise_share(share, error) > UNSTEADY else share
