@@ -90,8 +90,8 @@ def test_block_runs(block: Block, runner: Runner, tmp_path: Path) -> None:
     program.parent.mkdir(parents=True, exist_ok=True)  # its name is the page's, so that a traceback names file and line
     program.write_text(block.program)
     folder.mkdir()
-    # Without transformers where it can: it imports Triton, which must not be there before TRITON_INTERPRET is set.
-    process = runner("torch", *(["transformers.modeling_utils"] if "transformers" in block.program else []))
+    # transformers imports Triton, which must not be there before TRITON_INTERPRET is set.
+    process = runner("torch", *([] if "TRITON_INTERPRET" in block.program else ["transformers.modeling_utils"]))
     assert process.stdin is not None
     assert process.stdout is not None
     print(json.dumps([str(program), str(folder), str(output), SECONDS]), file=process.stdin, flush=True)
