@@ -184,6 +184,15 @@ def test_llama_has_the_products_and_bytes_of_the_formula(plan, llama_8b, options
     assert calls["linear", 2048, 4096, 1024] == (64, "")
 
 
+def test_attention_beside_8_bit_layers_has_the_rate_of_the_activations(plan, llama_8b):
+    options = [llama_8b, "--target", "NVIDIA H100 80GB HBM3", "--tokens", 512, "--dtype", "bfloat16"]
+    pairs = zip(plan(*options, "--weights", "fp8")["roofline"], plan(*options)["roofline"], strict=True)
+    for found, plain in (map(parts_of, pair) for pair in pairs):
+        assert found["attention"] == plain["attention"]
+        rates = [part["tflops"] for part in (found["attention"], found["linear layers"], plain["linear layers"])]
+        assert rates == [989, 1979, 989]
+
+
 def test_8_bit_layers_are_planned_with_their_kernels(kpt, plan, llama_8b):
     options = [llama_8b, "--target", "a1", "--tokens", 512, "--dtype", "bfloat16", "--weights", "fp8"]
     found = plan(*options)

@@ -173,9 +173,11 @@ def _roofline(found: "Forecast", device: "Target", dtype: str, fp8: bool) -> lis
     rate = device.tflops("float8_e4m3fn" if fp8 else dtype)
 
     def row(step: "Step") -> dict[str, Any]:
-        seconds, bound = (None, None) if device.peaks is None else step.seconds(device.peaks, rate)
+        # Attention multiplies what layers hand on, which has the activations' dtype whatever the weights'.
+        own = device.tflops(dtype) if step.name == "attention" else rate
+        seconds, bound = (None, None) if device.peaks is None else step.seconds(device.peaks, own)
         return asdict(step) | {
-            "tflops": rate,
+            "tflops": own,
             "seconds": seconds,
             "bound_by": bound,
             "parts": [row(part) for part in step.parts],
