@@ -1,4 +1,6 @@
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,10 +130,68 @@ def test_a_pattern_that_is_none_is_a_sentence(block):
     only(block, "no regular expression (nothing to repeat", "write the name itself")
 
 
-def test_a_truncated_file_is_found(block):
-    whole = (block / "model.safetensors").read_bytes()
-    (block / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    only(block, "model.safetensors is truncated or no safetensors file")
+def cut_in_the_data(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def cut_in_the_header(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def lengthened(path):
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def zipped(path):
+    path.write_bytes(b"PK\x03\x04" + bytes(96))
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def without_offsets(path):
+    header = json.dumps({"a": {"dtype": "F32"}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def made_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (cut_in_the_data, "is truncated, its header needs {size:,} bytes and it has {now:,}"),
+        (cut_in_the_header, "is truncated, its header needs at least {header:,} bytes and it has 100"),
+        (lengthened, "is too long, its header needs {size:,} bytes and it has {now:,}"),
+        (zipped, "is no safetensors file (100 bytes without a valid header)"),
+        (emptied, "is no safetensors file (0 bytes without a valid header)"),
+        (without_offsets, "is no safetensors file (its header can't be read: "),
+        (made_a_folder, "can't be read (Is a directory)"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_file_that_cannot_be_read_is_told_with_its_fault(damage, told, block):
+    path = block / "model.safetensors"
+    size, header = path.stat().st_size, 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    damage(path)
+    only(block, f"{path} {told.format(size=size, now=path.stat().st_size, header=header)}", "checkpoint again")
+
+
+def test_a_file_that_may_not_be_read_is_told_so(block, monkeypatch):
+    path, opened = block / "model.safetensors", Path.open
+
+    def denied(self, *arguments, **options):
+        if Path(self).suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(self, *arguments, **options)
+
+    # Nothing keeps root from reading a file.
+    monkeypatch.setattr("safetensors.safe_open", denied)
+    monkeypatch.setattr(Path, "open", denied)
+    only(block, f"{path} can't be read (Permission denied): let this user read it")
 
 
 def test_an_index_that_does_not_fit_is_found(tmp_path):

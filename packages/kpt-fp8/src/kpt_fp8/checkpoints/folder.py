@@ -18,6 +18,8 @@ SINGLE = "model.safetensors"
 #: Where ModelOpt writes what others have in config.json.
 QUANT_CONFIG = "hf_quant_config.json"
 _HINT = "download or write the checkpoint again"
+#: A header is no longer, as safetensors has it.
+_LARGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class CheckpointFolder:
 
     def _index(self) -> dict[str, str] | None:
         if not (self.path / INDEX).is_file():
-            if not (self.path / SINGLE).is_file():
+            if not (self.path / SINGLE).exists():
                 raise InputError(
                     f"{self.path} has neither {SINGLE} nor {INDEX}; expected weights in safetensors: save them so, "
                     "since other files may run code when they are read"
@@ -96,7 +98,7 @@ class CheckpointFolder:
         from safetensors import SafetensorError, safe_open
 
         path = self.path / file
-        if not path.is_file():
+        if not path.exists():
             self.faults.append(f"{path} is missing, which the index names: {_HINT}")
             return
         try:
@@ -107,7 +109,7 @@ class CheckpointFolder:
                         self.faults.append(f"{name} stands in {self.tensors[name].file} and in {file}: {_HINT}")
                     self.tensors[name] = Stored(name, file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            self.faults.append(f"{path} is truncated or no safetensors file ({error}): {_HINT}")
+            self.faults.append(_why_unreadable(path, error))
 
     def _compare(self, index: dict[str, str]) -> None:
         if self.faults:
@@ -158,6 +160,34 @@ class TensorReader:
 
     def _close(self, file: str) -> None:
         self._open.pop(file)[0].__exit__(None, None, None)
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """Return what is wrong with a file that safetensors refused with this error, and what to do."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            header = stream.read(length if length <= _LARGEST_HEADER else 0)
+    except PermissionError as failure:
+        return f"{path} can't be read ({failure.strerror}): let this user read it"
+    except OSError as failure:
+        return f"{path} can't be read ({failure.strerror}): {_HINT}"
+    if len(start) < 8 or not header.startswith(b"{"):
+        return f"{path} is no safetensors file ({size:,} bytes without a valid header): {_HINT}"
+    wanted, least = 8 + length, "at least "
+    if size >= wanted:
+        try:
+            entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+            wanted += max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+            least = ""
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return f"{path} is no safetensors file (its header can't be read: {error}): {_HINT}"
+    if size == wanted:
+        return f"{path} can't be read ({error}): {_HINT}"
+    state = "truncated" if size < wanted else "too long"
+    return f"{path} is {state}, its header needs {least}{wanted:,} bytes and it has {size:,}: {_HINT}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
