@@ -14,7 +14,7 @@ def printed(capsys, columns, monkeypatch):
     else:
         monkeypatch.setenv("COLUMNS", str(columns))
     made = table("module", "kernel", "gain", "reason", right=("gain",))
-    reason = "1.03x: not faster by more than the noise of the measurement, which was large (28.5%)"
+    reason = "with it the model's error exceeds the noise of the measurement, which was large (28.5%)"
     made.add_row(NAMES[1], f"{NAMES[0]} if it takes the call\nelse reference", "1.03x", reason)
     out().print(made)
     return capsys.readouterr().out

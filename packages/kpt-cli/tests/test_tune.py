@@ -26,7 +26,7 @@ def test_the_winner_is_told_written_and_used(kpt_process, plugins, tables):
     done = kpt_process("tune", "tuned.product", "--seconds", "0.05", plugins=plugins)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
-    for said in ("tuned.product", "model", "float32", "tuned_plugin:slow", "tuned_plugin:quick", "times=1", "±"):
+    for said in ("tuned.product", "model", "float32", "tuned_plugin:slow", "tuned_plugin:quick", "times=1", "faster"):
         assert said in text
     assert "tuned_plugin:wrong: its result is off by" in text
     assert "tuned_plugin:choosy: needs warp9, which cpu lacks" in text

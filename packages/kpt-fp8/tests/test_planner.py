@@ -1,6 +1,7 @@
 import itertools
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -177,7 +178,7 @@ def test_a_plan_for_latency_takes_what_is_faster(installed, slow_linear):
     first, second, last = plan.entries
     assert first.gain == second.gain > 1  # of equal shapes one is timed
     assert plan.gain > 1
-    assert "not faster" in last.reason
+    assert re.search("slower|as fast|too noisy", last.reason)
 
 
 class FirstRow(nn.Module):
@@ -194,7 +195,9 @@ def test_a_plan_that_is_slower_as_a_whole_converts_nothing(model, monkeypatch, i
     assert planning.chosen == 0
     assert planning.plan.error == 0.0
     assert planning.plan.bytes_after == planning.plan.bytes_before
-    assert all("together the model was slower" in entry.reason for entry in planning.plan.entries)
+    assert all(
+        "together the model was " in entry.reason and "slower" in entry.reason for entry in planning.plan.entries
+    )
 
 
 def test_the_budget_of_the_loss(model):

@@ -1,3 +1,4 @@
+import re
 import time
 import tomllib
 from importlib.metadata import EntryPoint
@@ -16,6 +17,7 @@ from kpt_fp8.rewrites import REWRITES, WEIGHTS
 from kpt_optimize import RejectedError
 
 ROW, BLOCK, ACTIVATIONS, *_ = REWRITES
+NO_GAIN = "slower|as fast|too noisy"
 
 
 @pytest.fixture
@@ -181,8 +183,8 @@ def test_optimize_for_latency_takes_back_what_is_slower(installed, cpu_clock):
     assert plan.entries
     for entry in plan.entries:
         assert not entry.kept
-        assert "exceeds the budget" in entry.reason or "not faster" in entry.reason
-    assert any("not faster" in entry.reason for entry in plan.entries)
+        assert re.search(rf"exceeds the budget|{NO_GAIN}", entry.reason)
+    assert any(re.search(NO_GAIN, entry.reason) for entry in plan.entries)
 
 
 def test_optimize_for_latency_keeps_what_is_faster(installed, slow_linear):

@@ -13,7 +13,6 @@ from kpt_optimize import (
     Verdict,
     attempt,
     budget_of,
-    measure,
     repeatable,
     setback,
 )
@@ -44,14 +43,6 @@ class Names:
         return 100 if candidate == "old" else self.size
 
 
-def test_what_is_kept_on_a_busy_machine_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(measure.Load, "others", lambda load: 0.5)
-    again = "; the machine is busy: measure again when it does nothing else (other programs took 50% of its processors)"
-    assert tried(Names()).reason == f"4.00x faster{again}"
-    assert tried(Names(seconds=(5.0,))).reason.endswith(again)
-    assert tried(Names(), "memory").reason == "2.00x smaller"  # whatever the load
-
-
 def tried(trial: Names, objective: str = "latency", *, lossless: bool = True) -> Verdict:
     verdict, winner = attempt(trial, lambda: "new", "old", objective, lossless=lossless)
     assert winner == ("new" if verdict.kept else "old")
@@ -62,18 +53,12 @@ def tried(trial: Names, objective: str = "latency", *, lossless: bool = True) ->
     ("trial", "objective", "kept", "reason"),
     [
         (Names(), "latency", True, "4.00x faster"),
-        (Names(seconds=(5.0,)), "latency", False, "0.80x: not faster by more than the noise (0.0%)"),
-        (Names(seconds=(4.0,)), "latency", False, "1.00x: not faster by more than the noise (0.0%)"),
-        (Names(seconds=(1.0, 4.0, 3.9)), "latency", False, "1.03x: not faster by more than the noise (5.5%)"),
-        (
-            Names(seconds=(1.0, 4.0, 2.0, 8.0)),
-            "latency",
-            False,
-            "1.50x: not faster by more than the noise (139.5%); "
-            "the machine is busy: measure again when it does nothing else",
-        ),
+        (Names(seconds=(5.0,)), "latency", False, "1.25x slower"),
+        (Names(seconds=(4.0,)), "latency", False, "as fast"),
+        (Names(seconds=(1.0, 4.0, 3.9)), "latency", False, "as fast (±5.4%)"),
+        (Names(seconds=(1.0, 4.0, 2.0, 8.0)), "latency", False, "too noisy for a figure (±93%)"),
         (Names(seconds=(5.0,)), "memory", True, "2.00x smaller"),
-        (Names(size=100), "memory", False, "1.00x: not smaller by more than the noise (0.0%)"),
+        (Names(size=100), "memory", False, "as large"),
         (Names(0.2), "latency", False, "error 2.0e-01 exceeds the budget of 1.0e-01"),
         (Names(float("nan")), "latency", False, "error nan exceeds the budget of 1.0e-01"),
         (Names(RejectedError("of no use")), "latency", False, "of no use"),
@@ -111,7 +96,7 @@ def test_a_failure_while_it_is_built_or_timed_is_a_reason_of_one_row() -> None:
 @pytest.mark.parametrize(
     ("after", "sizes", "objective", "reason"),
     [
-        ([2.0], (9, 9), "latency", "with the kept steps together the model was slower, 0.50x"),
+        ([2.0], (9, 9), "latency", "with the kept steps together the model was 2.00x slower"),
         ([1.0], (9, 9), "latency", None),
         ([2.0], (9, 8), "memory", None),
         ([0.1], (9, 9), "memory", "with the kept steps together the model was not smaller: 9 bytes, then 9"),

@@ -19,12 +19,17 @@ PLAN = Plan(
     device="cpu",
     max_error=0.02,
     versions={"torch": "2.13.0"},
-    entries=(ENTRY, replace(ENTRY, module="layers.1.experts", kept=False, reason="not faster")),
+    entries=(
+        ENTRY,
+        replace(ENTRY, module="layers.1.experts", kept=False, gain=0.8, noise=0.01, reason="1.25x slower (±2.5%)"),
+    ),
     seconds_before=0.2,
     seconds_after=0.1,
     bytes_before=2**20,
     bytes_after=2**19,
     error=1e-7,
+    gain=2.0,
+    noise=0.01,
     budgets=(Budget(0.0301, 2, 9), Budget(0.0302, 3, 9), Budget(0.25, 9, 9)),
 )
 
@@ -47,7 +52,18 @@ def test_table_names_every_entry_and_the_total() -> None:
     text = str(PLAN)
     assert "layers.0.experts" in text
     assert "layers.1.experts" in text
-    assert "200.00 ms before, 100.00 ms after" in text
+    assert (
+        "200.00 ms before, 100.00 ms after, 2.00x faster (±1.0%); 1.0 MiB before, 0.5 MiB after, 2.00x smaller" in text
+    )
+    for gain in ("1.25x faster", "1.25x slower (±2.5%)"):
+        assert text.count(gain) == 1
+    unmeasured = replace(ENTRY, gain=1.0, kept=False, reason="of no use")
+    noted = str(replace(PLAN, entries=(unmeasured,), note="the machine is busy")).splitlines()
+    assert noted[0] == "the machine is busy"
+    assert noted[2].split() == [
+        "layers.0.experts",
+        *("moe.experts", "reference", "-", "1.0e-07", "back", "of", "no", "use"),
+    ]
 
 
 def test_outlook_rounds_budgets_up_and_names_each_once() -> None:

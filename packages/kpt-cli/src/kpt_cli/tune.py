@@ -114,9 +114,11 @@ def _show(found: "Tuning", *, own_file: bool) -> None:
 
 def _outcome(entry: "TuningEntry", kept: "TuningEntry") -> tuple[str, str]:
     """Return the winner and its gain, for a row of the table."""
+    from kpt_optimize.measure import describe_gain, noise_share
+
     if (entry.kernel, entry.config) == (entry.default, None):
-        return "the default stays", "1.00x"
+        return "the default stays", "-"
     winner = with_config(function_of(entry.kernel), entry.config)
     if (entry.kernel, entry.config) != (kept.kernel, kept.config):
         winner += "\nbut another case of this key differs: the default stays"
-    return winner, f"{entry.gain:.2f}x ± {entry.noise:.2f}"
+    return winner, describe_gain(entry.gain, noise_share(entry.gain, entry.noise))

@@ -161,6 +161,7 @@ def plan_fp8(
     def allowed(error: float, change: float | None) -> bool:
         return error <= max_error and (max_loss_change is None or (change is not None and change <= max_loss_change))
 
+    load = kpt_optimize.Load()
     with evaluating(model):
         if max_loss_change is not None and trials.exact(batches[0])[1] is None:
             raise InputError(
@@ -198,6 +199,7 @@ def plan_fp8(
                 objective=objective,
                 budget=max_error,
                 error=effects[chosen].error if chosen else 0.0,
+                load=load,
             )
         finally:
             changes.revert()

@@ -17,7 +17,7 @@ from kpt_core.errors import InputError, UnknownNameError
 from .attempt import Task, attempt_rewrite, sites_of
 from .budgets import larger_budgets
 from .changes import Changes
-from .measure import device_of, gain_of, parameter_bytes, relative_error, settled_times
+from .measure import UNSTEADY, Load, device_of, gain_of, noise_share, parameter_bytes, relative_error, settled_times
 from .plan import Plan, PlanEntry
 from .rewrite import LEVELS, Rewrite, check_level, check_max_error, check_model, check_objective, own_budgets, rewrites
 from .trial import Example, repeatable, setback
@@ -107,6 +107,7 @@ def optimize(
     changes = Changes(model if inplace else copy.deepcopy(model))
     tries = [(rewrite, site) for rewrite in _allowed(level) for site in sites_of(rewrite, changes.model)]
     entries: list[PlanEntry] = []
+    load = Load()
     try:
         with changes.evaluating(), torch.no_grad():
             expected = repeatable(lambda: task.example(changes.model), "example")
@@ -126,6 +127,7 @@ def optimize(
                 objective=objective,
                 budget=budget,
                 error=error,
+                load=load,
             )
             if plan.kept or not any(entry.kept for entry in settled):  # else more of it would not pay either
                 found = larger_budgets(changes, [rewrite for rewrite, _ in tries], entries, settled, task, expected)
@@ -187,6 +189,7 @@ def conclude(
     objective: str,
     budget: float,
     error: float,
+    load: Load | None = None,
 ) -> Plan:
     """Judge what is in force on the whole model: time it with and without, and take all back where that does not pay.
 
@@ -198,6 +201,7 @@ def conclude(
         objective: `latency` or `memory`.
         budget: goes into the plan, as the error allowed.
         error: of the model's output with what was kept.
+        load: of the machine since the first was tried, for the plan's note.
     """
     device = device_of(changes.model)
     before, after = _contest(changes, run, device)
@@ -208,6 +212,7 @@ def conclude(
         entries = [replace(entry, kept=False, reason=reason) if entry.kept else entry for entry in entries]
         after, bytes_after, error = before, bytes_before, 0.0
     gain, noise = gain_of(before, after)
+    noisy = noise_share(gain, noise) > UNSTEADY or any(entry.noisy for entry in entries)
     return Plan(
         model=type(changes.model).__name__,
         level=level,
@@ -223,6 +228,7 @@ def conclude(
         error=error,
         gain=gain,
         noise=noise,
+        note="" if load is None or objective == "memory" else load.note(noisy=noisy),
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from kpt_core.errors import InputError
 from kpt_core.files import write_whole
 
+from .measure import UNSTEADY, describe_gain, noise_share
+
 FORMAT = 1
 
 
@@ -45,6 +47,11 @@ class PlanEntry:
     def measured(self) -> bool:
         """Tell whether `gain` was measured; it is 1 where a refusal or the error came first."""
         return self.gain != 1 or self.noise > 0
+
+    @property
+    def noisy(self) -> bool:
+        """Tell whether `gain` is too noisy for a figure."""
+        return noise_share(self.gain, self.noise) > UNSTEADY
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class Plan:
         gain: the median over rounds of seconds before / seconds after.
         noise: standard error of `gain`.
         budgets: what larger ones would allow, by rising error; they say nothing of speed.
+        note: says that the machine was busy while it was measured, and what to do; empty where it was not.
     """
 
     model: str
@@ -99,6 +107,7 @@ class Plan:
     gain: float = 1.0
     noise: float = 0.0
     budgets: tuple[Budget, ...] = ()
+    note: str = ""
     format: int = field(default=FORMAT)
 
     @property
@@ -127,7 +136,7 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise InputError(f"no plan at {path}: `kpt optimize MODEL_DIR --plan FILE` writes one") from error
+            raise InputError(f"no plan at {path}: `kpt optimize MODEL_DIR -o FILE` writes one") from error
         except (ValueError, OSError) as error:
             raise InputError(f"{path} is not a plan: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -151,17 +160,20 @@ class Plan:
 
     def __str__(self) -> str:
         head = ("module", "rewrite", "kernel", "gain", "error", "", "reason")
-        rows = []
+        what, rows = "smaller" if self.objective == "memory" else "faster", []
         for e in self.entries:
-            gain = f"{e.gain:.2f}x" if e.measured else "-"
-            rows.append((e.module, e.rewrite, e.kernel, gain, f"{e.error:.1e}", "kept" if e.kept else "back", e.reason))
-        lines = table(head, *rows)
-        lines.append(
+            gain = describe_gain(e.gain, noise_share(e.gain, e.noise), what) if e.measured else "-"
+            verdict = "kept" if e.kept else "back"
+            reason = e.reason.removeprefix(gain).removeprefix(", ")  # the gain stands in its own column
+            rows.append((e.module, e.rewrite, e.kernel, gain, f"{e.error:.1e}", verdict, reason))
+        sizes = describe_gain(self.bytes_before / max(self.bytes_after, 1), 0.0, "smaller")
+        told = (
             f"{self.model} on {self.device}: {self.seconds_before * 1e3:.2f} ms before, "
-            f"{self.seconds_after * 1e3:.2f} ms after; {self.bytes_before / 2**20:.1f} MiB before, "
-            f"{self.bytes_after / 2**20:.1f} MiB after; error {self.error:.1e} of at most {self.max_error:.1e}"
+            f"{self.seconds_after * 1e3:.2f} ms after, {describe_gain(self.gain, noise_share(self.gain, self.noise))}; "
+            f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after, {sizes}; "
+            f"error {self.error:.1e} of at most {self.max_error:.1e}"
         )
-        return "\n".join(filter(None, (*lines, self.outlook())))
+        return "\n".join(filter(None, (self.note, *table(head, *rows), told, self.outlook())))
 
 
 def _rounded_up(error: float) -> str:

@@ -13,17 +13,13 @@ from torch import Tensor
 
 from kpt_core.errors import InputError
 
-from .measure import AGAIN, Load, gain_of, relative_error, rounding
+from .measure import describe_gain, gain_of, noise_share, relative_error, rounding
 
 Candidate = TypeVar("Candidate")
 Compared = TypeVar("Compared", contravariant=True)
 
 #: What a change may cost, relative to the largest value of the output, where the caller sets no budget.
 DEFAULT_MAX_ERROR = {"conservative": 1e-4, "balanced": 2e-2, "aggressive": 1e-1}
-
-
-#: Twice the standard error, as a share of the gain, that only a machine with other work has.
-UNSTEADY = 0.2
 
 
 class RejectedError(Exception):
@@ -92,7 +88,7 @@ def attempt(
     gain: float | None = None
     error: float | None = None
     took: float | None = None
-    noise, busy = 0.0, ""
+    noise = 0.0
 
     def verdict(reason: str, *, kept: bool = False, failed: bool = False) -> Verdict:
         return Verdict(kept, reason, gain, error, time.perf_counter() - start if took is None else took, failed, noise)
@@ -107,17 +103,13 @@ def attempt(
         if objective == "memory":
             what, gain = "smaller", trial.bytes(current) / max(trial.bytes(candidate), 1)
         else:
-            load = Load()
             what, (gain, noise) = "faster", gain_of(*trial.times(current, candidate))
-            busy = load.note() or (AGAIN if 2 * noise > UNSTEADY * gain else "")
-            busy = busy and f"; {busy}"
     except RejectedError as rejection:
         return verdict(str(rejection)), current
     except Exception as failure:
         return verdict(failed(failure), failed=True), current
-    if gain <= 1 + 2 * noise:
-        return verdict(f"{gain:.2f}x: not {what} by more than the noise ({2 * noise:.1%}){busy}"), current
-    return verdict(f"{gain:.2f}x {what}{busy}", kept=True), candidate
+    kept = gain > 1 + 2 * noise
+    return verdict(describe_gain(gain, noise_share(gain, noise), what), kept=kept), candidate if kept else current
 
 
 def setback(
@@ -133,7 +125,7 @@ def setback(
     """
     gain, noise = gain_of(*times)
     if objective == "latency" and gain < 1 - 2 * noise:
-        return f"with the kept {what} together the model was slower, {gain:.2f}x"
+        return f"with the kept {what} together the model was {describe_gain(gain, noise_share(gain, noise))}"
     if objective == "memory" and sizes[1] >= sizes[0]:
         return f"with the kept {what} together the model was not smaller: {sizes[0]} bytes, then {sizes[1]}"
     return None

@@ -157,5 +157,5 @@ def test_simulated_a_result_that_is_slower_than_the_original_is_given_up() -> No
 
     recipe, outcomes = tried(Drifting({Recipe(): 8.0, HALF: 4.0, REDUCED: 4.0, TUNED: 1.0}))
     assert recipe == Recipe()
-    assert outcomes["compile max-autotune"] == "rolled back: with the kept steps together the model was slower, 0.50x"
+    assert outcomes["compile max-autotune"] == "rolled back: with the kept steps together the model was 2.00x slower"
     assert not any(outcome.startswith("kept") for outcome in outcomes.values())

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import kpt_core
 import kpt_optimize
 from kpt_cli.bench.machine import memory_growth, plain_pytorch
+from kpt_optimize.measure import describe_gain
 
 from .model import WINDOWS, load_model, next_token_loss, quiet_transformers
 from .settings import Settings
@@ -53,8 +54,7 @@ def _figure(value: float, values: Sequence[float]) -> dict[str, float]:
 
 def _comparison(name: str, unit: str, before: Figures, after: Figures, gain: float, low: float, high: float) -> Figures:
     """Return a figure before and after, with `gain`, how many times better it is, and what that may be by chance."""
-    better, worse = ("smaller", "larger") if unit == "MiB" else ("faster", "slower")
-    verdict = f"{gain:.2f}x {better}" if gain > 1 else f"{1 / gain:.2f}x {worse}"
+    verdict = describe_gain(gain, 0.0, "smaller" if unit == "MiB" else "faster")  # chance is in the interval
     return {
         "name": name,
         "unit": unit,

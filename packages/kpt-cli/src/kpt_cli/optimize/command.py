@@ -59,15 +59,11 @@ def optimize(
     real_copy = None if copy is None else check_copy(copy, directory, force=force)
     check_output_file(output, "--output", force=force)
     wanted = {"level": level, "objective": objective, "max_error": max_error}
-    from kpt_optimize import Load
-
-    load = Load()
     with redirect_stdout(sys.stderr):  # stdout is for the result
         plan, inputs = _measure(directory, device, dtype, tokens, seed, **wanted)
-    busy = "" if objective == "memory" else load.note(noisy=_is_noisy(plan) or any(map(_is_noisy, plan.entries)))
     if not as_json:
         say(f"Measured with {inputs}.")
-        _show_plan(plan, busy)
+        _show_plan(plan)
         if larger := plan.outlook("--max-error "):
             say(larger)
     copied = real_copy is not None and bool(plan.kept)
@@ -82,7 +78,7 @@ def optimize(
         plan.save(output)
     if as_json:
         paths = {"output": None if output is None else str(output), "copy": str(copy) if copied else None}
-        print_json({"model_dir": str(model_dir), "inputs": inputs, "note": busy, "plan": plan.as_dict(), **paths})
+        print_json({"model_dir": str(model_dir), "inputs": inputs, "note": plan.note, "plan": plan.as_dict(), **paths})
     else:
         _say_what_next(plan, model_dir, dtype, output, copy)
 
@@ -184,18 +180,17 @@ def plan_table(plan: "Plan") -> Table:
     for module, entries in by_module.items():
         for number, entry in enumerate(entries):
             served = f"{entry.rewrite}\n{entry.op}" + (f": {entry.kernel}" if entry.kernel else "")
-            reason = _reason(entry, plan.objective)
-            verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {reason}")
-            gain = "-" if not entry.measured else "too noisy" if _is_noisy(entry) else f"{entry.gain:.2f}x"
+            verdict = Text.assemble(("kept", "green") if entry.kept else ("rolled back", "yellow"), f": {entry.reason}")
+            gain = "-" if not entry.measured else "too noisy" if entry.noisy else f"{entry.gain:.2f}x"
             made.add_row("" if number else module, served, gain, f"{entry.error:.1e}", verdict)
     return made
 
 
-def _show_plan(plan: "Plan", busy: str) -> None:
+def _show_plan(plan: "Plan") -> None:
     """Print what was tried on each module and what came of it, then the whole model before and after."""
     heading(f"Plan for {plan.model}: {plan.level}, {plan.objective}, on {plan.device}")
-    if busy:
-        say(f"Note: {busy}", style="yellow")
+    if plan.note:
+        say(f"Note: {plan.note}", style="yellow")
     out().print(plan_table(plan))
     if not plan.kept:
         say(f"\nNone of {len(plan.entries)} rewrites was kept; the model stays as it is.", style="bold")
@@ -219,20 +214,6 @@ def _gain(gain: float, noise: float = 0.0, what: str = "faster") -> str:
     from kpt_optimize.measure import describe_gain, noise_share
 
     return describe_gain(gain, noise_share(gain, noise), what)
-
-
-def _reason(entry: "PlanEntry", objective: str) -> str:
-    """Return why an entry is kept or rolled back: its gain in words where that decided."""
-    if entry.measured and entry.reason.startswith(f"{entry.gain:.2f}x"):
-        return _gain(entry.gain, entry.noise, "smaller" if objective == "memory" else "faster")
-    return entry.reason
-
-
-def _is_noisy(measured: "Plan | PlanEntry") -> bool:
-    """Return whether the gain of a plan or an entry is too noisy for a figure."""
-    from kpt_optimize.measure import UNSTEADY, noise_share
-
-    return noise_share(measured.gain, measured.noise) > UNSTEADY
 
 
 def _say_what_next(plan: "Plan", model: Path, dtype: str, output: Path | None, copy: Path | None) -> None:

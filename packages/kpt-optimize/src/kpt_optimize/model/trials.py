@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from kpt_optimize.measure import (
     UNSTEADY,
     Load,
-    describe_gain,
     interleaved_times,
     noise_share,
     parameter_bytes,
     relative_error,
 )
-from kpt_optimize.trial import Example, UnsteadyError, Verdict, attempt, budget_of, failed, repeatable, setback
+from kpt_optimize.trial import Example, UnsteadyError, attempt, budget_of, failed, repeatable, setback
 
 from .recipe import Recipe, prepare
 from .report import KEPT, NOT_TRIED, ROLLED_BACK, OptimizationReport, OptimizationWarning, StepOutcome
@@ -189,7 +188,7 @@ def search(trial: RecipeTrial, situation: Situation) -> tuple[OptimizedTraining,
             if verdict.failed:
                 _warned(step.name, verdict.reason)
             noisy |= verdict.gain is not None and noise_share(verdict.gain, verdict.noise) > UNSTEADY
-            status, figures = ROLLED_BACK, (_reason(verdict, objective), verdict.gain, verdict.error, verdict.seconds)
+            status, figures = ROLLED_BACK, (verdict.reason, verdict.gain, verdict.error, verdict.seconds)
             if verdict.kept:
                 status, better = KEPT, f", but {setting} is better"
                 outcomes = [_back(o, o.reason + better) if o.step == step.name else o for o in outcomes]
@@ -223,14 +222,6 @@ def search(trial: RecipeTrial, situation: Situation) -> tuple[OptimizedTraining,
         note="" if situation.sample is None or objective == "memory" else load.note(noisy=noisy),
     )
     return best, report
-
-
-def _reason(verdict: Verdict, objective: str) -> str:
-    """Return why a step is kept or rolled back; a busy machine is told once, in the report's note."""
-    if verdict.gain is None or verdict.failed:
-        return verdict.reason
-    what = "smaller" if objective == "memory" else "faster"
-    return describe_gain(verdict.gain, noise_share(verdict.gain, verdict.noise), what)
 
 
 def _warned(step: str, reason: str) -> str:
