@@ -99,6 +99,34 @@ def test_unavailable_backend_is_no_problem(kpt, backend):
     assert "no driver is loaded" in result.stdout
 
 
+def test_a_backend_whose_optional_third_party_is_absent_is_one_dim_line(kpt, backend):
+    backend.unavailable = lambda: "acme-lib is not installed; pip install acme-lib"
+    said = " ".join(kpt("doctor").stdout.split())
+    assert (
+        "acme-lib (for backend clitest)" in said.partition("Optional and not installed: ")[2].partition(" Devices ")[0]
+    )
+    assert said.count("acme-lib") == 1
+    assert "cli_kernels" not in said
+    (state,) = [state for state in document(kpt)["backends"] if state["name"] == "clitest"]
+    assert state["unavailable"].startswith("acme-lib is not installed")
+
+
+@pytest.mark.parametrize(
+    ("device_types", "reason"),
+    [
+        (("cpu",), "torch is not installed beside the version that it was built for"),
+        (("cpu",), "no driver is loaded"),
+        (("xpu",), "acme-lib is not installed; pip install acme-lib"),
+    ],
+    ids=["installed", "no third party", "for an accelerator"],
+)
+def test_other_backends_that_cannot_run_keep_their_row(kpt, backend, device_types, reason):
+    backend.device_types, backend.unavailable = device_types, lambda: reason
+    said = " ".join(kpt("doctor").stdout.split())
+    assert "for backend clitest" not in said
+    assert " ".join(reason.split()[:2]) in said
+
+
 def test_backend_that_raises_is_a_problem(kpt, backend):
     def unavailable():
         raise RuntimeError("driver went away")

@@ -47,6 +47,15 @@ def test_every_kernel_is_listed_best_first_with_what_becomes_of_it(rows):
     assert op["reference_on"] == {"cpu": "accepted"}
 
 
+def test_kernels_of_a_backend_whose_optional_third_party_is_absent_are_in_json_alone(kpt, rows, backend):
+    backend.unavailable = lambda: "acme-lib is not installed; pip install acme-lib"
+    said = kpt("kernels", "clitest.double").stdout
+    assert "cli_kernels:fast" not in said
+    assert said.endswith("Optional and not installed: acme-lib (for backend clitest)\n")
+    _, kernels = rows()
+    assert "acme-lib is not installed" in kernels["cli_kernels:fast"]["on"]["cpu"]
+
+
 def test_explicit_choice_shows(rows, monkeypatch):
     monkeypatch.setenv("KPT_USE", "cli_kernels:picky")
     op, kernels = rows()

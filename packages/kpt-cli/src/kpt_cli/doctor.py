@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ import typer
 from .console import heading, out, print_json, progress, say, say_all, some, table
 from .convert import fp8_checkpoints
 from .errors import CliError
-from .offers import DTYPES, serving, summary
+from .offers import DTYPES, missing_party, say_optional, serving, summary
 from .options import Json
 from .plugins import installed_version, packages
 
@@ -255,8 +255,13 @@ def _show(report: Document) -> None:
         if found is not None:
             made.add_row(name, found, ", ".join(ours[name]["offers"]) if name in ours else "")
     out().print(made)
-    if absent := [name for name, found in report["third_parties"].items() if found is None]:
-        say(f"Optional and not installed: {', '.join(absent)}", style="dim")
+    optional = {
+        backend["name"]: party
+        for backend in report["backends"]
+        if (party := missing_party(backend["device_types"], backend["unavailable"])) is not None
+    }
+    absent = [name for name, found in report["third_parties"].items() if found is None] + [*optional.values()]
+    say_optional({name: [backend for backend, party in optional.items() if party == name] for name in absent})
     heading("Devices")
     made = table("device", "name", "memory", "features", right=("memory",))
     for device in report["devices"]:
@@ -267,6 +272,8 @@ def _show(report: Document) -> None:
     heading("Backends")
     made = table("backend", "from", "serves", "state", "capabilities")
     for backend in report["backends"]:
+        if backend["name"] in optional:
+            continue
         state = "broken" if backend["broken"] else backend["unavailable"] or "ready"
         told = "; ".join(f"{device}: {', '.join(names)}" for device, names in backend["capabilities"].items())
         made.add_row(backend["name"], backend["origin"], ", ".join(backend["device_types"]) or "all", state, told)
@@ -274,7 +281,7 @@ def _show(report: Document) -> None:
     if len(report["backends"]) == 1:
         say("No vendor's backend is installed: everything runs in plain PyTorch.", style="dim")
     if report["ops"]:
-        _show_servings([found for op in report["ops"] for found in op["servings"]])
+        _show_servings([found for op in report["ops"] for found in op["servings"]], optional)
     say_all("Environment", [f"{name}={value}" for name, value in report["environment"].items()])
     say_all("Notes", report["notes"])
     say_all("Advice", report["advice"])
@@ -284,7 +291,7 @@ def _show(report: Document) -> None:
     out().print(f"\n{verdict}", style="bold green" if count == 0 else "bold red")
 
 
-def _show_servings(servings: Sequence[Document]) -> None:
+def _show_servings(servings: Sequence[Document], optional: Collection[str]) -> None:
     heading("What runs")
     alike: dict[tuple[str, str, str], list[str]] = {}  # dtypes that are served alike share a row
     for found in servings:
@@ -303,7 +310,9 @@ def _show_servings(servings: Sequence[Document]) -> None:
         f"{found['op']}: {refused['kernel']}: {refused['reason']}"
         for found in servings
         for refused in found["refused"]
-        if refused["kernel"] and refused["backend"] != "torch" and not refused["reason"].startswith("runs on ")
+        if refused["kernel"]
+        and refused["backend"] not in ("torch", *optional)
+        and not refused["reason"].startswith("runs on ")
     ]
     say_all("Not used, and why (`kpt kernels` shows all)", refusals)
 

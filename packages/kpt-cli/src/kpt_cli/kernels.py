@@ -4,7 +4,8 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from importlib.metadata import entry_points
@@ -14,7 +15,7 @@ import typer
 from rich.padding import Padding
 
 from .console import complain, heading, out, print_json, say, table
-from .offers import DTYPES, Serving, serving, summary
+from .offers import DTYPES, Serving, missing_party, say_optional, serving, summary
 from .options import Json, op_names, require_name
 from .plugins import OPS
 
@@ -115,14 +116,34 @@ def kernels(
         return
     if not rows:
         say("No ops are installed; feature packages bring them, for instance kpt-moe.")
+    optional = _optional()
     for row in rows:
-        _show(row, contract=op is not None)
+        _show(row, optional, contract=op is not None)
+    offered = {kernel["backend"] for row in rows for kernel in row["kernels"]}
+    absent: dict[str, list[str]] = {}
+    for name in sorted(offered & optional.keys()):
+        absent.setdefault(optional[name], []).append(name)
+    say_optional(absent)
 
 
-def _show(row: dict[str, Any], *, contract: bool) -> None:
+def _optional() -> dict[str, str]:
+    """Return the backends that need a third party which is not installed, and its name; their kernels are not shown."""
+    from kpt_core import backends
+
+    found: dict[str, str] = {}
+    for name, backend in backends().items():
+        with suppress(Exception):  # foreign code; what it raises is told where its kernels are asked for
+            party = missing_party(backend.device_types, backend.unavailable())
+            if party is not None:
+                found[name] = party
+    return found
+
+
+def _show(row: dict[str, Any], optional: Collection[str], *, contract: bool) -> None:
     heading(row["op"])
+    shown = [kernel for kernel in row["kernels"] if kernel["backend"] not in optional]
     told = [row["contract" if contract else "summary"]]
-    for kernel in row["kernels"]:
+    for kernel in shown:
         if kernel["composed_of"]:
             calls = ", ".join(kernel["composed_of"])
             told.append(f"{kernel['kernel']} calls {calls}, each of which is chosen for itself")
@@ -130,7 +151,7 @@ def _show(row: dict[str, Any], *, contract: bool) -> None:
         out().print(Padding(text, (0, 0, 0, 2), expand=False))
     out().print()
     made = table("priority", "kernel", "backend", "needs", "evidence", *row["reference_on"], right=("priority",))
-    for kernel in row["kernels"]:
+    for kernel in shown:
         about = (str(kernel["priority"]), kernel["kernel"], kernel["backend"], ", ".join(kernel["requires"]) or "-")
         made.add_row(*about, best(kernel["evidence"]), *kernel["on"].values())
     proof = best(row["reference_evidence"])

@@ -1,9 +1,13 @@
 """The kernels that serve an op on a device, and why the others won't."""
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+from .console import say
+from .plugins import installed_version
 
 if TYPE_CHECKING:
     from kpt_core import Kernel, Op
@@ -115,6 +119,27 @@ def _fault(op: "Op[..., Any]", kernel: "Kernel") -> str | None:
     except BaseException as error:  # foreign code, which may even end the process
         return f"could not be loaded: {type(error).__name__}: {error}"
     return None
+
+
+def missing_party(device_types: Sequence[str], unavailable: str | None) -> str | None:
+    """Return the distribution whose absence makes a backend for host memory an option of no interest here, or None.
+
+    Another backend serves host memory without it. One for an accelerator is not optional where the accelerator is.
+    """
+    named = re.match(r"([\w.-]+) is not installed\b", unavailable or "")
+    if named is None or tuple(device_types) != ("cpu",) or installed_version(named[1]) is not None:
+        return None
+    return named[1]
+
+
+def say_optional(absent: Mapping[str, Sequence[str]]) -> None:
+    """Print, in a dim line, what is optional and not installed: distributions, each with the backends that need it."""
+    if absent:
+        told = (
+            f"{name} (for {', '.join(f'backend {each}' for each in wanted)})" if wanted else name
+            for name, wanted in absent.items()
+        )
+        say(f"Optional and not installed: {', '.join(told)}", style="dim")
 
 
 def function_of(identity: str) -> str:
