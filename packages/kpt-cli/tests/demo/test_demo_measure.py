@@ -85,7 +85,7 @@ def test_rounds_go_on_until_the_gain_is_known(monkeypatch, after, rounds):
 
 
 def test_every_op_is_told_with_its_modules():
-    model = new_model(QUICK, 0)
+    model = new_model(QUICK, 0, experts_implementation="kpt")
     row = kernels_used(model, torch.zeros(1, 5, dtype=torch.int64))[0]
     assert (row["op"], row["level"]) == ("moe.experts", 0)
     assert row["modules"] == [f"model.layers.{layer}.mlp.experts" for layer in range(QUICK.layers)]
@@ -94,6 +94,6 @@ def test_every_op_is_told_with_its_modules():
 
 def test_what_is_forced_is_what_is_told():
     with kpt_core.use("reference"):
-        rows = kernels_used(new_model(QUICK, 0), torch.zeros(1, 5, dtype=torch.int64))
+        rows = kernels_used(new_model(QUICK, 0, experts_implementation="kpt"), torch.zeros(1, 5, dtype=torch.int64))
     assert {row["kernel"] for row in rows} == {"reference"}
     assert all(row["why"] for row in rows)

@@ -17,7 +17,7 @@ def tokenizer():
 
 
 def test_saved_model_is_the_same_with_experts_of_transformers(tmp_path, tokenizer):
-    model = new_model(QUICK, 0).eval()
+    model = new_model(QUICK, 0, experts_implementation="kpt").eval()
     save_model(model, tokenizer, tmp_path)
     loaded = load_model(tmp_path)
     assert "kpt" in model.get_experts_implementation().values()
@@ -72,7 +72,7 @@ def test_threads_spin_less_unless_it_is_too_late_or_decided(monkeypatch):
 def trained(seed: int, on_step=lambda log, done: None, **options) -> TrainingLog:
     tokens = torch.arange(20_000) * 7 % 61  # a pattern that is quickly learnt
     settings = replace(QUICK, **{"seed": seed, "steps": 8} | options)
-    return train(new_model(settings, seed), tokens, tokens, settings, on_step)
+    return train(new_model(settings, seed, experts_implementation="kpt"), tokens, tokens, settings, on_step)
 
 
 def test_the_seed_decides_the_losses_bit_by_bit():

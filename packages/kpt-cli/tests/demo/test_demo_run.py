@@ -76,7 +76,7 @@ def test_json_says_all(quick_run):
     assert document["kind"] == KIND
     parts = (
         "kind format settings machine corpus model training quality comparisons over_plain memory plan kernels samples "
-        "features missing next"
+        "features missing next first headline"
     )
     assert set(document) == {*parts.split(), "durations"}
     assert len(document["training"]["losses"]) == QUICK.steps
@@ -86,6 +86,16 @@ def test_json_says_all(quick_run):
     assert [comparison["name"] for comparison in document["over_plain"]] == ["prefill", "decode"]
     for row in document["quality"]["expert_load"]:
         assert sum(row) == pytest.approx(1)
+
+
+def test_the_gain_comes_first_on_the_page_and_on_the_terminal(page, quick_run):
+    headline = quick_run.result["headline"]
+    assert [f"{c['name']} {c['verdict']}" in headline for c in quick_run.result["comparisons"][:2]] == [True, True]
+    assert page.index(f"<h1>{escape(headline)}</h1>") < page.index("class=")
+    stderr = quick_run.printed.stderr
+    first = quick_run.result["first"]
+    assert all(f"{c['name']} {c['verdict']}" in stderr for c in first)
+    assert stderr.index("Timing the untrained model") < stderr.index("Training a tokenizer")
 
 
 def test_each_feature_shows_gain_interval_and_quality(page, quick_run, kpt, tmp_path, monkeypatch):

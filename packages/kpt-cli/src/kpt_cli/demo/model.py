@@ -31,8 +31,8 @@ CLIP = 1.0
 WINDOWS = 16  #: windows of one forward without gradients
 
 
-def new_model(settings: Settings, seed: int) -> "Qwen3MoeForCausalLM":
-    """Make a model with random weights whose experts KPT serves, from the first training step on."""
+def new_model(settings: Settings, seed: int, **options: str) -> "Qwen3MoeForCausalLM":
+    """Make a model with random weights; without options, transformers' own default serves experts and attention."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import kpt_moe.transformers  # noqa: F401  registers the experts implementation "kpt"
@@ -56,7 +56,7 @@ def new_model(settings: Settings, seed: int) -> "Qwen3MoeForCausalLM":
     )
     torch.manual_seed(seed)
     make: Any = Qwen3MoeForCausalLM._from_config
-    model: Qwen3MoeForCausalLM = make(config, experts_implementation="kpt")
+    model: Qwen3MoeForCausalLM = make(config, **options)
     return model
 
 
