@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import plot_minilm
+import plot_smollm
 import pytest
 import typer
 from public_names import PAGES
@@ -172,5 +172,7 @@ def test_quoted_sentences_are_what_the_source_says() -> None:
     assert not gone, f"{name(SENTENCES)} quotes what no source says any more: {gone}"
 
 
-def test_the_plot_shows_the_report() -> None:
-    assert plot_minilm.PLOT.read_text() == plot_minilm.draw(json.loads(plot_minilm.REPORT.read_text()))
+def test_the_first_screen_shows_the_report() -> None:
+    report = json.loads(plot_smollm.REPORT.read_text())
+    assert plot_smollm.PLOT.read_text() == plot_smollm.draw(report)
+    assert plot_smollm.PLACE.findall(plot_smollm.README.read_text()) == [plot_smollm.below(report)]

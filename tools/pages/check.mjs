@@ -98,7 +98,7 @@ async function check({ url, name, widths = WIDTHS, colorScheme = "light", media 
 
 // Wrong in every way that is looked for: a check that does not find it proves nothing.
 const BROKEN = `<!doctype html><html lang="en"><title>Wrong</title><body>
-<p style="color: #aaa; background: #fff">pale</p><img src="docs/images/minilm.svg"><img src="none.svg" alt="none">
+<p style="color: #aaa; background: #fff">pale</p><img src="docs/images/smollm.svg"><img src="none.svg" alt="none">
 <table><tr><td><div style="width: 3000px">wide</div></td></tr></table>
 <table style="table-layout: fixed; width: 90px"><tr><td style="overflow: hidden"><div style="width: 200px">cut</div></td></tr></table>`;
 const FINDINGS = ["scrolls sideways", "cut", "image without", "image that does not load", "color-contrast", "image-alt"];

