@@ -129,7 +129,7 @@ def missing_party(device_types: Sequence[str], unavailable: str | None) -> str |
     named = re.match(r"([\w.-]+) is not installed\b", unavailable or "")
     if named is None or tuple(device_types) != ("cpu",) or installed_version(named[1]) is not None:
         return None
-    return named[1]
+    return re.sub(r"[-_.]+", "-", named[1]).lower()  # as distributions are compared
 
 
 def say_optional(absent: Mapping[str, Sequence[str]]) -> None:
