@@ -100,6 +100,13 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Keep tables of registers and old decisions out of the search, where they crowd out what readers look for."""
+    if page.file.src_uri == "kernels.md" or page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"exclude": True}
+    return markdown
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages, and what they link to."""
     sources = ["README.md", "CONTRIBUTING.md"]
