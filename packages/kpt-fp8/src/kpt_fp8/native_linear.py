@@ -235,8 +235,10 @@ class NativeFP8Linear(FP8Module, nn.Linear):
             activation_dtype=self.activation_dtype,
             activation_rounding=self.activation_rounding,
         )
-        # As F.linear does it: a view of the rows could not be changed in place under FSDP2.
         shape = (*input.shape[:-1], self.out_features)
+        if not rows.requires_grad:
+            return rows.view(shape)  # sooner found than the other, which matters where one row is decoded
+        # As F.linear does it: a view of the rows could not be changed in place under FSDP2.
         return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
