@@ -533,10 +533,10 @@ def demo(session: nox.Session) -> None:
     sources = (path for pattern in ("*/src/**/*.py", "*/native/*") for path in Path("packages").glob(pattern))
     newest = max(path.stat().st_mtime for path in sources)
     if not made.exists() or made.stat().st_mtime < newest:
-        session.log("Installing torch for CPUs, transformers and KPT: 1.3 GB on disk, in one to three minutes,")
+        session.log("Installing torch for CPUs, transformers and KPT: 1.1 GB on disk, in one to three minutes,")
         session.log("one of them for the C++ compiler that makes the CPU's kernels (GCC 12+ or Clang 15+).")
         # Not silent, so that nobody wonders whether it hangs.
-        session.install("-c", PINS, "--build-constraint", PINS, ".", silent=False)
+        session.install("--no-compile", "-c", PINS, "--build-constraint", PINS, ".", silent=False)
     session.run("kpt", "demo", *session.posargs)
 
 

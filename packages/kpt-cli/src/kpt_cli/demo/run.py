@@ -130,10 +130,12 @@ def run_demo(settings: Settings, folder: Path, screen: Screen) -> Figures:
 def _first_gain(settings: Settings, screen: Screen) -> list[Figures]:
     """Time the model before it has learnt anything, with transformers' experts and KPT's: speed needs no training."""
     with screen.phase("first gain", "Timing the untrained model"), torch.no_grad():
-        models = {
-            "before": new_model(settings, settings.seed).eval(),
-            "kpt": new_model(settings, settings.seed, experts_implementation="kpt").eval(),
+        models: dict[str, Any] = {
+            "before": new_model(settings, settings.seed),
+            "kpt": new_model(settings, settings.seed, experts_implementation="kpt"),
         }
+        for model in models.values():
+            model.eval()
         generator = torch.Generator().manual_seed(settings.seed)
         prompt = torch.randint(1, settings.vocabulary, (1, settings.prompt_tokens), generator=generator)
         (found,) = measure.compare_speed(models, [("before", "kpt")], prompt, settings, screen.tell)
