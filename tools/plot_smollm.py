@@ -37,7 +37,7 @@ def below(report: dict[str, Any]) -> str:
     """Return what the README says: the picture, the gains and the losses."""
     base, gemv, kpt = report["figures"]
     beside = kpt["tokens_per_second"] / gemv["tokens_per_second"]
-    more = f"{beside:.2f}x as fast" if beside > 1 else f"**{1 / beside:.2f}x slower**"
+    more = f"{beside:.2f}x faster" if beside > 1 else f"**{1 / beside:.2f}x slower**"
     gains = (f"{kpt[name]:.2f}x" for name in ("gain", "many_gain", "prompt_gain"))
     text = (
         f"SmolLM2-135M with 8-bit linear layers and KPT's attention has {kpt['bytes'] / base['bytes']:.2f}x the bytes "
