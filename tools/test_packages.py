@@ -45,6 +45,21 @@ def test_siblings_are_required_by_range(package: Path) -> None:
     assert [sibling for sibling in siblings if not re.fullmatch(r"kpt-[\w-]+>=[\d.]+,<[\d.]+", sibling)] == []
 
 
+def test_the_meta_package_names_folders_of_this_clone_that_need_each_other() -> None:
+    project = toml(ROOT / "pyproject.toml")["project"]
+    ours = {package.name: toml(package / "pyproject.toml")["project"] for package in PACKAGES}
+    for extra in (None, *project["optional-dependencies"]):
+        wanted = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
+        parts = [re.fullmatch(r"([\w-]+)(\[\w+\])? @ \{root:uri\}/packages/\1", each) for each in wanted]
+        names = {part[1] for part in parts if part}
+        assert len(names) == len(wanted)
+        # Whoever is not named by a path here would be looked for on an index, where anybody may have taken its name.
+        needed = {re.split(r"[^\w-]", each)[0] for name in names for each in ours[name]["dependencies"]}
+        assert {name for name in needed if name.startswith("kpt-")} <= names
+    vendors = {name for name in ours if name.startswith("kpt-backend-")} - {"kpt-backend-cpu"}
+    assert {f"kpt-backend-{extra}" for extra in project["optional-dependencies"]} == vendors
+
+
 def test_tools_know_every_package() -> None:
     config = toml(ROOT / "pyproject.toml")["tool"]
     names = {source(package).name for package in PACKAGES}
