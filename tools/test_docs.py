@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from kpt_cli.main import app
 
 ROOT = Path(__file__).parents[1]
-HIDDEN = {".git", ".nox", ".venv", ".cache"}
+HIDDEN = {".git", ".nox", ".venv", ".kpt", ".cache"}
 SENTENCES = ROOT / "docs/troubleshooting.md"
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not HIDDEN & set(path.relative_to(ROOT).parts))
