@@ -537,7 +537,8 @@ def demo(session: nox.Session) -> None:
         session.log("one of them for the C++ compiler that makes the CPU's kernels (GCC 12+ or Clang 15+).")
         # Not silent, so that nobody wonders whether it hangs.
         session.install("--no-compile", "-c", PINS, "--build-constraint", PINS, ".", silent=False)
-    session.run("kpt", "demo", *session.posargs)
+    # Bytecode of what runs is kept, so that the processes that measure memory need not compile it again.
+    session.run("kpt", "demo", *session.posargs, env={"PYTHONDONTWRITEBYTECODE": None})
 
 
 @in_workspace

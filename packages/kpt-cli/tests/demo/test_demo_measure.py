@@ -65,6 +65,8 @@ def test_the_speeds_that_are_shown_have_the_ratio_that_is_shown():
         ([100, 101, 102], [200, 201, 202], "1.99x larger"),
         ([100, 101, 105], [104, 110, 111], NOISE),
         ([200], [100], NOISE),
+        ([1000, 1001], [1004, 1005], NOISE),
+        ([1000, 1001], [1020, 1021], "1.02x larger"),
     ],
 )
 def test_memory_of_processes(before, after, verdict):

@@ -83,9 +83,9 @@ def of_times(name: str, tokens: int, before: Sequence[float], after: Sequence[fl
 
 
 def of_bytes(name: str, before: Sequence[int], after: Sequence[int]) -> Figures:
-    """Compare bytes of several processes; ranges that touch are noise, and so is a single process each."""
+    """Compare bytes of several processes; ranges nearer than 1% are noise, and so is a single process each."""
     old, new = ([max(size, 1) / 2**20 for size in sizes] for sizes in (before, after))
-    low, high = min(old) / max(new), max(old) / min(new)
+    low, high = 0.99 * min(old) / max(new), 1.01 * max(old) / min(new)
     if len(old) == 1:
         low, high = min(low, 1.0), max(high, 1.0)
     first, second = statistics.median(old), statistics.median(new)

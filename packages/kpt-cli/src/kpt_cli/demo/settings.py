@@ -12,7 +12,7 @@ class Settings:
 
     seed: int = 0  # of weights and training windows
     seconds: float | None = None  # of training; `steps` decide if it is None
-    steps: int = 480  # of training
+    steps: int = 400  # of training
     level: str = "balanced"  # of the optimisation
     objective: str = "latency"  # of the optimisation
     max_error: float | None = None  # of the optimisation; None for the level's own
@@ -35,7 +35,7 @@ class Settings:
     prompt_tokens: int = 512  # of the prompt that is timed
     new_tokens: int = 32  # that are generated and timed after it
     rounds: int = 15  # of timing, each with both models; more where the machine is busy
-    memory_runs: int = 3  # processes for each phase and model
+    memory_runs: int = 2  # processes for each phase and model
     sample_tokens: int = 64  # of each text that is shown
     disk_bytes: int = 32 * 2**20  # that the output needs
 
