@@ -23,7 +23,7 @@ DEFAULT_TOKENS = 4096
 PARTS = {"kv_cache": "KV cache", "gradients": "gradients", "optimizer_state": "AdamW", "activations": "activations"}
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 LIMITS = (
-    "Memory is that of tensors in a run on fake ones, with fused attention, and all of training in the weights' "
+    "Memory is computed from tensor shapes, with fused attention, and all of training in the weights' "
     "dtype: what the driver, the allocator's rounding and kernels take for themselves comes on top.",
     "Times are lower bounds by the data sheet: the cache and every weight that is used are read once (of experts those "
     "that a fair router chooses, or all where KPT does not serve them), activations cost nothing, and nothing is lost "
