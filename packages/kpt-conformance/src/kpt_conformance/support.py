@@ -1,7 +1,7 @@
 """The support table: what reports of runs say of every kernel on every chip.
 
     python -m kpt_conformance.support write    # makes docs/support.md, and the table that `kpt kernels` shows
-    python -m kpt_conformance.support check    # exits with 1 where they say something else than the reports
+    python -m kpt_conformance.support check    # exits with 1 where they say something else, or a report is in doubt
 
 In a repository that is not KPT's own, name the files: `--reports evidence --table SUPPORT.md`.
 """
@@ -23,6 +23,7 @@ from kpt_core.files import write_whole
 from kpt_core.selection import REFERENCE
 
 from .aot.chips import CHIPS
+from .doubts import GONE, NOT_THERE, doubts
 from .report import LEVELS, Report, read
 
 #: In KPT's own repository.
@@ -67,6 +68,7 @@ class Finding:
     level: str  # one of `LEVELS`, or `failed`
     report: Report
     file: Path
+    gone: bool = False  # its commit
 
     @property
     def partial(self) -> bool:
@@ -77,7 +79,7 @@ class Finding:
     def words(self) -> str:
         """Return the level with date and commit."""
         part = " in part" if self.partial else ""
-        commit = self.report.commit[:7] if self.report.commit else "no commit"
+        commit = "commit gone" if self.gone else self.report.commit[:7] if self.report.commit else "no commit"
         return f"{self.level}{part} {self.report.date[:10]} {commit}"
 
 
@@ -85,6 +87,7 @@ def findings(folder: Path) -> list[Finding]:
     """Read the reports of a folder; of a kernel, chip and label the newest one counts, whole runs before others."""
     found: dict[tuple[str, str, str, str], Finding] = {}
     reports = [(file, read(file)) for file in sorted(folder.glob("*.json"))]
+    lost = _gone(folder)
     for file, report in sorted(reports, key=lambda pair: pair[1].date):
         for name, columns in report.kernels.items():
             op, _, function = name.partition(" ")
@@ -93,12 +96,29 @@ def findings(folder: Path) -> list[Finding]:
                 level = "failed" if counts["failed"] else report.level if counts["passed"] else "claimed"
                 # Compiling and running are two findings of one chip.
                 kind = "compiled" if report.level == "compiled" else "ran"
-                key, new = (kernel, chip, label, kind), Finding(kernel, chip, label, level, report, file)
+                key, new = (
+                    (kernel, chip, label, kind),
+                    Finding(kernel, chip, label, level, report, file, file.name in lost),
+                )
                 old = found.get(key)
                 # A run of some of the suite shows less than a whole one before it, unless something failed.
                 if old is None or old.partial or not new.partial or new.level == "failed":
                     found[key] = new
     return list(found.values())
+
+
+def _gone(folder: Path) -> set[str]:
+    file = folder / GONE
+    return {line.split()[0] for line in file.read_text().splitlines() if line.strip()} if file.is_file() else set()
+
+
+def contradictions(folder: Path, claims: Sequence["Claimed"]) -> Iterator[str]:
+    """Yield what speaks against the reports of a folder, but that a commit is gone of those that are known to be so."""
+    lost = _gone(folder)
+    for file in sorted(folder.glob("*.json")):
+        for doubt in doubts(read(file), claims, folder):
+            if not (file.name in lost and doubt.endswith(NOT_THERE)):
+                yield f"{file}: {doubt}"
 
 
 def _by_chip(report: Report, columns: Any) -> Iterator[tuple[str, str, dict[str, int]]]:
@@ -242,7 +262,7 @@ def _promises(claim: Claimed) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the table; 1 where it says something else than the reports, 2 for bad input."""
+    """Write or check the table; 1 where it says something else than the reports, or one is in doubt; 2: bad input."""
     parser = argparse.ArgumentParser(prog="python -m kpt_conformance.support", description=__doc__)
     parser.add_argument("action", choices=["write", "check"])
     parser.add_argument("--reports", type=Path, default=Path("evidence"), metavar="FOLDER", help="default: evidence")
@@ -267,7 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = [file for file, text in wanted.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
     for file in wrong:
         sys.stdout.write(f"{file} says something else than the reports in {options.reports}: run `{_COMMAND}`\n")
-    return 1 if wrong else 0
+    doubtful = [*contradictions(options.reports, claims)]
+    sys.stdout.writelines(f"{doubt}\n" for doubt in doubtful)
+    return 1 if wrong or doubtful else 0
 
 
 if __name__ == "__main__":
