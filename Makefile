@@ -5,7 +5,7 @@ NOX := .venv/bin/nox
 PASS = $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix types imports docs site pages wheels conformance cpu nvidia amd xpu tpu aot bench check clean
+.PHONY: help demo test quick lint fix types imports docs site pages wheels conformance cpu nvidia amd xpu tpu aot bench check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,9 @@ demo: $(NOX) ## run the main job on this machine and show its report
 
 test: $(NOX) ## run the tests of every package
 	$(NOX) $(NOXFLAGS) -s tests $(PASS)
+
+quick: $(NOX) ## run the tests of packages with files that aren't committed yet
+	$(NOX) $(NOXFLAGS) -s quick $(PASS)
 
 lint: $(NOX) ## check style and format
 	$(NOX) -s lint

@@ -18,6 +18,10 @@ from typing import Any
 import nox
 from nox.command import CommandFailed
 
+sys.path.append(str(Path(__file__).parent / "tools"))
+import affected
+from affected import PACKAGES, name_of, project_file, siblings
+
 nox.needs_version = ">=2026.10.20"
 nox.options.sessions = ["lint", "imports", "tests"]
 nox.options.default_venv_backend = "virtualenv"  # not uv, which looks for CPU builds of torch in other places than pip
@@ -46,8 +50,10 @@ ON_XLA = (
     "inputs_unchanged or no_aliasing or repeatable or threads or poisoned_outputs or result_type or fake_result or "
     "double_use or custom_ops or no_host_sync))"
 )
-#: What so many commits changed is held to more trials by each run of the suite.
-LAST_COMMITS = 5
+#: The ops that the suite tries, as the names of these begin; all where it is empty. .ci/run sets it.
+KPT_OPS = "KPT_OPS"
+#: The pages of the site that are looked at; all where it is empty. .ci/run sets it.
+KPT_PAGES = "KPT_PAGES"
 DIST = Path("dist")
 REPORTS = Path("reports")
 BIN = Path(".nox/workspace/bin").absolute()
@@ -58,31 +64,6 @@ NATIVE = "packages/kpt-backend-cpu/tests/native"
 SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses=8", "--dist=worksteal", "--timeout=480", "--timeout-method=thread")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 in_workspace = nox.session(venv_backend="none", requires=["workspace"])
-
-
-def project_file(package: str) -> dict[str, Any]:
-    """Read a package's pyproject.toml."""
-    return nox.project.load_toml(f"packages/{package}/pyproject.toml")
-
-
-def name_of(requirement: str) -> str:
-    """Return what a requirement is on."""
-    return re.split(r"[^\w-]", requirement)[0]
-
-
-def siblings(package: str) -> set[str]:
-    """Return the package and every package of ours that it or its tests require, directly or through another."""
-    file = project_file(package)
-    required = [*file["project"]["dependencies"], *nox.project.dependency_groups(file, "test")]
-    names = {name_of(requirement) for requirement in required} - {package}
-    return {package}.union(*(siblings(name) for name in names if Path("packages", name).exists()))
-
-
-#: Each package after those that it requires.
-PACKAGES = sorted(
-    (path.parent.name for path in Path("packages").glob("*/pyproject.toml")),
-    key=lambda package: (len(siblings(package)), package),
-)
 
 
 def requirements(*packages: str) -> list[str]:
@@ -156,6 +137,24 @@ def tests(session: nox.Session) -> None:
             failed.append(package)
     if failed:
         session.error(f"tests failed in {', '.join(failed)}")
+
+
+@in_workspace
+def quick(session: nox.Session) -> None:
+    """Test the packages that have files that aren't committed yet, as `tests` does."""
+    told = run_for_output("git", "status", "--porcelain", "--no-renames", "--untracked-files=all")
+    touched = sorted({name for line in told.splitlines() if (name := package_of(line[3:])) is not None})
+    if not touched:
+        session.skip("no package has files that aren't committed yet")
+    for package in touched:
+        options = ("--each-value", "-m", "not slow", "--maxfail=5", *session.posargs)
+        test(session, package, f"packages/{package}/tests", *options)
+
+
+def package_of(path: str) -> str | None:
+    """Return the package that a file of the repository is in."""
+    parts = Path(path).parts
+    return parts[1] if parts[0] == "packages" and parts[1] in PACKAGES else None
 
 
 @in_workspace
@@ -246,7 +245,8 @@ def site(session: nox.Session) -> None:
 def pages(session: nox.Session) -> None:
     """Look at README, site and the demo's report in Chromium, wide and narrow; screenshots go to `reports/pages`.
 
-    A page that scrolls sideways, a cut cell, an image without text, or what axe finds against WCAG AA fails.
+    A page that scrolls sideways, a cut cell, an image without text, or what axe finds against WCAG AA fails. Of the
+    site those pages are looked at that KPT_PAGES names, as in `reference/kpt-moe.html`; all of them if it is empty.
     """
     if (chromium := shutil.which("chromium")) is None or shutil.which("npm") is None:
         session.error("install Chromium and npm (Node 20 or newer), on Debian: apt-get install chromium npm")
@@ -256,7 +256,8 @@ def pages(session: nox.Session) -> None:
     report.mkdir(parents=True)
     session.run("npm", "ci", "--prefix", folder, "--no-audit", "--no-fund", "--prefer-offline", external=True)
     run(session, "kpt", "demo", "--quick", "--output", report / "demo", silent=True)
-    session.run("node", folder / "check.mjs", chromium, ".", report / "demo" / "report.html", report, external=True)
+    page, named = report / "demo" / "report.html", os.environ.get(KPT_PAGES, "").split()
+    session.run("node", folder / "check.mjs", chromium, ".", page, report, *named, external=True)
 
 
 @in_workspace
@@ -318,11 +319,13 @@ def prove(
         env: variables.
         some: for `-k`: what is tried without `--whole`.
         values: compare values of every case; else of a few, as by the other checks.
-        trials: of every other check and kernel. Where the last commits changed a kernel's module, 12 of each.
+        trials: of every other check and kernel. Where a kernel's module changed, 12 of each.
     """
     if not asked.for_part("suite"):
         return
     reports = asked.report.absolute() / name
+    if ops := os.environ.get(KPT_OPS, "").split():
+        some = f"({' or '.join(f'{op}.' for op in ops)}) and {some}"
     if asked.whole or asked.rest:
         suite(session, backend, *options, f"--kpt-report={reports}.json", *asked.rest, env=env)
         return
@@ -330,21 +333,32 @@ def prove(
         suite(session, backend, *options, f"--kpt-report={reports}-values.json", "-k", f"values and {some}", env=env)
         some = f"not values and {some}"
     quick = ("--kpt-quick", "--kpt-quick-seconds=0")
-    few = (f"--kpt-quick-trials={trials}", f"--kpt-report={reports}-quick.json")
-    suite(session, backend, *options, *quick, *few, "-k", some, env=env)
     # A kernel's tests are named for the module that it lies in.
-    modules = [".".join(file.with_suffix("").parts[3:]) for file in changed_files() if file.name != "__init__.py"]
-    if modules:
-        more = ("--kpt-quick-trials=12", f"--kpt-report={reports}-changed.json")
-        suite(session, backend, *options, *quick, *more, "-k", f"({' or '.join(modules)}) and {some}", env=env)
+    changed = " or ".join(changed_modules())
+    for kind, often, those in (("quick", trials, f"not ({changed})"), ("changed", 12, f"({changed})")):
+        if changed or kind == "quick":
+            more = (f"--kpt-quick-trials={often}", f"--kpt-report={reports}-{kind}.json")
+            suite(session, backend, *options, *quick, *more, "-k", f"{those} and {some}" if changed else some, env=env)
+
+
+def changed_modules() -> list[str]:
+    """Return the modules that changed as kernels' tests are named for them; C++ is that of every native kernel."""
+    files = changed_files()
+    if any(file.parts[:3] == ("packages", "kpt-backend-cpu", "native") for file in files):
+        files += Path("packages/kpt-backend-cpu/src/kpt_backend_cpu").glob("*/*.py")
+    return sorted({".".join(file.with_suffix("").parts[3:]) for file in files if kernel_module(file)})
+
+
+def kernel_module(file: Path) -> bool:
+    """Tell whether a file may define a kernel."""
+    return file.parts[2:3] == ("src",) and file.suffix == ".py" and file.name != "__init__.py"
 
 
 def changed_files(*packages: str) -> list[Path]:
-    """Return the source files that the last commits changed, of some packages or of all."""
-    folders = [f"packages/{package}/src/*" for package in packages or ("*",)]
-    git = ("git", "diff", "--name-only", "--diff-filter=d", f"HEAD~{LAST_COMMITS}", "--", *folders)
-    told = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
-    return [Path(line) for line in told.splitlines() if line.endswith(".py")]
+    """Return the files of some packages, or of all, that what is landed may have changed (tools/affected.py)."""
+    told = affected.changed_files() or []
+    folders = tuple(f"packages/{package}/" for package in packages) or ("packages/",)
+    return [Path(file) for file in told if file.startswith(folders) and Path(file).exists()]
 
 
 def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: Path | None = None) -> None:
@@ -354,7 +368,7 @@ def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: 
         session: that runs it.
         asked: with `whole` every configuration.
         gate: the chip for which the default configurations are compiled.
-        *packages: where the last commits changed one of them, the defaults are compiled for every chip.
+        *packages: where one of them changed, the defaults are compiled for every chip.
         triton: the folder of a Triton to take in the place of the workspace's.
     """
     if asked.for_part("rows"):
@@ -393,7 +407,8 @@ def cpu(session: nox.Session) -> None:
     The suite is for the machine's best instruction set; of the others it compares values, on few cases.
     """
     asked = Asked(session)
-    if asked.for_part("native"):
+    # Where the ops of some features alone are tried, no C++ changed.
+    if asked.for_part("native") and not os.environ.get(KPT_OPS):
         run(session, "python", f"{NATIVE}/sanitize.py")
         run(session, "pytest", NATIVE)
     found = run_for_output(BIN / "python", "-c", "from kpt_backend_cpu.native import library; print(*library().there)")
@@ -415,7 +430,7 @@ def nvidia(session: nox.Session) -> None:
 
     Interpreted means in float32 and bfloat16, without real models' sizes and drawn cases of options; tiles that are
     neither a default nor the only one of their kind are compiled with `--whole` alone. Chips other than sm90 are left
-    out unless the last commits changed a kernel.
+    out unless a kernel changed.
     """
     asked = Asked(session)
     some = f"(float32 or bfloat16) and not ({MODELS})"

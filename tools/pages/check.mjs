@@ -1,9 +1,10 @@
 // What `nox -s pages` runs: opens README, site and report in Chromium as people see them, and says what is wrong there.
 //
-//   node check.mjs CHROMIUM ROOT REPORT OUT
+//   node check.mjs CHROMIUM ROOT REPORT OUT [PAGE...]
 //
 // CHROMIUM is the browser, ROOT the repository with its site built, REPORT the HTML page that the demo wrote, and OUT the
-// folder for screenshots. The exit code is 1 if anything is wrong, or if a page that is wrong on purpose passes.
+// folder for screenshots. Of the site those pages are looked at that are named, all if none is. The exit code is 1 if
+// anything is wrong, or if a page that is wrong on purpose passes.
 
 import { mkdir, readdir, readFile, writeFile } from "node:fs/promises";
 import { createRequire } from "node:module";
@@ -13,7 +14,8 @@ import { marked } from "marked";
 import { chromium } from "playwright-core";
 
 const require = createRequire(import.meta.url);
-const [executablePath, root, report, out] = process.argv.slice(2).map((path) => resolve(path));
+const [executablePath, root, report, out] = process.argv.slice(2, 6).map((path) => resolve(path));
+const named = process.argv.slice(6);
 const WIDTHS = [1280, 400];
 const TALLEST = { site: 2500, other: 12000 }; // pixels of a screenshot
 const TABS = 2; // pages that are open beside each other
@@ -121,6 +123,7 @@ jobs.push({ name: "report-print", url: demo, widths: [700], media: "print" }); /
 const site = join(root, ".cache", "site");
 for (const file of await readdir(site, { recursive: true })) {
   if (!file.endsWith(".html") || file === "404.html") continue;
+  if (named.length && !named.includes(file.replaceAll("\\", "/"))) continue;
   const name = `site-${relative(".", file).replaceAll(/[/\\]/g, "-").replace(".html", "")}`;
   const url = pathToFileURL(join(site, file)).href;
   if (/CHANGELOG|decisions/.test(file)) jobs.push({ name, url }); // text in a frame that others have in both schemes
