@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kpt_core import backends
 from kpt_core.selection import REFERENCE
@@ -17,9 +17,6 @@ from kpt_optimize.accelerator.products import PRODUCTS
 
 from .aot.chips import CHIPS
 from .report import DECLARED, Report
-
-if TYPE_CHECKING:
-    from .support import Claimed
 
 #: In a folder of reports: the names of those whose commit the history has lost, so that nobody can run it again.
 GONE = "commits-gone.txt"
@@ -31,7 +28,23 @@ _COLUMNS = re.compile("|".join((DECLARED, "all", r"(?:b?float|u?int|complex)\d+\
 _TOOLKITS = {"cuda": ("cuda", "hip"), "xpu": ("xpu",)}
 
 
-def doubts(report: Report, claims: Iterable["Claimed"], repository: Path) -> Iterator[str]:
+class Registered(Protocol):
+    """A kernel, as `support.claimed` tells of it."""
+
+    @property
+    def op(self) -> str:
+        """Return the name of its op."""
+
+    @property
+    def backend(self) -> str:
+        """Return the name of its backend."""
+
+    @property
+    def function(self) -> str:
+        """Return what computes its forward."""
+
+
+def doubts(report: Report, claims: Iterable[Registered], repository: Path) -> Iterator[str]:
     """Yield a sentence for each thing that speaks against a report.
 
     Args:
@@ -95,7 +108,7 @@ def _of_place(report: Report) -> Iterator[str]:
         yield f"{report.chip!r} is no chip of backend {report.backend}"
 
 
-def _of_kernels(report: Report, claims: Sequence["Claimed"]) -> Iterator[str]:
+def _of_kernels(report: Report, claims: Sequence[Registered]) -> Iterator[str]:
     if not report.kernels:
         yield "it is of no kernel"
     ops = {claim.op for claim in claims}
