@@ -102,7 +102,8 @@ def test_what_reports_say_of_a_kernel_is_shown(kpt):
     found = {row["kernel"]: row["evidence"] for row in document["ops"][0]["kernels"]}
     told = found["kpt_moe.torch_kernels.grouped_mm:loop"]
     assert told
-    assert all(re.fullmatch(r"(ran|failed)( in part)? \d{4}-\d\d-\d\d ([0-9a-f]{7}|commit gone)", words) for words in told.values())
+    form = re.compile(r"(ran|failed)( in part)? \d{4}-\d\d-\d\d ([0-9a-f]{7}|commit gone)")
+    assert all(map(form.fullmatch, told.values()))
     assert "ran on" in kpt("kernels", "moe.grouped_mm").stdout
 
 
