@@ -375,7 +375,7 @@ def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: 
         options: list[str | Path] = ["--backend", session.name, "--report", asked.report / "compiled.json"]
         env = {} if asked.whole else {"KPT_AOT_TILES": "usual"}
         env |= {} if triton is None else {"PYTHONPATH": str(triton.absolute())}
-        if not asked.whole and not (packages and changed_files(*packages)):
+        if not asked.whole and not (packages and any(map(kernel_module, changed_files(*packages)))):
             options += ["--chip", gate]
         run(session, "python", "-m", "kpt_conformance.aot", *options, env=env)
 

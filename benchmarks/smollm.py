@@ -43,7 +43,7 @@ WINDOW, TEXT = 1024, 32 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one way to hold and run the model gives; a gain is over the first way, in the same rounds.
+    """Figures of one way to hold and run the model; a gain is over the first way, in the same rounds.
 
     Attributes:
         name: as the plot has it.

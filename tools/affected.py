@@ -69,7 +69,7 @@ PACKAGES = sorted(
 
 
 class Affected(NamedTuple):
-    """What is run; `ops` and `pages` are empty for all of them."""
+    """The parts that are run, and on what; `ops` and `pages` are empty for all of them."""
 
     parts: tuple[str, ...] = PARTS
     packages: frozenset[str] = frozenset(PACKAGES)

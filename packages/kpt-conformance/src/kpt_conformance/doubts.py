@@ -1,4 +1,4 @@
-"""What speaks against a report: whether it can be what it says, by the registry and by the history of the repository.
+"""Doubts about a report: contradictions between what it says, the registry and the history of the repository.
 
 Nobody can prove from a file that a run took place. These are contradictions that a report written or changed by hand
 may have, and one that `report.py` wrote has not.

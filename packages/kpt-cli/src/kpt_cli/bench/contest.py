@@ -1,4 +1,4 @@
-"""What all benchmarks share: contestants timed in turn, figures without those that are too noisy, a gate."""
+"""Shared by all benchmarks: contestants timed in turn, figures without those that are too noisy, a gate."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
