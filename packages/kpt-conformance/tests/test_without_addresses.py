@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kpt_conformance.checks.citizen import _process, _unusual
+from kpt_conformance.checks.process import state_of, unusual
 from kpt_conformance.tensors import require_addresses
 
 XLA = torch.device("xla")
@@ -17,7 +17,7 @@ def test_checks_of_memory_are_skipped_in_a_sentence():
 
 def test_the_state_of_the_process_is_compared_without_a_generator_of_the_device():
     before = torch.get_rng_state()
-    with _unusual(XLA):
-        assert _process(XLA)["the device's random numbers"] is None
+    with unusual(XLA):
+        assert state_of(XLA)["the device's random numbers"] is None
         assert not torch.equal(torch.get_rng_state(), before)
     assert torch.equal(torch.get_rng_state(), before)

@@ -2,14 +2,9 @@
 
 import gc
 import itertools
-import os
-import random
-import signal
-import sys
 import threading
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from io import StringIO
 from typing import Any
 
@@ -17,97 +12,54 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kpt_conformance.drawing import drawn_cases
 from kpt_conformance.extent import over
 from kpt_conformance.interpreter import interpreting
 from kpt_conformance.tensors import noted_in, require_addresses, tensors_of
 from kpt_conformance.trial import Trial
 from kpt_optimize.cases import Arguments
 
+from .process import descriptors, modes, state_of, unusual
+
 _CALLS = 4
-_SEED = 20_261
+
+#: Beyond so many rows or columns a kernel may go another way.
+_LARGE = 256
 
 
-def _arithmetic() -> list[float]:
-    """Sums and products that denormals and the direction of rounding decide, of Python's and of torch."""
-    tiny, one = torch.tensor([1e-40, 1.0]), torch.ones(1)
-    return [*(tiny * 0.5).tolist(), *(one / 3).tolist(), *(-one / 3).tolist(), sys.float_info.min * tiny[1].item() / 2]
+def larger(trial: Trial) -> Iterator[Arguments]:
+    """Yield arguments past 256 of each dimension in turn, for a table's first case alone, where no interpreter runs."""
+    left = set(trial.table.domain.sizes) if trial.table.domain is not None else set()
+    if trial.case is not trial.table.cases[0] or trial.subject.direct:
+        return
+    for case in drawn_cases(trial.table):
+        passed = {name for name in left if case.sizes[name] > _LARGE}
+        if not passed or case.once is not None:
+            continue
+        arguments = trial.table.arguments(case, dtype=trial.dtype, device=trial.subject.device)
+        if trial.refusal(arguments) is None:
+            left -= passed
+            yield arguments
 
 
-def _process(device: torch.device) -> dict[str, Any]:
-    """What torch, Python and NumPy keep for the whole thread or process."""
-    module: Any = getattr(torch, device.type, None)
-    generator = getattr(module, "get_rng_state", None)
-    numpy: Any = sys.modules.get("numpy")
-    return {
-        "torch's random numbers": torch.get_rng_state().tolist(),
-        "the device's random numbers": generator(device).tolist() if generator else None,
-        "Python's random numbers": random.getstate(),
-        "NumPy's random numbers": str(numpy.random.get_state(legacy=False)) if numpy else None,
-        "what NumPy does about errors": numpy.geterr() if numpy else None,
-        "how denormals and halves are rounded": _arithmetic(),
-        "the default dtype": torch.get_default_dtype(),
-        "the default device": torch.get_default_device(),
-        "the current device": module.current_device() if hasattr(module, "current_device") else None,
-        "the current stream": module.current_stream() if hasattr(module, "current_stream") else None,
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled(device.type),
-        "deterministic algorithms": torch.get_deterministic_debug_mode(),
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
-        "the number of threads": torch.get_num_threads(),
-        "filters of warnings": list(warnings.filters),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark),
-        "the search for anomalies": torch.is_anomaly_enabled(),
-        "the environment": dict(os.environ),
-        "the working directory": os.getcwd(),
-        "handlers of signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
-    }
-
-
-@contextmanager
-def _unusual(device: torch.device) -> Iterator[None]:
-    """Settings that no kernel would make, so that one which was made before is made again; put back afterwards."""
-    state, threads, denormals = random.getstate(), torch.get_num_threads(), _arithmetic()[0] != 0
-    numpy: Any = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy else None
-    apart = device.type != "cpu" and hasattr(getattr(torch, device.type, None), "get_rng_state")
-    fork = torch.random.fork_rng([device] if apart else [], device_type=device.type if apart else "cuda")
-    with fork, torch.enable_grad():
-        try:
-            torch.manual_seed(_SEED)
-            random.seed(_SEED)
-            if numpy:
-                numpy.random.seed(_SEED)
-            torch.set_num_threads(threads + 1)
-            torch.set_flush_denormal(False)
-            yield
-        finally:
-            random.setstate(state)
-            torch.set_num_threads(threads)
-            torch.set_flush_denormal(not denormals)
-            if numpy:
-                numpy.random.set_state(of_numpy)
+def called(trial: Trial, arguments: Arguments) -> None:
+    """Call as it is, in no mode that would be put back after it."""
+    with trial.subject.chosen():
+        trial.outputs(trial.leaves(arguments))
 
 
 @over()
 def process_state(trial: Trial) -> None:
-    """Calls leave random generators, rounding, torch's settings and the process alone, whatever the default dtype."""
+    """Calls leave random generators, rounding, torch's settings and the process alone, whatever the default dtype.
+
+    With gradients, without, under `no_grad` and `inference_mode`; of the first case past 256 of each dimension too.
+    """
     arguments = trial.arguments()
-    with _unusual(trial.subject.device):
-        before, running = _process(trial.subject.device), [threading.active_count()]
-        plain = trial.forward_only()
-        for call in (trial.run, plain.run, lambda given: _called(plain, given)):
-            with redirect_stdout(StringIO()) as printed:
-                call(arguments)
-            assert not printed.getvalue(), f"the call printed {printed.getvalue()!r}"
-            after = _process(trial.subject.device)
-            changed = [name for name in before if before[name] != after[name]]
-            assert not changed, f"the call changed {' and '.join(changed)}"
-            running.append(threading.active_count())
-        # A pool may be started by one call, and others' threads end and begin: but not with every call.
-        steady = any(later <= earlier for earlier, later in itertools.pairwise(running))
-        assert steady, "every call leaves a thread behind"
+    device = trial.subject.device
+    with unusual(device):
+        _require_unchanged(trial, arguments, state_of(device))
+        for others in larger(trial):
+            _require_unchanged(trial, others, state_of(device), "with larger arguments ")
         # As in layers that are built in their model's dtype.
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
@@ -118,10 +70,28 @@ def process_state(trial: Trial) -> None:
     trial.assert_right(arguments, got, "with bfloat16 as the default dtype")
 
 
-def _called(trial: Trial, arguments: Arguments) -> None:
-    """A call as it is, in no mode that would be put back after it."""
-    with trial.subject.chosen():
-        trial.outputs(trial.leaves(arguments))
+def _require_unchanged(trial: Trial, arguments: Arguments, before: Mapping[str, Any], what: str = "") -> None:
+    """Raise `AssertionError` if a call, in whatever mode, changes what was there before, or every call adds to it."""
+    plain = trial.forward_only()
+    count = {"thread": [threading.active_count()], "open file": [descriptors()]}
+    for mode, trained in ((nullcontext, True), (torch.no_grad, False), (torch.inference_mode, False), (None, False)):
+        with (mode or nullcontext)(), redirect_stdout(StringIO()) as printed:
+            expected = {**before, **modes()}
+            if trained:
+                trial.run(arguments)
+            else:
+                called(trial if mode else plain, arguments)
+            after = state_of(trial.subject.device)
+        where = what + (f"under {mode.__name__} " if not trained and mode else "")
+        assert not printed.getvalue(), f"the call {where}printed {printed.getvalue()!r}"
+        changed = [name for name in expected if expected[name] != after.get(name)]
+        assert not changed, f"the call {where}changed {' and '.join(changed)}"
+        for kind, now in (("thread", threading.active_count()), ("open file", descriptors())):
+            count[kind].append(now)
+    for kind, counts in count.items():
+        # A pool may be started by one call, and others' threads end and begin: but not with every call.
+        steady = any(later <= earlier for earlier, later in itertools.pairwise(counts))
+        assert steady or not counts[0], f"every call {what}leaves one more {kind} behind"
 
 
 def _watched(kind: str, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, StorageWeakRef]:
@@ -130,16 +100,18 @@ def _watched(kind: str, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> dic
     return {f"{kind} {name}": StorageWeakRef(tensor.untyped_storage()) for name, tensor in named if tensor.numel()}
 
 
-def _call(trial: Trial, arguments: Arguments) -> dict[str, StorageWeakRef]:
-    """One call with copies of the arguments, and its backward; watches all that goes in, is saved, and comes out."""
+def held_after(
+    trial: Trial, arguments: Arguments, mode: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> dict[str, StorageWeakRef]:
+    """Call once with copies of the arguments, and its backward; watches all that goes in, is saved, and comes out."""
     leaves = trial.leaves({name: _copied(value) for name, value in arguments.items()})
     saved: list[Tensor] = []
     pulls: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
-    with trial.subject.chosen(), torch.set_grad_enabled(trial.differentiable):
+    with trial.subject.chosen(), torch.set_grad_enabled(trial.differentiable), mode():
         with torch.autograd.graph.saved_tensors_hooks(noted_in(saved), lambda tensor: tensor):
             outputs = trial.outputs(leaves)
-        if trial.differentiable:
+        if trial.differentiable and torch.is_grad_enabled():
             found = trial.gradients(leaves, outputs, noted_in(pulls))
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
     watched = {
@@ -159,23 +131,43 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+#: With gradients if there are any, and as in generation.
+MODES: tuple[Callable[[], AbstractContextManager[Any]], ...] = (nullcontext, torch.no_grad, torch.inference_mode)
+
+
 @over()
 def keeps_nothing_alive(trial: Trial) -> None:
-    """After a call no memory of its arguments, results, cotangents and gradients is held, and calls don't pile up."""
+    """After a call no memory of its arguments, results, cotangents and gradients is held, and calls don't pile up.
+
+    Under `no_grad` and `inference_mode` neither; of the first case past 256 of each dimension too.
+    """
     require_addresses(trial.subject.device)
     arguments = trial.arguments()
-    _call(trial, arguments)
-    watched = _call(trial, arguments)
+    held_after(trial, arguments)
+    for mode in MODES:
+        _require_released(trial, arguments, mode)
+        for others in larger(trial):
+            _require_released(trial, others, mode, "with larger arguments ")
+    if trial.case is trial.table.cases[0]:
+        _require_no_growth(trial, arguments)
+
+
+def _require_released(
+    trial: Trial, arguments: Arguments, mode: Callable[[], AbstractContextManager[Any]], what: str = ""
+) -> None:
+    """Raise `AssertionError` if a call holds memory after it is over."""
+    watched = held_after(trial, arguments, mode)
     if interpreting():
         gc.collect()  # Triton's interpreter makes cycles, and no kernel can help it
+    if mode is not nullcontext and not all(reference.expired() for reference in watched.values()):
+        watched = held_after(trial, arguments, mode)  # something may be made in the first such call
     alive = [name.strip() for name, reference in watched.items() if not reference.expired()]
     if alive:
         gc.collect()
         cyclic = all(reference.expired() for reference in watched.values())
         until = "until Python looks for cycles" if cyclic else "for good"
-        raise AssertionError(f"after the call is over, the memory of {', '.join(alive)} is still held, {until}")
-    if trial.case is trial.table.cases[0]:
-        _require_no_growth(trial, arguments)
+        where = what + ("" if mode is nullcontext else f"under {getattr(mode, '__name__', mode)} ")
+        raise AssertionError(f"after the call {where}is over, the memory of {', '.join(alive)} is still held, {until}")
 
 
 def _require_no_growth(trial: Trial, arguments: Arguments) -> None:
@@ -190,7 +182,8 @@ def _require_no_growth(trial: Trial, arguments: Arguments) -> None:
         counts = [objects()]
         for _ in range(2):
             for _ in range(_CALLS):
-                _call(trial, arguments)
+                for mode in MODES:
+                    held_after(trial, arguments, mode)
             counts.append(objects())
     finally:
         gc.unfreeze()
