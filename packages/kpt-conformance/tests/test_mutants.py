@@ -1,5 +1,6 @@
 """The suite finds every planted fault, alone and ten at a time."""
 
+import gc
 import math
 import os
 import random
@@ -67,6 +68,13 @@ def as_it_was() -> Iterator[None]:
     """Put back what some of the faults change."""
     python, threads, dtype = random.getstate(), torch.get_num_threads(), torch.get_default_dtype()
     environment, errors, precision = dict(os.environ), numpy.geterr(), torch.get_float32_matmul_precision()
+    thresholds, depth = gc.get_threshold(), sys.getrecursionlimit()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+    flags = {name: getattr(matmul, name) for name in ("allow_tf32", "allow_fp16_reduced_precision_reduction")}
+    kinds = ("flash", "mem_efficient", "math", "cudnn")
+    attention_flags = {kind: getattr(cuda, f"{kind}_sdp_enabled")() for kind in kinds}
+    open_files = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             yield
@@ -80,9 +88,31 @@ def as_it_was() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
         torch.autograd.set_detect_anomaly(False)
         torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark = True, False
+        torch.backends.cudnn.deterministic, torch.backends.opt_einsum.enabled = False, True
+        for name, value in flags.items():
+            setattr(matmul, name, value)
+        for kind, value in attention_flags.items():
+            getattr(cuda, f"enable_{kind}_sdp")(value)
+        gc.enable()
+        gc.set_threshold(*thresholds)
+        sys.setrecursionlimit(depth)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        _close_others(open_files)
         numpy.seterr(**errors)
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _close_others(files: set[str]) -> None:
+    """Close what was opened of `/dev/null` since, as a fault leaves it."""
+    for file in set(os.listdir("/proc/self/fd")) - files if files else ():
+        try:
+            left = os.readlink(f"/proc/self/fd/{file}") == os.devnull
+        except OSError:
+            continue
+        if left:
+            os.close(int(file))
 
 
 @pytest.fixture

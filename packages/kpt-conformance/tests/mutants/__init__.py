@@ -4,6 +4,7 @@ from kpt_conformance.interpreter import interpreting
 
 from . import (
     attention,
+    citizens,
     coming_ops,
     experts,
     fp8,
@@ -29,6 +30,7 @@ MODULES = (
     seldom,
     wrappers,
     state,
+    citizens,
     coming_ops,
     fp8,
     attention,

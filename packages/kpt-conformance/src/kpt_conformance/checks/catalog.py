@@ -13,6 +13,7 @@ from . import (
     declarations,
     gradients,
     histories,
+    leaks,
     magnitudes,
     purity,
     randomness,
@@ -35,7 +36,7 @@ DEVICE_CHECKS: tuple[Callable[[Trial], None], ...] = (results.fake_device_result
 CHECKS = tuple(
     check
     for check in _checks_of(
-        values, gradients, magnitudes, purity, histories, citizen, randomness, results, transforms, accelerators
+        values, gradients, magnitudes, purity, histories, citizen, leaks, randomness, results, transforms, accelerators
     )
     if check not in DEVICE_CHECKS
 )
