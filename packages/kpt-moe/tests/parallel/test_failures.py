@@ -19,26 +19,34 @@ def layer():
     return MoELayer(MoEConfig(hidden_size=4, num_experts=4, top_k=2, intermediate_size=4))
 
 
-def message_of_the_one_left(rank, when, how):
-    """Rank 1 ends, or sleeps, in its second step; rank 0 gives the error and how long it took."""
+def message_of_the_one_left(rank, when, how, caught_it):
+    """Rank 1 ends, or sleeps, in its second step; rank 0 gives the error and how long it took.
+
+    Rank 1 sleeps until rank 0 has made the file `caught_it`, or for 16 s.
+    """
     spread = parallelize_experts(layer(), init_device_mesh("cpu", (2,)), chunks=2)
     spread(torch.randn(6, 4)).sum().backward()
     out = spread(torch.randn(6, 4)) if when == "backward" else None
     if rank == 1:
         if how == "ends":
             os._exit(3)
-        time.sleep(16)
+        end = time.monotonic() + 16
+        while not caught_it.exists() and time.monotonic() < end:
+            time.sleep(0.1)
         os._exit(0)
     start = time.monotonic()
     with pytest.raises(KptError) as caught:
         (spread(torch.randn(6, 4)) if out is None else out).sum().backward()
-    return str(caught.value), time.monotonic() - start
+    seconds = time.monotonic() - start
+    caught_it.touch()
+    return str(caught.value), seconds
 
 
 @pytest.mark.parametrize(("when", "how"), [("forward", "ends"), ("backward", "ends"), ("forward", "sleeps")])
-def test_a_rank_that_is_gone_raises_on_the_others(launch, when, how):
+def test_a_rank_that_is_gone_raises_on_the_others(launch, when, how, tmp_path):
+    timeout = 60 if how == "ends" else 8
     (message, seconds), gone = launch(
-        2, message_of_the_one_left, when, how, may_die=True, collective_timeout=60 if how == "ends" else 8
+        2, message_of_the_one_left, when, how, tmp_path / "caught", may_die=True, collective_timeout=timeout
     )
     assert gone == (3 if how == "ends" else 0)
     assert seconds < 40  # a busy machine is slow to notice, but need not wait for a timeout of 60 s
