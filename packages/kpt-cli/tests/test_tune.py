@@ -22,7 +22,7 @@ def tables(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_winner_is_told_written_and_used(kpt_process, plugins, tables):
+def test_the_winner_is_told_written_and_used(kpt_process, kpt_plugged, plugins, tables):
     done = kpt_process("tune", "tuned.product", "--seconds", "0.05", plugins=plugins)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
@@ -36,19 +36,19 @@ def test_the_winner_is_told_written_and_used(kpt_process, plugins, tables):
     assert (entry["kernel"], entry["config"]) == (f"{PRODUCT}:quick", {"times": 1})
     assert (entry["distribution"], entry["version"]) == ("tuned-plugin", "1.0")
 
-    looked = kpt_process("doctor", plugins=plugins)
+    looked = kpt_plugged("doctor", plugins=plugins)
     assert "For some sizes of tuned.product, what `kpt tune` measured comes first." in looked.stdout
 
-    locked = kpt_process("lock", "-o", tables / "kpt.lock", "--dtype", "float32", "--json", plugins=plugins)
+    locked = kpt_plugged("lock", "-o", tables / "kpt.lock", "--dtype", "float32", "--json", plugins=plugins)
     (of_plugin,) = [each for each in json.loads(locked.stdout)["entries"] if each["op"] == "tuned.product"]
     assert (of_plugin["kernel"], of_plugin["config"], of_plugin["version"]) == (f"{PRODUCT}:quick", {"times": 1}, "1.0")
-    same = kpt_process("doctor", "--lock", tables / "kpt.lock", plugins=plugins)
-    assert (same.returncode, same.stdout) == (0, f"All is as in {tables / 'kpt.lock'}.\n")
+    same = kpt_plugged("doctor", "--lock", tables / "kpt.lock", plugins=plugins)
+    assert (same.exit_code, same.stdout) == (0, f"All is as in {tables / 'kpt.lock'}.\n")
 
     metadata = plugins / "tuned_plugin-1.0.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
-    other = kpt_process("doctor", "--lock", tables / "kpt.lock", plugins=plugins)
-    assert other.returncode == 1
+    other = kpt_plugged("doctor", "--lock", tables / "kpt.lock", plugins=plugins)
+    assert other.exit_code == 1
     first, second, verdict = other.stdout.splitlines()
     assert first == f"kernel {PRODUCT}:quick of tuned-plugin 1.0 was locked for tuned.product, 1.1 is installed"
     assert f"{PRODUCT}:quick was locked, {PRODUCT}:slow would run now" in second
