@@ -5,13 +5,14 @@ import gc
 import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .mutant import Mutant, of_wrapper
+from .mutant import Functions, Mutant, Parts, of_wrapper
 
 MUTANTS: list[Mutant] = []
 #: Whether a call, which of the kernel's calls it is, shows the fault.
@@ -144,3 +145,27 @@ fault("4 KB of malloc are lost under no_grad", "leaks_nothing", leaking(4096), w
 fault("1 KB of malloc is lost a backward", "leaks_nothing", leaking(1024), in_backward=True)
 fault("a file stays open in every tenth call", "leaks_nothing", opening, every_tenth)
 fault("backward leaves a file open in every tenth call", "leaks_nothing", opening, every_tenth, in_backward=True)
+
+
+def costly(name: str, action: Callable[[], Any], *, in_backward: bool = False) -> None:
+    """Enter a mutant that costs more: alone, since any other fault beside it would take its time."""
+
+    def make() -> Functions:
+        forward, backward = Parts().functions()
+
+        def grouped_mm(call):
+            action()
+            return forward(call)
+
+        def grouped_mm_backward(call, saved, grad):
+            action()
+            return backward(call, saved, grad)
+
+        return (forward, grouped_mm_backward) if in_backward else (grouped_mm, backward)
+
+    MUTANTS.append(Mutant(name, "moe.grouped_mm", "cost", make))
+
+
+costly("every call takes 4 ms more", lambda: time.sleep(0.004))
+costly("every backward takes 8 ms more", lambda: time.sleep(0.008), in_backward=True)
+costly("every call has 64 MB more", lambda: torch.empty(64_000_000, dtype=torch.uint8))

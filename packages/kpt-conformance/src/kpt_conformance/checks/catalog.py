@@ -10,6 +10,7 @@ from kpt_optimize.cases import CaseTable
 from . import (
     accelerators,
     citizen,
+    cost,
     declarations,
     gradients,
     histories,
@@ -36,7 +37,18 @@ DEVICE_CHECKS: tuple[Callable[[Trial], None], ...] = (results.fake_device_result
 CHECKS = tuple(
     check
     for check in _checks_of(
-        values, gradients, magnitudes, purity, histories, citizen, leaks, randomness, results, transforms, accelerators
+        values,
+        gradients,
+        magnitudes,
+        purity,
+        histories,
+        citizen,
+        leaks,
+        cost,
+        randomness,
+        results,
+        transforms,
+        accelerators,
     )
     if check not in DEVICE_CHECKS
 )
