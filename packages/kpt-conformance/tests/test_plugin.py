@@ -251,3 +251,38 @@ def test_right_kernels_are_measured_and_wrong_ones_are_not(
 
 def test_what_is_measured_must_be_named(acme: pytest.Pytester, run_here: Run) -> None:
     run_here("--kpt-bench").stderr.fnmatch_lines(["*--kpt-bench needs --kpt-backend=NAME*"])
+
+
+#: Instead of the right kernel's forward, or beside it.
+IMPORTING = """
+from dataclasses import replace
+
+backend._kernels = tuple(replace(kernel, forward="broken_module:forward") for kernel in backend._kernels)
+"""
+
+
+def test_a_kernel_that_cannot_be_imported_is_said_once(acme: pytest.Pytester) -> None:
+    acme.makepyfile(broken_module="import foo_that_is_not_there")
+    acme.makeconftest(ONE_CASE.format(op="moe.grouped_mm") + CONFTEST + IMPORTING)
+    result = run_alone(acme, "--kpt-backend=acme", "-W", "ignore")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    told = [line for line in result.outlines if line.startswith("FAILED: ")]
+    assert len(told) == 1
+    assert told[0].endswith(
+        "was never tried, because its module can't be imported: "
+        "ModuleNotFoundError: No module named 'foo_that_is_not_there'"
+    )
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("question", ["unavailable", "kernels"])
+def test_a_backend_that_raises_where_it_is_asked_is_said_in_a_line(
+    acme: pytest.Pytester, run_here: Run, question: str
+) -> None:
+    acme.makeconftest(
+        f"{CONFTEST}\ndef _raise():\n    raise OSError('libacme.so is gone')\nbackend.{question} = _raise\n"
+    )
+    result = run_here("--kpt-backend=acme")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines([f"*backend acme: {question}() raised OSError: libacme.so is gone*"])
+    assert "plugin.py" not in result.stdout.str()

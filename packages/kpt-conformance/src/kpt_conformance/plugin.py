@@ -75,11 +75,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if getattr(metafunc.cls, "is_kpt_suite", False):
         from .generation import parametrize
 
+        _require_answers(metafunc.config)
         parametrize(metafunc)
     elif getattr(metafunc.cls, "is_kpt_benchmark", False):
         from . import benchmarks
 
         benchmarks.parametrize(metafunc)
+
+
+def _require_answers(config: pytest.Config) -> None:
+    """End the run with one line if the backend of `--kpt-backend` raises where it is asked."""
+    import kpt_core
+    from kpt_core.errors import describe_error
+
+    backend = kpt_core.backends().get(config.getoption("--kpt-backend") or "")
+    for question in ("unavailable", "kernels") if backend is not None else ():
+        try:
+            getattr(backend, question)()
+        except Exception as error:
+            told = f"backend {config.getoption('--kpt-backend')}: {question}() raised {describe_error(error)}"
+            raise pytest.Collector.CollectError(told) from None  # of which pytest shows the line alone
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
