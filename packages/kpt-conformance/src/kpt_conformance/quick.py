@@ -13,6 +13,8 @@ from .trial import Trial
 
 #: By subject, case and dtype, whether the subject takes it.
 Answers = dict[tuple[Subject, str, str], bool]
+#: How the reason of a skip begins where the time is up.
+_LATE = "--kpt-quick: "
 
 
 class Quick:
@@ -42,12 +44,17 @@ class Quick:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Leave out what would take too long."""
         if self.seconds and trial_of(item) is not None and time.monotonic() - self.start > self.seconds:
+            pytest.skip(f"{_LATE}{self.seconds:.0f} seconds were up")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count what was left out, by the processes of `-n` too."""
+        if report.skipped and isinstance(report.longrepr, tuple) and _LATE in report.longrepr[2]:
             self.left_out += 1
-            pytest.skip(f"--kpt-quick: {self.seconds:.0f} seconds were up")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say that there is more."""
-        terminalreporter.write_line(f"--kpt-quick: at most {self.trials} trials of each check and kernel")
+        told = "that proves little; without --kpt-quick (and with -n auto, from pytest-xdist) the whole suite runs"
+        terminalreporter.write_line(f"--kpt-quick: at most {self.trials} trials of each check and kernel: {told}")
         if self.left_out:
             told = f"WARNING: {self.left_out} of them were left out after {self.seconds:.0f} s, and show nothing"
             terminalreporter.write_line(f"{told}: --kpt-quick-seconds=0 runs them", yellow=True)
