@@ -33,7 +33,7 @@ def larger(trial: Trial) -> Iterator[Arguments]:
     if trial.case is not trial.table.cases[0] or trial.subject.direct:
         return
     for case in drawn_cases(trial.table):
-        passed = {name for name in left if case.sizes[name] > _LARGE}
+        passed = {name for name in left if case.sizes.get(name, 0) > _LARGE}
         if not passed or case.once is not None:
             continue
         arguments = trial.table.arguments(case, dtype=trial.dtype, device=trial.subject.device)
