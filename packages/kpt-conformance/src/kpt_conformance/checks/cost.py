@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from kpt_conformance.drawing import drawn_cases
@@ -102,7 +101,8 @@ def _fastest(trial: Trial, tried: Callable[[], Any], beside: Callable[[], Any]) 
 
     They end where it is not slow: the rest would tell nothing.
     """
-    wait = torch.cuda.synchronize if trial.subject.device.type == "cuda" else lambda: None
+    cuda: Any = torch.cuda
+    wait: Callable[[], Any] = cuda.synchronize if trial.subject.device.type == "cuda" else lambda: None
 
     def seconds(run: Callable[[], Any]) -> float:
         start = time.perf_counter()
@@ -136,7 +136,7 @@ def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int:
     events = [
         (event.start_ns(), event.nbytes())
         for event in results.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
+        if event.name() == "[memory]" and event.device_type().name == "CPU"
     ]
     most = now = 0
     for _, size in sorted(events, key=lambda event: event[0]):
