@@ -558,9 +558,23 @@ def demo(session: nox.Session) -> None:
 
 @in_workspace
 def bench(session: nox.Session) -> None:
-    """Measure the CPU's kernels beside their peers, or with `-- --against REV` another revision's; options follow."""
-    compared = any(argument.startswith("--against") for argument in session.posargs)
-    run(session, "python", f"benchmarks/{'against' if compared else 'bench'}.py", *session.posargs)
+    """Measure the CPU's kernels beside their peers, with `-- --against REV` another revision's, or `-- --pytest` alone.
+
+    Options follow. `--pytest` hands them to pytest, which `--quick` also runs, on one case.
+    """
+    arguments = [argument for argument in session.posargs if argument != "--pytest"]
+    alone = len(arguments) < len(session.posargs)
+    compared = any(argument.startswith("--against") for argument in arguments)
+    if not alone:
+        run(session, "python", f"benchmarks/{'against' if compared else 'bench'}.py", *arguments)
+    if alone or ("--quick" in arguments and not compared):
+        few = f"grouped_mm and {'granite' if alone else 'small'} and float32 and not (wgrad or scaled)"
+        chosen = arguments if alone else []
+        folder = Path("reports/bench")
+        folder.mkdir(parents=True, exist_ok=True)
+        short = ("--benchmark-max-time=0.2", "--benchmark-min-rounds=3", f"--benchmark-json={folder / 'pytest.json'}")
+        # What is asked for comes last, and counts.
+        run(session, "pytest", "--kpt-backend=cpu", "--kpt-bench", "-k", few, *short, *chosen)
 
 
 #: Builds take place in environments that pip makes, which look for their constraints here.
