@@ -18,6 +18,9 @@ TOLERANCE = 1e-5
 #: The most that is granted where a gradient nearly cancels.
 LOOSEST = 1e-4
 
+#: Gated experts, with biases and a limit, without a gate, with a limit alone, and two that grouped products serve.
+KINDS_OF_EXPERTS = {"mixtral", "gpt_oss", "nemotron_h", "deepseek_v4", "muse_spark", "inkling2"}
+
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
@@ -103,6 +106,12 @@ def replay(model: PreTrainedModel, routings: list[tuple[Tensor, Tensor]]) -> Non
         module.register_forward_pre_hook(lambda _, args, i=index, w=weights: (args[0], i, w.to(args[2].dtype)))
 
 
+# One family of each kind of experts: those of the others differ in what is around them, which float32 shows as well.
+@pytest.mark.parametrize(
+    "family",
+    [name if name in KINDS_OF_EXPERTS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    indirect=True,
+)
 def test_bfloat16_is_as_good_as_eager(family, tmp_path):
     # The project's rule for a kernel, with transformers' own experts as the reference: both are compared with the same
     # numbers in float32. The routing is that of float32 too: a token that bfloat16 sends elsewhere, which is chance,
