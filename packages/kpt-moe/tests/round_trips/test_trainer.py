@@ -18,6 +18,8 @@ pytestmark = [
 ]
 
 STEPS, SAVED_AT = 4, 2
+#: Every kind of model and every family once; the rest are the same again, for `nox -s full`.
+EACH_KIND = ("served qwen3_moe", "converted deepseek_v3", "quantised mixtral", "upcycled llama")
 
 
 def data() -> list[dict[str, torch.Tensor]]:
@@ -45,7 +47,14 @@ def losses(trained: Trainer) -> list[float]:
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "converted qwen2_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.slow)
+        for name in MODELS
+        if name != "converted qwen2_moe"
+    ],
+)
 def test_resumes_where_it_stopped(name, tmp_path):
     whole = trainer(build(name), tmp_path)
     whole.train()
@@ -78,7 +87,7 @@ def assert_equal(have: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(have, want)
 
 
-@pytest.mark.parametrize("name", ["served qwen3_moe", "converted deepseek_v3", "quantised mixtral", "upcycled llama"])
+@pytest.mark.parametrize("name", EACH_KIND)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(name, reentrant):
     def gradients(checkpointing: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
