@@ -139,6 +139,7 @@ def work(rank, processes, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+# One process checks nothing that two do not; that a mesh of one works at all is for `nox -s full`.
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_in_processes(processes, tmp_path: Path):
     mp.spawn(work, (processes, tmp_path), nprocs=processes)

@@ -94,7 +94,7 @@ def test_grouped_products_serve_it():
     assert [selection.op for selection in log] == ["moe.grouped_mm", "moe.grouped_mm"]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_without_a_break(dynamic):
     compiled = torch.compile(composed_experts, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (7, 8):
