@@ -96,6 +96,17 @@ def test_what_no_trial_had_is_named() -> None:
     assert not any("float32" in each or "rows is never 0" in each or "check values" in each for each in told)
 
 
+def test_what_models_have_and_no_trial_had_is_named() -> None:
+    sizes = {"rows": Sizes(usual=(65,)), "columns": Sizes(1, usual=(2_880,))}
+    found = nothing_of(table_of(sizes=sizes, options=OPTIONS, families={"Gemma": {"by": 3.0}}), CHECKS)
+    meeting = "rows=65 and columns=2880"
+    for told in (f"{meeting} never come together", "Gemma is never tried"):
+        assert f"coverage.scaled: {told}" in found.unexercised()
+    found.usual[meeting] += 1
+    found.families["Gemma"] += 1
+    assert not any("65" in each or "Gemma" in each for each in found.unexercised())
+
+
 def test_a_case_without_a_drawn_size_counts_by_its_default() -> None:
     found = nothing_of(table_of(options=OPTIONS, sizes={"rows": Sizes()}), CHECKS)
     found.add("values", Case(name="small"), torch.float32)

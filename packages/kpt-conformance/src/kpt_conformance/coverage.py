@@ -24,14 +24,16 @@ import kpt_core
 from kpt_optimize.cases import Case, CaseTable, Domain, Sizes, case_tables
 
 from .checks.catalog import CHECKS
-from .drawing import Meeting, completions, covered, drawn_cases, same
+from .drawing import FAMILY, Meeting, completions, covered, drawn_cases, same, usual_meetings
 from .extent import extent_of
 from .trial import Trial
 
+#: What of a coverage is written as it is.
+_PLAIN = ("dtypes", "options", "sizes", "usual", "families", "parameters")
 Checks = Iterable[Callable[[Trial], None]]
 
 #: Ranges of a size that are told apart, and whether one of them is within what may be drawn.
-_BUCKETS: dict[str, Callable[[int], bool]] = {
+BUCKETS: dict[str, Callable[[int], bool]] = {
     "0": lambda size: size == 0,
     "1": lambda size: size == 1,
     "2 to 64": lambda size: 1 < size <= 64,
@@ -51,6 +53,8 @@ class Coverage:
         pairs: of values of options, those that the domain allows.
         threes: likewise, three at once. None has to be exercised: an op may have too many.
         sizes: for each dimension of the domain, ranges.
+        usual: pairs of the domain's usual sizes, and of these and options that are `sized`, those that it allows.
+        families: of models, that the domain names.
         parameters: for each parameter of the op's own signature, what a table can't forget: both values of a bool, an
             optional one given and not given, a number at its default and at another, all values of a string.
     """
@@ -62,6 +66,8 @@ class Coverage:
     pairs: Counter[Meeting] = field(default_factory=Counter)
     threes: Counter[Meeting] = field(default_factory=Counter)
     sizes: dict[str, Counter[str]] = field(default_factory=dict)
+    usual: Counter[str] = field(default_factory=Counter)
+    families: Counter[str] = field(default_factory=Counter)
     parameters: dict[str, Counter[str]] = field(default_factory=dict)
     checks: Counter[str] = field(default_factory=Counter)
     _met: dict[str, tuple[set[Meeting], set[Meeting]]] = field(default_factory=dict)
@@ -84,9 +90,12 @@ class Coverage:
         pairs, threes = self._met[case.name]
         self.pairs.update(pairs)
         self.threes.update(threes)
+        self.usual.update(_together(each) for each in usual_meetings(domain) if _has(values, each))
+        if case.name.startswith(FAMILY):
+            self.families[case.name.removeprefix(FAMILY)] += 1
         for name in domain.sizes:
             size = values.get(name)
-            self.sizes[name].update(bucket for bucket, holds in _BUCKETS.items() if size is not None and holds(size))
+            self.sizes[name].update(bucket for bucket, holds in BUCKETS.items() if size is not None and holds(size))
         if not case.model:  # of a real model's shapes the arguments take seconds to make
             if case.name not in self._labels:
                 self._labels[case.name] = _labels(self.table, self.table.arguments(case))
@@ -105,6 +114,8 @@ class Coverage:
         for (one, here), (other, there) in (pair for pair, count in self.pairs.items() if not count):
             first, second = (_domain(self.table).options[name][at] for name, at in ((one, here), (other, there)))
             found.append(f"{one}={_short(first)} and {other}={_short(second)} never come together")
+        found += [f"{pair} never come together" for pair, count in self.usual.items() if not count]
+        found += [f"{family} is never tried" for family, count in self.families.items() if not count]
         found += [f"size {name} is never {bucket}" for name, bucket in _zeros(self.sizes)]
         found += [f"parameter {name} of the op is never {value}" for name, value in _zeros(self.parameters)]
         single = ((name, *values) for name, values in self.parameters.items() if len(values) == 1)
@@ -114,7 +125,7 @@ class Coverage:
 
     def to_json(self) -> dict[str, Any]:
         """Return all counts."""
-        plain: dict[str, Any] = {name: getattr(self, name) for name in ("dtypes", "options", "sizes", "parameters")}
+        plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
         met = {"pairs": _met(self.pairs), "threes": _met(self.threes)}
         return plain | met | {"checks": self.checks, "unexercised": self.unexercised()}
 
@@ -132,6 +143,8 @@ def nothing_of(table: CaseTable, checks: Checks, dtypes: Iterable[torch.dtype] |
     none.pairs.update(dict.fromkeys(completions(domain), 0))
     none.threes.update(dict.fromkeys(completions(domain, 3), 0))
     none.sizes = {name: Counter(dict.fromkeys(_within(sizes), 0)) for name, sizes in domain.sizes.items()}
+    none.usual.update({_together(each): 0 for each in usual_meetings(domain)})
+    none.families.update(dict.fromkeys(domain.families, 0))
     none.parameters = {n: Counter(dict.fromkeys(labels, 0)) for n, labels in _documented(table).items()}
     none.checks.update({check.__name__: 0 for check in checks})
     return none
@@ -149,6 +162,14 @@ def planned(table: CaseTable, checks: Checks) -> Coverage:
     return coverage
 
 
+def _together(meeting: Mapping[str, Any]) -> str:
+    return " and ".join(f"{name}={_short(value)}" for name, value in meeting.items())
+
+
+def _has(values: Mapping[str, Any], meeting: Mapping[str, Any]) -> bool:
+    return all(name in values and same(values[name], value) for name, value in meeting.items())
+
+
 def _domain(table: CaseTable) -> Domain:
     return table.domain or Domain()
 
@@ -160,7 +181,7 @@ def _defaults(table: CaseTable) -> dict[str, Any]:
 
 def _within(sizes: Sizes) -> Iterator[str]:
     # A size in the middle of each range says whether the range can be met at all.
-    for (bucket, holds), least in zip(_BUCKETS.items(), (0, 1, 2, 65, 129, 257, 32768), strict=True):
+    for (bucket, holds), least in zip(BUCKETS.items(), (0, 1, 2, 65, 129, 257, 32768), strict=True):
         if sizes.least <= least <= sizes.most or (sizes.many is not None and holds(sizes.many)):
             yield bucket
 
@@ -229,6 +250,9 @@ def text_of(coverage: Coverage) -> str:
     for kind in ("pairs", "threes"):
         exercised, allowed = made[kind].values()
         rows.append((f"{kind} of options", "", f"{exercised} of {allowed} that are allowed"))
+    usual, families = coverage.usual, coverage.families
+    rows.append(("pairs of usual sizes", "", f"{sum(map(bool, usual.values()))} of {len(usual)} that are allowed"))
+    rows.append(("families", "", _counts(families)))
     for kind in ("options", "sizes", "parameters"):
         rows += [(kind.removesuffix("s"), name, _counts(values)) for name, values in made[kind].items()]
     rows.append(("checks", "", _counts(coverage.checks)))

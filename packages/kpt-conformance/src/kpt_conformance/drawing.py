@@ -5,11 +5,14 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from kpt_optimize.cases import Case, CaseTable, Domain
 
+#: How the names of cases begin that are there for a family of models.
+FAMILY = "family: "
 #: Some options, and the place of a value of each.
 Meeting = tuple[tuple[str, int], ...]
 #: What stays small: odd, prime, one past a power of two, one short of one.
@@ -30,6 +33,8 @@ _WIDEST = 2**15 - 1
 #: Of a case that is there for three options alone.
 _TINY = (2, 3, 5, 6, 7, 8, 13)
 _TINY_WORK = 50_000
+#: Options of a usual size that are drawn before the first ones are taken.
+_TRIES = 50
 #: Ways that are tried to fill a row for three options, and how many such rows there may be.
 _FILLINGS, _MOST_ROWS = 8, 256
 
@@ -39,15 +44,17 @@ def drawn_cases(table: CaseTable) -> tuple[Case, ...]:
 
     Each pair that is allowed is in a case without a dimension of zero. On top come a case for each dimension that may
     be zero, in which it is; two for each that may be large beyond all others (one, if it counts something); one for
-    every two dimensions, which both are past a tile; and small cases in which three values meet that met in no other.
-    Of all these but the zeros each is tried once. The same domain gives the same cases in every process.
+    every two dimensions, which both are past a tile; small cases in which three values meet that met in no other; one
+    for each two usual sizes; and one for each family of models. Of all these but the zeros each is tried once. The same
+    domain gives the same cases in every process.
     """
     return () if table.domain is None else _drawn(table.domain)
 
 
 @cache
-def _drawn(domain: Domain) -> tuple[Case, ...]:
+def _drawn(whole: Domain) -> tuple[Case, ...]:
     generator = random.Random(0)
+    domain = _often(whole)
     names = list(domain.sizes)
     rows = pairwise(domain)
     while len(rows) < len(_IN_TURN) * len(names):
@@ -64,7 +71,8 @@ def _drawn(domain: Domain) -> tuple[Case, ...]:
     once = itertools.count()
     for name, many in ((name, sizes.many) for name, sizes in domain.sizes.items() if sizes.many is not None):
         if many > _WIDEST:
-            drawn.append((first, _few(domain, first, _FEW, {name: many}), 0))
+            few = _few(domain, first, _FEW, {name: many})
+            drawn += [(first, few, 0), (first, few, 1)]  # the second dtype's rows are half as long
             continue
         for options in (first, _any_row(domain, generator)):
             # Not the first dtype, float32: what a long sum loses shows in those of half its length.
@@ -79,10 +87,43 @@ def _drawn(domain: Domain) -> tuple[Case, ...]:
                 break
     for number, options in enumerate(_threes(domain, [options for options, _, _ in drawn], generator)):
         drawn.append((options, _sizes(domain, options, {}, generator, tiny=True), number))
-    return tuple(
-        Case(name=_name(number, sizes, options, domain), sizes={**sizes, **options}, drawn=True, once=once)
+    for number, row in enumerate(_usual(whole)):
+        options = {name: row.pop(name) for name in whole.options}
+        drawn.append((options, row, number))
+    for number, options in enumerate(_pairs_of_seldom(whole, [options for options, _, _ in drawn])):
+        drawn.append((options, _sizes(whole, options, {}, generator, tiny=True), number))
+    families = tuple(
+        Case(name=f"{FAMILY}{name}", sizes=sizes, drawn=True, once=number)
+        # Not the first dtype: models are in 16 bits.
+        for number, (name, sizes) in zip(itertools.cycle((1, 2)), whole.families.items(), strict=False)
+    )
+    numbered = tuple(
+        Case(name=_name(number, sizes, options, whole), sizes={**sizes, **options}, drawn=True, once=once)
         for number, (options, sizes, once) in enumerate(drawn)
     )
+    return numbered + families
+
+
+@cache
+def _often(domain: Domain) -> Domain:
+    """A domain without the options that are `seldom`."""
+    kept = {name: values for name, values in domain.options.items() if name not in domain.seldom}
+    first = {name: domain.options[name][0] for name in domain.seldom}
+    return replace(
+        domain, options=kept, allowed=lambda values: domain.allowed({**first, **values}), seldom=(), sized=()
+    )
+
+
+def _pairs_of_seldom(domain: Domain, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that have every pair which is allowed and is in none of the given rows."""
+    wholes = completions(domain)
+    left = set(wholes).difference(*(covered(domain, row) for row in rows))
+    found: list[dict[str, Any]] = []
+    for pair, whole in wholes.items():
+        if pair in left:
+            found.append(_filled(domain, pair, whole, left))
+            left -= covered(domain, found[-1])
+    return found
 
 
 def _few(
@@ -129,6 +170,67 @@ def _sizes(
         if attempt == 1000:
             raise ValueError(f"no sizes are allowed together with {dict(options)}: see the domain's `allowed`")
     raise AssertionError
+
+
+@cache
+def _usual_pairs(domain: Domain) -> Mapping[Meeting, dict[str, Any]]:
+    """For each two usual sizes that are allowed together, or one and a value of `sized`, a row that has them."""
+    wholes = completions(_of_usual(domain))
+    return {
+        pair: row
+        for pair, row in wholes.items()
+        if all(place or name in domain.sized for name, place in pair)
+        and any(name not in domain.sized for name, _ in pair)
+    }
+
+
+@cache
+def usual_meetings(domain: Domain) -> tuple[dict[str, Any], ...]:
+    """Return what must meet in a case, each two by their names: usual sizes, and values of options that are `sized`."""
+    options = _of_usual(domain).options
+    return tuple({name: options[name][place] for name, place in pair} for pair in _usual_pairs(domain))
+
+
+@cache
+def _of_usual(domain: Domain) -> Domain:
+    """A domain whose options are the usual sizes, behind a small one, and what each of them meets."""
+
+    def allowed(row: Mapping[str, Any]) -> bool:
+        return domain.allowed({**first, **row})
+
+    first = {name: values[0] for name, values in domain.options.items()}
+    small = _small(domain)
+    sizes = {name: (small[name], *each.usual) for name, each in domain.sizes.items() if each.usual}
+    first = {**small, **first}
+    return Domain(options={**sizes, **{name: domain.options[name] for name in domain.sized}}, allowed=allowed)
+
+
+def _small(domain: Domain) -> dict[str, int]:
+    """Few of everything, that are allowed with the first options."""
+    return _few(domain, {name: values[0] for name, values in domain.options.items()}, _FEW, {})
+
+
+def _usual(domain: Domain) -> list[dict[str, Any]]:
+    """Rows of sizes and options that together have every two usual sizes that are allowed; the rest is small."""
+    sizes, generator = _of_usual(domain), random.Random(1)
+    found: list[dict[str, Any]] = []
+    left = set(_usual_pairs(domain))
+    for pair, whole in _usual_pairs(domain).items():
+        if pair in left:
+            row = _filled(sizes, pair, whole, left)
+            left -= covered(sizes, row)
+            # What is neither usual nor `sized` is small.
+            found.append(_any_options(domain, {**_small(domain), **row}, generator))
+    return found
+
+
+def _any_options(domain: Domain, chosen: Mapping[str, Any], generator: random.Random) -> dict[str, Any]:
+    """A row with what is chosen, and options at random as far as these are allowed together, else the first ones."""
+    for _ in range(_TRIES):
+        row = {name: generator.choice(values) for name, values in domain.options.items()} | dict(chosen)
+        if domain.allowed({name: row[name] for name in domain.options}) and domain.allowed(row):
+            return row
+    return {name: values[0] for name, values in domain.options.items()} | dict(chosen)
 
 
 @cache

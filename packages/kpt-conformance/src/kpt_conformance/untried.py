@@ -1,18 +1,19 @@
-"""What a kernel refused always of what its op documents: values of options, dtypes, ranges of sizes."""
+"""What a kernel refused always of what its op documents: values of options, dtypes, ranges of sizes, families of models."""
 
 import inspect
 from collections.abc import Iterator
 
 from kpt_optimize.cases import Domain
 
-from .coverage import _BUCKETS
-from .drawing import same
+from .coverage import BUCKETS
+from .drawing import FAMILY, same
 from .trial import Trial
 
 
 def labels_of(trial: Trial) -> tuple[str, ...]:
     """Return what a trial meets of its op's domain, each as a few words."""
-    return (f"dtype {_plain(trial.dtype)}", *_of_case(trial))
+    family = (trial.case.name,) if trial.case.name.startswith(FAMILY) else ()
+    return (f"dtype {_plain(trial.dtype)}", *_of_case(trial), *family)
 
 
 def _of_case(trial: Trial) -> Iterator[str]:
@@ -26,7 +27,7 @@ def _of_case(trial: Trial) -> Iterator[str]:
     for name in domain.sizes:
         size = values.get(name)
         if isinstance(size, int):
-            yield from (f"{name} {bucket}" for bucket, holds in _BUCKETS.items() if holds(size))
+            yield from (f"{name} {bucket}" for bucket, holds in BUCKETS.items() if holds(size))
 
 
 def _plain(value: object) -> str:

@@ -46,17 +46,23 @@ class Sizes:
         most: that is tried; past every tile and threshold of a kernel.
         many: a number that a few cases have beside, whatever `most` is, while all else is small: past what int16 counts
             and what a grid of programs holds, or a width that real models have. None: no case has.
+        usual: that models have, whatever `most` is: the rows of decoding, widths, contexts. Each meets each of the
+            other dimensions' in a case, where that is allowed.
     """
 
     least: int = 0
     most: int = 513
     many: int | None = None
+    usual: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most:
             raise RegistrationError(f"sizes must have 0 <= least <= most; got least={self.least} and most={self.most}")
         if self.many is not None and self.many <= self.most:
             raise RegistrationError(f"sizes must have many > most; got most={self.most} and many={self.many}")
+        small = [size for size in self.usual if size < self.least]
+        if small:
+            raise RegistrationError(f"sizes must have usual >= least; got least={self.least} and usual={self.usual}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,10 +74,18 @@ class Domain:
         options: every documented value of each other argument of build; the first is what build does without it.
         allowed: whether build may be called with these values together; what the op calls wrong is left out here. It is
             asked with all options, and with all options and sizes.
+        seldom: options whose values meet each of the others' in a small case that is tried once, and no two of these at
+            a time; any other option's do so again and again. For those that a path of their own hardly has.
+        sized: options each of whose values meets every usual size, as a granularity does whose path is its own.
+        families: by the names of models, what these ask the op for: arguments of build, with sizes and values of
+            options that nothing else has. Each is a case.
     """
 
     sizes: Mapping[str, Sizes] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    seldom: tuple[str, ...] = ()
+    sized: tuple[str, ...] = ()
+    families: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     allowed: Callable[[Mapping[str, Any]], bool] = lambda values: True
 
     def __post_init__(self) -> None:
@@ -81,6 +95,9 @@ class Domain:
         for name, values in self.options.items():
             if len(values) < 2:
                 raise RegistrationError(f"domain: option {name!r} must have two values at least; got {values}")
+        unknown = sorted({*self.sized, *self.seldom} - self.options.keys())
+        if unknown:
+            raise RegistrationError(f"domain: sized or seldom names {unknown[0]!r}, which is none of the options")
         if not self.allowed({name: values[0] for name, values in self.options.items()}):
             raise RegistrationError("domain: the first values of all options must be allowed together")
 

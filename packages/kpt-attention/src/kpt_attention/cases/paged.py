@@ -138,6 +138,28 @@ def _affordable(values: Mapping[str, Any]) -> bool:
 
 
 _LLAMA: dict[str, Any] = {"kv_heads": 8, "groups": 4, "page_size": 16, "head_dim": 64, "value_dim": 64}
+
+
+def _family(most_pages: int, dims: int = 64, **sizes: Any) -> dict[str, Any]:
+    usual = {"sequences": 2, "kv_heads": 1, "page_size": 16, "head_dim": dims, "value_dim": dims, "lengths": "all"}
+    return {**usual, "most_pages": most_pages, **sizes}
+
+
+#: One layer of each, of few heads; scales and windows are the models' own.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma 2": _family(14, 256, groups=2, window=130, softcap=50.0, scale=256**-0.5),
+    "Gemma 3": _family(40, 256, groups=2, window=512, scale=256**-0.5),
+    "Gemma 3, a prefill": _family(10, 256, groups=2, window=130, scale=256**-0.5, queries=9, lengths="any"),
+    "gpt-oss": _family(20, groups=8, window=128, sinks=True),
+    "gpt-oss, a step of everything": _family(90, groups=8, sinks=True, sequences=1),
+    "Qwen3-MoE": _family(90, 128, groups=8),
+    "Qwen3-MoE, 8 bits": _family(20, 128, groups=8, cache=torch.float8_e4m3fn, scales=True),
+    "Llama 4": _family(20, 128, groups=5, lengths="any"),
+    "GraniteMoe": _family(20, groups=3, scale=0.015625),
+    "MPT": _family(20, kv_heads=4, alibi="by head"),
+    "StreamingLLM": _family(90, groups=4, window=130, first=4),
+    "a draft model's tree": _family(90, groups=4, mask="tree", queries=8),
+}
 _paged, _update = (partial(_wrong, f"attention.{name}") for name in ("paged", "update_cache"))
 
 # fmt: off
@@ -245,8 +267,9 @@ PAGED = CaseTable(
     rare=(torch.float64,),
     domain=Domain(
         sizes={
-            "sequences": Sizes(), "kv_heads": Sizes(1), "groups": Sizes(1), "page_size": Sizes(1),
-            "most_pages": Sizes(), "queries": Sizes(1), "head_dim": Sizes(1), "value_dim": Sizes(1),
+            "sequences": Sizes(), "kv_heads": Sizes(1, usual=(8,)), "groups": Sizes(1, usual=(4, 7)),
+            "page_size": Sizes(1, usual=(16,)), "most_pages": Sizes(usual=(3, 129)), "queries": Sizes(1, usual=(2, 17)),
+            "head_dim": Sizes(1, usual=(64, 128)), "value_dim": Sizes(1, usual=(64, 128)),
         },
         options={
             "lengths": ("any", "all"),
@@ -263,6 +286,7 @@ PAGED = CaseTable(
             "softcap": (0.0, 2.0),
             "scale": (None, 0.2),
         },
+        families=_FAMILIES,
         allowed=lambda values: _affordable(values)
         and (values["causal"] or not values["window"])
         and (values["window"] > 0 or not values["first"]),
@@ -324,10 +348,13 @@ UPDATE_CACHE = CaseTable(
     rare=(torch.float64,),
     domain=Domain(
         sizes={
-            "tokens": Sizes(), "pages": Sizes(), "page_size": Sizes(1), "kv_heads": Sizes(1), "head_dim": Sizes(1),
-            "value_dim": Sizes(1),
+            "tokens": Sizes(many=5_001, usual=(1, 2_049)), "pages": Sizes(), "page_size": Sizes(1, usual=(16, 256)),
+            "kv_heads": Sizes(1, usual=(8,)), "head_dim": Sizes(1, usual=(64, 128)),
+            "value_dim": Sizes(1, usual=(64, 128)),
         },
         options={"cache": _CACHES, "scales": (False, True), "left_out": (True, False)},
+        allowed=lambda values: math.prod(values.get(name, 1) for name in ("tokens", "kv_heads"))
+        * max(values.get("head_dim", 1), values.get("value_dim", 1)) <= 2_500_000,
     ),
 )
 # fmt: on

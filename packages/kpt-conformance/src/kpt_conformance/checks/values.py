@@ -1,6 +1,6 @@
 """Values and gradients, whatever the layout of the arguments, the padding, and the NaNs among them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -140,11 +140,34 @@ def _behind(tensor: Tensor) -> Tensor:
     return stack[1, : tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+def _turned(tensor: Tensor) -> Tensor:
+    """The same values, tokens before heads in memory: [B, S, H, D] seen as [B, H, S, D], as models have them."""
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2) if tensor.dim() > 2 else tensor
+
+
+def _fused(tensor: Tensor) -> Tensor:
+    """Likewise, a slice of what a projection of queries, keys and values at once gives; elsewhere NaN."""
+    if tensor.dim() < 3:
+        return _padded(tensor)
+    *batch, heads, tokens, size = tensor.shape
+    part = _unusable(tensor, [*batch, tokens, heads + 1, 3 * size])[..., 1:, size : 2 * size].transpose(-3, -2)
+    return part.copy_(tensor)
+
+
 def _expanded(tensor: Tensor) -> Tensor:
     """The first row in the place of all, with stride zero."""
-    if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.shape[0] == 0:
+    return _repeated(tensor, 0)
+
+
+def _expanded_within(tensor: Tensor) -> Tensor:
+    """Likewise of the second dimension, as heads share keys or a bias, or of the columns of a matrix."""
+    return _repeated(tensor, 1)
+
+
+def _repeated(tensor: Tensor, dim: int) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dim() <= dim or tensor.shape[dim] == 0:
         return tensor
-    return tensor[:1].expand(tensor.shape)
+    return tensor.narrow(dim, 0, 1).expand(tensor.shape)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -154,35 +177,53 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded": _padded,
     "padded and transposed": _padded_columns,
     "behind other": _behind,
+    "turned": _turned,
+    "fused": _fused,
     "expanded": _expanded,
+    "expanded within": _expanded_within,
 }
+#: In which other values stand than before.
+_CHANGED = ("expanded", "expanded within")
 
 
 @over(drawn="first", dtypes=True)
 def layouts(trial: Trial) -> None:
     """Results don't depend on strides and places: transposed, strided, misaligned, sliced and expanded arguments.
 
-    All of them are laid out so, and transposed ones are every second argument too.
+    Of models: tokens before heads in memory, slices of fused projections and of caches. All arguments are laid out so,
+    and transposed and turned ones are every second argument too.
     """
     arguments = trial.arguments()
     names = list(tensors_of(arguments))
-    tried = [(f"with {layout} arguments", layout, names) for layout in LAYOUTS]
+    tried = [(f"with {layout} arguments", dict.fromkeys(names, layout)) for layout in LAYOUTS]
     # A kernel may ask for the layout of one argument and believe it of all.
-    tried += [(f"with transposed {', '.join(some)}", "transposed", some) for some in (names[::2], names[1::2])]
+    for layout in ("transposed", "turned") if _deep(arguments) else ("transposed",):
+        for some in (names[::2], names[1::2]):
+            tried.append((f"with {layout} {', '.join(some)}", dict.fromkeys(some, layout)))
+    if _deep(arguments):
+        # A step of decoding: what was projected just now beside a cache for more tokens.
+        step = {name: "padded" if place else "turned" for place, name in enumerate(names)}
+        tried.append((f"with turned {names[0]} beside slices of longer tensors", step))
     truth = trial.truth(arguments)
-    for what, layout, some in tried:
-        changed = _laid_out(trial, arguments, layout, some)
-        if trial.takes(changed) if layout == "expanded" else trial.refusal(changed) is None:
-            assert_right(trial.run(changed), *(trial.truth(changed) if layout == "expanded" else truth), what)
+    for what, laid in tried:
+        changed = _laid_out(trial, arguments, laid)
+        others = any(layout in _CHANGED for layout in laid.values())
+        if trial.takes(changed) if others else trial.refusal(changed) is None:
+            assert_right(trial.run(changed), *(trial.truth(changed) if others else truth), what)
 
 
-def _laid_out(trial: Trial, arguments: Arguments, layout: str, names: list[str]) -> Arguments:
-    """The arguments, some of them in another layout."""
+def _deep(arguments: Arguments) -> bool:
+    """Tell whether an argument has heads, or the like, before its matrices."""
+    return any(tensor.dim() > 2 for tensor in tensors_of(arguments).values())
+
+
+def _laid_out(trial: Trial, arguments: Arguments, laid: Mapping[str, str]) -> Arguments:
+    """The arguments, some of them in other layouts."""
 
     def change(name: str, tensor: Tensor) -> Tensor:
-        # With stride zero every row is the same memory, and nothing can be written there.
-        left = name not in names or (layout == "expanded" and trial.mutates(name))
-        return tensor if left else LAYOUTS[layout](tensor)
+        # With stride zero many elements are the same memory, and nothing can be written there.
+        left = name not in laid or (laid[name] in _CHANGED and trial.mutates(name))
+        return tensor if left else LAYOUTS[laid[name]](tensor)
 
     return with_tensors(arguments, change)
 
@@ -195,7 +236,10 @@ def cotangents(trial: Trial) -> None:
     arguments = trial.arguments()
     layouts: dict[str, Callable[[Tensor], Tensor]] = {
         "transposed": _transposed,
+        "turned": _turned,
+        "fused": _fused,
         "expanded": lambda pull: pull.flatten()[:1].sum().expand(pull.shape),
+        "expanded within": _expanded_within,
         "shifted": _shifted,
         "padded": _padded,
         "behind other": _behind,
@@ -233,7 +277,7 @@ def far_strides(trial: Trial) -> None:
         pytest.skip("no argument has four rows, or such strides are refused")
 
 
-@over(dtypes=True)
+@over(drawn="first", dtypes=True)
 def padding(trial: Trial) -> None:
     """NaN and infinity where nothing may be read change nothing, and get a gradient of zero."""
     if trial.table.padding is None:

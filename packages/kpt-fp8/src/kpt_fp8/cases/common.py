@@ -1,7 +1,8 @@
 """What the case tables share."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,21 @@ from kpt_optimize.cases import Arguments, Sizes, WrongInput
 MANY = 70_001
 #: As wide as models are, and no power of two.
 WIDE, WIDER = 2_880, 4_097
-SIZES = {"rows": Sizes(many=MANY), "inner": Sizes(many=WIDER)}
+#: Beside them the rows of decoding and more squares than two by two, and widths of models.
+SIZES = {"rows": Sizes(many=MANY, usual=(1, 4, 16, 65, 641)), "inner": Sizes(many=WIDER, usual=(1_153, WIDE))}
+COLUMNS = Sizes(many=WIDE, usual=(130, 769))
 #: Dimensions before rows, where an op takes any: none, one, two.
 STACKS: tuple[tuple[int, ...], ...] = ((), (2,), (3, 2))
 #: Values that a domain has of each option.
 GRANULARITIES = tuple(BLOCKS)
 SCALES = SCALE_DTYPES[:2]
+
+
+def affordable(values: Mapping[str, Any]) -> bool:
+    """Return whether arguments have no more than millions of numbers."""
+    rows, inner, columns = (values.get(name, 1) for name in ("rows", "inner", "columns"))
+    stacked = math.prod(values.get("stacked", ()))
+    return bool(stacked * rows * inner + inner * columns + rows * columns <= 3_500_000)
 
 
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:

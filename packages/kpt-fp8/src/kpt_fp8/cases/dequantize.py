@@ -8,7 +8,7 @@ from kpt_core import UnknownNameError
 from kpt_fp8.formats import FORMATS, FP8_DTYPES
 from kpt_optimize.cases import Arguments, Case, CaseTable, Domain
 
-from .common import GRANULARITIES, SCALES, SIZES, STACKS, codes, scales, wrong_input
+from .common import GRANULARITIES, SCALES, SIZES, STACKS, affordable, codes, scales, wrong_input
 
 _wrong = partial(wrong_input, "fp8.dequantize")
 
@@ -93,5 +93,7 @@ DEQUANTIZE = CaseTable(
             "stacked": STACKS,
             "every": (False, True),
         },
+        sized=("granularity",),
+        allowed=affordable,
     ),
 )

@@ -10,9 +10,9 @@ from kpt_core import UnknownNameError
 from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.linear import NONE
 from kpt_fp8.scales import ROUNDINGS
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain
 
-from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales, wrong_input
+from .common import COLUMNS, GRANULARITIES, SCALES, SIZES, affordable, codes, normal, scales, wrong_input
 
 _wrong = partial(wrong_input, "fp8.linear")
 
@@ -62,6 +62,7 @@ def _allowed(values: Mapping[str, Any]) -> bool:
     return plain == (torch.float8_e4m3fn, "none", False)
 
 
+_BLOCKS = {"granularity": "128x128", "activations": "1x128"}
 LINEAR = CaseTable(
     op="fp8.linear",
     build=_build,
@@ -131,7 +132,7 @@ LINEAR = CaseTable(
     estimated=lambda arguments: arguments.get("activations", NONE) != NONE,
     rare=(torch.float64,),
     domain=Domain(
-        sizes={**SIZES, "columns": Sizes(many=WIDE)},
+        sizes={**SIZES, "columns": COLUMNS},
         options={
             "format": FP8_DTYPES,
             "granularity": ("row", *(name for name in GRANULARITIES if name != "row")),
@@ -142,6 +143,21 @@ LINEAR = CaseTable(
             "activation_rounding": ROUNDINGS,
             "static": (False, True),
         },
-        allowed=_allowed,
+        sized=("granularity", "activations"),
+        families={
+            "DeepSeek-V3, a step": {"rows": 3, "inner": 1_536, "columns": 520, **_BLOCKS},
+            "DeepSeek-V3": {"rows": 200, "inner": 1_200, "columns": 390, **_BLOCKS},
+            "Llama 3.1, FBGEMM": {"rows": 17, "inner": 2_048, "columns": 520, "activations": "row"},
+            "Llama 3.1, static": {
+                "rows": 17,
+                "inner": 2_048,
+                "columns": 520,
+                "granularity": "tensor",
+                "activations": "tensor",
+                "static": True,
+            },
+            "SmolLM2, weights alone": {"rows": 1, "inner": 1_536, "columns": 576},
+        },
+        allowed=lambda values: _allowed(values) and affordable(values),
     ),
 )

@@ -12,7 +12,7 @@ from kpt_fp8.formats import FP8_DTYPES
 from kpt_fp8.scales import ROUNDINGS
 from kpt_optimize.cases import Arguments, Case, CaseTable, Domain
 
-from .common import GRANULARITIES, SCALES, SIZES, STACKS, normal, scales, wrong_input
+from .common import GRANULARITIES, SCALES, SIZES, STACKS, affordable, normal, scales, wrong_input
 
 _wrong = partial(wrong_input, "fp8.quantize")
 
@@ -159,6 +159,7 @@ QUANTIZE = CaseTable(
             "spread": ("normal", "wide", "zeros", "edges"),
             "stacked": STACKS,
         },
-        allowed=_allowed,
+        sized=("granularity",),
+        allowed=lambda values: _allowed(values) and affordable(values),
     ),
 )

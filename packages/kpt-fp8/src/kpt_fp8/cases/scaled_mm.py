@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from kpt_fp8.formats import FP8_DTYPES
-from kpt_optimize.cases import Arguments, Case, CaseTable, Domain, Sizes
+from kpt_optimize.cases import Arguments, Case, CaseTable, Domain
 
-from .common import GRANULARITIES, SCALES, SIZES, WIDE, codes, normal, scales, wrong_input
+from .common import COLUMNS, GRANULARITIES, SCALES, SIZES, affordable, codes, normal, scales, wrong_input
 
 _wrong = partial(wrong_input, "fp8.scaled_mm")
 
@@ -49,6 +49,8 @@ def _allowed(values: Mapping[str, Any]) -> bool:
     return values["format"] not in _E5M2 or values["other"] not in _E5M2
 
 
+_BLOCKS = {"granularity_a": "1x128", "granularity_b": "128x128"}
+_MX = {"granularity_a": "1x32", "granularity_b": "1x32"}
 SCALED_MM = CaseTable(
     op="fp8.scaled_mm",
     build=_build,
@@ -102,7 +104,7 @@ SCALED_MM = CaseTable(
     reduction=lambda arguments: int(arguments["a"].shape[1]),
     rare=(torch.float64,),
     domain=Domain(
-        sizes={**SIZES, "columns": Sizes(many=WIDE)},
+        sizes={**SIZES, "columns": COLUMNS},
         options={
             "format": FP8_DTYPES,
             "other": FP8_DTYPES,
@@ -112,6 +114,13 @@ SCALED_MM = CaseTable(
             "biased": (False, True),
             "stored": ("NK", "KN"),
         },
-        allowed=_allowed,
+        sized=("granularity_a", "granularity_b"),
+        families={
+            "DeepSeek-V3, a step": {"rows": 3, "inner": 1_536, "columns": 520, **_BLOCKS},
+            "DeepSeek-V3": {"rows": 200, "inner": 1_200, "columns": 390, **_BLOCKS},
+            "Llama 3.1, FBGEMM": {"rows": 17, "inner": 2_048, "columns": 520},
+            "MXFP8": {"rows": 40, "inner": 1_056, "columns": 130, "scale_dtype": torch.float8_e8m0fnu, **_MX},
+        },
+        allowed=lambda values: _allowed(values) and affordable(values),
     ),
 )

@@ -12,7 +12,7 @@ from kpt_moe.activations import GATED, PLAIN, Activation
 from kpt_moe.quantised_experts import SCHEMES, quantise_weights
 from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes, WrongInput
 
-from .common import MANY, WIDE, case, normal, wrong
+from .common import MANY, WIDE, WIDER, case, normal, wrong
 
 _wrong = partial(wrong, "moe.experts")
 
@@ -136,18 +136,45 @@ def _allowed(values: Mapping[str, Any]) -> bool:
         return False
     quantised = values["up_scheme"] is not None or values["down_scheme"] is not None
     pairs = values.get("tokens", 1) * values.get("num_experts", 1) if values["top_k"] == "every" else 1
+    hidden, inner = values.get("hidden", 1), values.get("inner", 1)
+    if 3 * values.get("num_experts", 1) * hidden * inner + values.get("tokens", 1) * hidden > _MOST_NUMBERS:
+        return False
     return (quantised or values["float8"] is torch.float8_e4m3fn) and pairs <= _MOST_PAIRS
 
 
 #: Of a token and an expert, so that cases stay small.
 _MOST_PAIRS = 1024
+_MOST_NUMBERS = 3_500_000
+
+#: Of each the options, the choices and the experts' number, as far as that is small; of widths a part.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"tokens": 5, "hidden": 360, "inner": 180, "num_experts": 8, "top_k": 4, **_GPT_OSS, "limit": 7.0},
+    "Mixtral": {"tokens": 6, "hidden": 512, "inner": 224, "num_experts": 8, "top_k": 2},
+    "Qwen3-MoE, a step": {"tokens": 1, "hidden": 512, "inner": 48, "num_experts": 32, "top_k": 8},
+    "Qwen3-Next": {"tokens": 4, "hidden": 128, "inner": 96, "num_experts": 64, "top_k": 10},
+    "GraniteMoe": {"tokens": 40, "hidden": 256, "inner": 96, "num_experts": 32, "top_k": 8},
+    "DeepSeek-V2-Lite": {"tokens": 16, "hidden": 256, "inner": 66, "num_experts": 64, "top_k": 6},
+    "DeepSeek-V3": {
+        "tokens": 9,
+        "hidden": 300,
+        "inner": 130,
+        "num_experts": 16,
+        "top_k": 8,
+        "up_scheme": "block128",
+        "down_scheme": "block128",
+    },
+    "DeepSeek-V3 of one rank": {"tokens": 40, "hidden": 640, "inner": 60, "num_experts": 16, "load": "partly away"},
+    "Llama 4": {"tokens": 9, "hidden": 320, "inner": 160, "num_experts": 16, "top_k": 1, "transposed": True},
+    "sixteen choices": {"tokens": 5, "hidden": 64, "inner": 40, "num_experts": 24, "top_k": 16},
+    "Switch": {"tokens": 33, "hidden": 256, "inner": 200, "num_experts": 8, "top_k": 1, "activation": "relu"},
+}
 
 _DOMAIN = Domain(
     sizes={
-        "tokens": Sizes(many=MANY),
-        "hidden": Sizes(1, many=WIDE),
-        "inner": Sizes(1, many=WIDE),
-        "num_experts": Sizes(1, 257),
+        "tokens": Sizes(many=MANY, usual=(1, 8, 16)),
+        "hidden": Sizes(1, many=WIDER, usual=(WIDE,)),
+        "inner": Sizes(1, many=WIDE, usual=(390,)),
+        "num_experts": Sizes(1, 257, usual=(8, 128)),
     },
     options={
         "activation": ("swiglu", *sorted((GATED | PLAIN) - {"swiglu"})),
@@ -165,6 +192,8 @@ _DOMAIN = Domain(
         "limit": (None, 0.7, 7.0),
         "ids": (torch.int64, torch.int32),
     },
+    sized=("up_scheme", "down_scheme", "transposed"),
+    families=_FAMILIES,
     allowed=_allowed,
 )
 

@@ -97,11 +97,17 @@ _GROUPED_CASES = (
 
 #: Of the products of groups.
 SIZES = {
-    "rows": Sizes(many=MANY),
-    "inner": Sizes(many=WIDER),
-    "columns": Sizes(many=WIDE),
-    "groups": Sizes(1, many=MORE),
+    "rows": Sizes(many=MANY, usual=(1, 8, 65)),
+    "inner": Sizes(many=7_168, usual=(WIDE, WIDER)),
+    "columns": Sizes(many=WIDE, usual=(130, 520)),
+    "groups": Sizes(1, many=MORE, usual=(8, 32)),
 }
+
+
+def affordable(values: Mapping[str, Any]) -> bool:
+    """Return whether matrices and rows have no more than millions of numbers."""
+    rows, inner, columns, groups = (values.get(name, 1) for name in ("rows", "inner", "columns", "groups"))
+    return bool(rows * (inner + columns) + groups * inner * columns <= 3_500_000)
 
 
 def _wrong_groups(op: str, other: str) -> tuple[WrongInput, ...]:
@@ -137,7 +143,7 @@ GROUPED_MM = CaseTable(
     padding=lambda arguments: _rows_of_nobody(arguments, "x"),
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["weight"].shape[2]),
     rare=(torch.float64,),
-    domain=Domain(sizes=SIZES, options={**SHARES, "stored": ("KN", "NK")}),
+    domain=Domain(sizes=SIZES, options={**SHARES, "stored": ("KN", "NK")}, sized=("stored",), allowed=affordable),
 )
 
 GROUPED_MM_WGRAD = CaseTable(
@@ -149,6 +155,6 @@ GROUPED_MM_WGRAD = CaseTable(
     padding=lambda arguments: _rows_of_nobody(arguments, "x", "grad"),
     reduction=lambda arguments: max(*arguments["x"].shape, arguments["grad"].shape[1]),
     rare=(torch.float64,),
-    domain=Domain(sizes=SIZES, options=SHARES),
+    domain=Domain(sizes=SIZES, options=SHARES, allowed=affordable),
 )
 # fmt: on

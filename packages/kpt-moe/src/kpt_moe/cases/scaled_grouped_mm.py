@@ -11,7 +11,7 @@ from kpt_moe._scales import in_blocks
 from kpt_optimize.cases import Arguments, CaseTable, Domain
 
 from .common import case, normal, wrong
-from .grouped_mm import SHARES, SIZES, _rows_of_nobody, offsets_of
+from .grouped_mm import SHARES, SIZES, _rows_of_nobody, affordable, offsets_of
 
 _wrong = partial(wrong, "moe.scaled_grouped_mm")
 
@@ -65,7 +65,7 @@ _OUT_DTYPES = {"of the run": torch.float64, "none": None, "float32": torch.float
 
 
 def _scaled_allowed(values: Mapping[str, Any]) -> bool:
-    return values["x_scales"] is not None or values["x_dtype"] is torch.float8_e4m3fn
+    return affordable(values) and (values["x_scales"] is not None or values["x_dtype"] is torch.float8_e4m3fn)
 
 
 def _scaled_rows_of_nobody(arguments: Arguments) -> Mapping[str, Tensor]:
@@ -148,6 +148,7 @@ SCALED_GROUPED_MM = CaseTable(
             "x_dtype": (torch.float8_e4m3fn, torch.float8_e5m2),
             "out_dtype": tuple(_OUT_DTYPES),
         },
+        sized=("scales", "x_scales", "stored"),
         allowed=_scaled_allowed,
     ),
     kept=frozenset({"scale", "x_scale"}),

@@ -154,6 +154,10 @@ def _specified(arguments: Arguments) -> bool:
     return bool(_clear(judged, arguments["top_k"], *groups, bias is not None).all())
 
 
+def _family(experts: int, top_k: int, **settings: Any) -> dict[str, Any]:
+    return {"tokens": 9, "experts": experts, "top_k": top_k, **settings}
+
+
 def _with(arguments: Arguments, **changes: Any) -> Arguments:
     return {**arguments, **changes}
 
@@ -221,7 +225,11 @@ TOP_K_GATING = CaseTable(
     reduction=lambda arguments: arguments["logits"].shape[1],
     rare=(torch.float64,),
     domain=Domain(
-        sizes={"tokens": Sizes(many=MANY), "experts": Sizes(1, _MOST_EXPERTS), "num_groups": Sizes(1)},
+        sizes={
+            "tokens": Sizes(many=MANY, usual=(1, 8)),
+            "experts": Sizes(1, _MOST_EXPERTS, usual=(60, 128, 256)),
+            "num_groups": Sizes(1, usual=(8,)),
+        },
         options={
             "score": SCORES,
             "spread": ("near", "far", "masked", "low"),
@@ -230,6 +238,24 @@ TOP_K_GATING = CaseTable(
             "top_k": (2, 1, "every"),
             "renormalize": (True, False),
             "scale": (1.0, 2.5, -1.5, 0.0),
+        },
+        sized=("score", "bias"),
+        families={
+            "Mixtral": _family(8, 2),
+            "GraniteMoe": _family(32, 8, score="softmax_after", renormalize=False),
+            "OLMoE": _family(64, 8, renormalize=False),
+            "Qwen2-MoE": _family(60, 4, renormalize=False),
+            "Qwen3-MoE": _family(128, 8),
+            "Qwen3-Next": _family(512, 10),
+            "gpt-oss": _family(128, 4, score="softmax_after", renormalize=False),
+            "Llama 4": _family(16, 1, score="sigmoid", renormalize=False),
+            "DeepSeek-V2": _family(160, 6, num_groups=8, top_groups=3, renormalize=False, scale=16.0),
+            "DeepSeek-V3": _family(
+                256, 8, score="sigmoid", bias="fractions", num_groups=8, top_groups=4, scale=2.5
+            ),
+            "GLM-4.5": _family(128, 8, score="sigmoid", bias="fractions"),
+            "Kimi K2": _family(384, 8, score="sigmoid", bias="fractions", scale=2.827),
+            "sixteen choices": _family(64, 16, score="sigmoid", bias="fractions"),
         },
         allowed=_allowed,
     ),

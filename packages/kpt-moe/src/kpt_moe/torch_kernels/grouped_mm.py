@@ -132,11 +132,11 @@ def _tiled_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _tiled_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    # An expert has many tiles: their sum must not be rounded at each of them.
+    # An expert has many tiles: neither what one gives nor the sum so far may be rounded.
     total = wide_dtype(x.dtype)
     out = torch.zeros(offsets.shape[0], x.shape[1], grad.shape[1], dtype=total, device=x.device)
     if x.shape[0] > 0:
         for expert, row, taken in chunks(x.shape[0], offsets, x.shape[1] * grad.shape[1] * total.itemsize):
-            x_tiles, grad_tiles = (torch.where(taken.unsqueeze(-1), t[row], 0) for t in (x, grad))
-            out.index_add_(0, expert, torch.bmm(x_tiles.mT, grad_tiles).to(total))
+            x_tiles, grad_tiles = (torch.where(taken.unsqueeze(-1), t[row], 0).to(total) for t in (x, grad))
+            out.index_add_(0, expert, torch.bmm(x_tiles.mT, grad_tiles))
     return out.to(x.dtype)
