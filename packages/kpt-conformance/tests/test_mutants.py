@@ -31,7 +31,7 @@ from kpt_conformance.subject import Subject
 from kpt_conformance.suite import trials
 from kpt_conformance.trial import Trial
 from kpt_optimize.cases import CaseTable, case_tables
-from mutants import MUTANTS, attention, coming_ops, fp8, paged, top_k_gating
+from mutants import MUTANTS, attention, coming_ops, fp8, models, paged, top_k_gating
 from mutants.mutant import Functions, Mutant, Parts, combined
 from sample_ops import SAMPLES
 from scaled_mm import SCALED_MM
@@ -166,8 +166,8 @@ def test_fault_is_found(loopback: Loopback, mutant: Mutant) -> None:
     if mutant.found_by in CHECK:
         trial, fault = next(faults_in(subject, table, mutant), (None, ""))
         assert trial is not None, f"{mutant.found_by} does not find the fault"
-        if mutant.op in RIGHT and "traceable" not in mutant.offer:
-            functions, offer = RIGHT[mutant.op]
+        if (mutant.op in RIGHT or mutant in models.MUTANTS) and "traceable" not in mutant.offer:
+            functions, offer = models.right(mutant.op) if mutant in models.MUTANTS else RIGHT[mutant.op]
             right = subject_of(loopback, mutant.op, functions, **offer)
             assert fault_in(replace(trial, subject=right), mutant.found_by) is None, f"no fault of this one: {fault}"
     else:

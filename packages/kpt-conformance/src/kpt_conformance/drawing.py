@@ -173,22 +173,36 @@ def _sizes(
 
 
 @cache
-def _usual_pairs(domain: Domain) -> Mapping[Meeting, dict[str, Any]]:
-    """For each two usual sizes that are allowed together, or one and a value of `sized`, a row that has them."""
-    wholes = completions(_of_usual(domain))
-    return {
+def _usual_meetings(domain: Domain) -> Mapping[Meeting, dict[str, Any]]:
+    """For each two usual sizes that are allowed together, with each value of each option that is `sized`, a whole row.
+
+    Where a value is not allowed with two, it meets each of them, as two sizes do where none is `sized`.
+    """
+    every = _of_usual(domain)
+    threes, pairs = (
+        {
+            meeting: row
+            for meeting, row in completions(every, together).items()
+            if all(place or name in domain.sized for name, place in meeting)
+            and sum(name in domain.sized for name, _ in meeting) == together - 2
+        }
+        for together in (3, 2)
+    )
+    alone = {
         pair: row
-        for pair, row in wholes.items()
-        if all(place or name in domain.sized for name, place in pair)
-        and any(name not in domain.sized for name, _ in pair)
+        for pair, row in completions(every).items()
+        if sum(name in domain.sized for name, _ in pair) == 1
+        and all(place or name in domain.sized for name, place in pair)
+        and not any({*pair} <= {*three} for three in threes)
     }
+    return {**threes, **pairs, **alone}
 
 
 @cache
 def usual_meetings(domain: Domain) -> tuple[dict[str, Any], ...]:
-    """Return what must meet in a case, each two by their names: usual sizes, and values of options that are `sized`."""
+    """Return what must meet in a case, by names: two usual sizes, and with them values of options that are `sized`."""
     options = _of_usual(domain).options
-    return tuple({name: options[name][place] for name, place in pair} for pair in _usual_pairs(domain))
+    return tuple({name: options[name][place] for name, place in meeting} for meeting in _usual_meetings(domain))
 
 
 @cache
@@ -211,14 +225,14 @@ def _small(domain: Domain) -> dict[str, int]:
 
 
 def _usual(domain: Domain) -> list[dict[str, Any]]:
-    """Rows of sizes and options that together have every two usual sizes that are allowed; the rest is small."""
+    """Rows of sizes and options that together have whatever is usual and must meet; the rest is small."""
     sizes, generator = _of_usual(domain), random.Random(1)
     found: list[dict[str, Any]] = []
-    left = set(_usual_pairs(domain))
-    for pair, whole in _usual_pairs(domain).items():
-        if pair in left:
-            row = _filled(sizes, pair, whole, left)
-            left -= covered(sizes, row)
+    left = set(_usual_meetings(domain))
+    for meeting, whole in _usual_meetings(domain).items():
+        if meeting in left:
+            row = _filled(sizes, meeting, whole, left)
+            left -= covered(sizes, row) | covered(sizes, row, 3)
             # What is neither usual nor `sized` is small.
             found.append(_any_options(domain, {**_small(domain), **row}, generator))
     return found
@@ -312,14 +326,22 @@ def _any_around(domain: Domain, kept: Meeting, row: dict[str, Any], generator: r
     return row
 
 
-def _filled(domain: Domain, pair: Meeting, row: dict[str, Any], left: set[Meeting]) -> dict[str, Any]:
-    """A row with a pair, whose other options take in turn the value that has most of what is left, until none gains."""
+def _filled(domain: Domain, meeting: Meeting, row: dict[str, Any], left: set[Meeting]) -> dict[str, Any]:
+    """A row with a pair or three, whose other options take in turn the value that has most of what is left.
+
+    Until none gains.
+    """
+    most = max(map(len, left))
+
+    def gained(row: dict[str, Any]) -> int:
+        return sum(len(covered(domain, row, together) & left) for together in range(2, most + 1))
+
     gain = -1
-    while (now := len(covered(domain, row) & left)) > gain:
+    while (now := gained(row)) > gain:
         gain = now
-        for name in (each for each in domain.options if each not in dict(pair)):
+        for name in (each for each in domain.options if each not in dict(meeting)):
             changed = ({**row, name: value} for value in domain.options[name])
-            row = max(filter(domain.allowed, changed), key=lambda each: len(covered(domain, each) & left))
+            row = max(filter(domain.allowed, changed), key=gained)
     return row
 
 

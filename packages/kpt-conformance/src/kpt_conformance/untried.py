@@ -1,4 +1,4 @@
-"""What a kernel refused always of what its op documents: values of options, dtypes, ranges of sizes, families of models."""
+"""What a kernel refused always of what its op documents: values of options, dtypes, sizes, families of models."""
 
 import inspect
 from collections.abc import Iterator

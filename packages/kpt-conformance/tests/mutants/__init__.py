@@ -11,6 +11,7 @@ from . import (
     grouped_mm,
     grouped_mm_gradients,
     grouped_mm_wgrad,
+    model_options,
     paged,
     scaled_grouped_mm,
     seldom,
@@ -35,6 +36,7 @@ MODULES = (
     fp8,
     attention,
     paged,
+    model_options,
 )
 MUTANTS: list[Mutant] = [mutant for module in MODULES for mutant in module.MUTANTS]
 if interpreting():

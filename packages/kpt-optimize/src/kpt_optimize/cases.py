@@ -76,7 +76,7 @@ class Domain:
             asked with all options, and with all options and sizes.
         seldom: options whose values meet each of the others' in a small case that is tried once, and no two of these at
             a time; any other option's do so again and again. For those that a path of their own hardly has.
-        sized: options each of whose values meets every usual size, as a granularity does whose path is its own.
+        sized: options each of whose values meets every two usual sizes, as a granularity does whose path is its own.
         families: by the names of models, what these ask the op for: arguments of build, with sizes and values of
             options that nothing else has. Each is a case.
     """
