@@ -59,6 +59,7 @@ REPORTS = Path("reports")
 BIN = Path(".nox/workspace/bin").absolute()
 OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
 NATIVE = "packages/kpt-backend-cpu/tests/native"
+LIBRARIES = Path("packages/kpt-backend-cpu/src/kpt_backend_cpu/libraries")
 #: A process for each core; each test stays small, so more threads would only wait for each other.
 #: A test that hangs ends its process, which says where, so that the others go on; none takes a quarter of that.
 SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses=8", "--dist=worksteal", "--timeout=480", "--timeout-method=thread")
@@ -319,7 +320,7 @@ def prove(
         env: variables.
         some: for `-k`: what is tried without `--whole`.
         values: compare values of every case; else of a few, as by the other checks.
-        trials: of every other check and kernel. Where a kernel's module changed, 12 of each.
+        trials: of every other check and kernel; twice as many where a kernel's module changed.
     """
     if not asked.for_part("suite"):
         return
@@ -329,16 +330,12 @@ def prove(
     if asked.whole or asked.rest:
         suite(session, backend, *options, f"--kpt-report={reports}.json", *asked.rest, env=env)
         return
+    quick = ["--kpt-quick", "--kpt-quick-seconds=0", f"--kpt-quick-trials={trials}", f"--kpt-report={reports}.json"]
     if values:
-        suite(session, backend, *options, f"--kpt-report={reports}-values.json", "-k", f"values and {some}", env=env)
-        some = f"not values and {some}"
-    quick = ("--kpt-quick", "--kpt-quick-seconds=0")
+        quick.append("--kpt-quick-values")
     # A kernel's tests are named for the module that it lies in.
-    changed = " or ".join(changed_modules())
-    for kind, often, those in (("quick", trials, f"not ({changed})"), ("changed", 12, f"({changed})")):
-        if changed or kind == "quick":
-            more = (f"--kpt-quick-trials={often}", f"--kpt-report={reports}-{kind}.json")
-            suite(session, backend, *options, *quick, *more, "-k", f"{those} and {some}" if changed else some, env=env)
+    quick += [f"--kpt-quick-changed={name}" for name in changed_modules()]
+    suite(session, backend, *options, *quick, "-k", some, env=env)
 
 
 def changed_modules() -> list[str]:
@@ -404,11 +401,13 @@ def run_for_output(*command: str | Path) -> str:
 def cpu(session: nox.Session) -> None:
     """Prove of the CPU's kernels what this machine can: in C++ under sanitizers, on drawn input, by the suite.
 
-    The suite is for the machine's best instruction set; of the others it compares values, on few cases.
+    The suite is for the machine's best instruction set; of the others it compares values, on few cases. Those and what
+    sanitizers find are left out where nothing of kpt-backend-cpu changed.
     """
     asked = Asked(session)
-    # Where the ops of some features alone are tried, no C++ changed.
-    if asked.for_part("native") and not os.environ.get(KPT_OPS):
+    # Sanitizers find faults of C++ alone, and which instruction set is taken is told in C++ and in that package alone.
+    own = asked.whole or affected.changed_files() is None or bool(changed_files("kpt-backend-cpu"))
+    if asked.for_part("native") and own:
         run(session, "python", f"{NATIVE}/sanitize.py")
         run(session, "pytest", NATIVE)
     found = run_for_output(BIN / "python", "-c", "from kpt_backend_cpu.native import library; print(*library().there)")
@@ -416,7 +415,7 @@ def cpu(session: nox.Session) -> None:
         env = {"KPT_CPU_ISA": name}
         if place == 0 or asked.whole:
             prove(session, asked, "cpu", name, env=env)
-        elif asked.for_part("suite"):
+        elif asked.for_part("suite") and own:
             report = asked.report.absolute() / f"{name}.json"
             few = ("--kpt-quick", "--kpt-quick-seconds=0", "-k", "values", f"--kpt-report={report}")
             suite(session, "cpu", *few, env=env)
@@ -586,9 +585,11 @@ def wheels(session: nox.Session) -> None:
     """Build every sdist and wheel, install the wheels in a clean environment and try them there."""
     shutil.rmtree(DIST, ignore_errors=True)
     session.install("-c", PINS, "build", "hatchling", "pytest")
+    # What the workspace compiled of the very sources that a source distribution holds is not compiled again.
+    env = {"KPT_CPU_BUILT": str(LIBRARIES.absolute())}
     for package in PACKAGES:
         # Nothing else is here yet, so an environment for each build would only take time.
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", DIST, f"packages/{package}")
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", DIST, f"packages/{package}", env=env)
     # Wheels are named by path, so that no sibling can come from an index. First what must suffice by itself.
     for package in ("kpt-core", "kpt-moe", "kpt-fp8", "kpt-attention"):
         (built,) = map(str, DIST.glob(f"{package.replace('-', '_')}-*.whl"))

@@ -27,6 +27,9 @@ if sys.platform != "win32":
 #: "0" skips compiling.
 KPT_CPU_BUILD = "KPT_CPU_BUILD"
 
+#: A folder of libraries that were compiled before: of the same sources, in the same way, they are taken from there.
+KPT_CPU_BUILT = "KPT_CPU_BUILT"
+
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -156,13 +159,19 @@ def _compile_all(
     for path in _files(sources):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
 
+    other = Path(os.environ.get(KPT_CPU_BUILT) or libraries)
+    built_there = _read(other / "built.json")
+
     def one(name: str) -> tuple[str, str]:
-        command = [*compiler, *FLAGS, *INSTRUCTION_SETS[name], *map(str, files), *LINKING]
-        made_of = hashlib.sha256(digest.digest() + repr(command[len(compiler) :]).encode()).hexdigest()
+        flags = (*FLAGS, *INSTRUCTION_SETS[name])
+        made_of = hashlib.sha256(digest.digest() + repr((flags, LINKING)).encode()).hexdigest()
         library = libraries / f"kpt_cpu_{name}.so"
         if before.get(name) == made_of and library.exists():
             return made_of, ""
-        return made_of, _compile(command, library)
+        if built_there.get(name) == made_of and (other / library.name).exists():
+            shutil.copy2(other / library.name, library)
+            return made_of, ""
+        return made_of, _compile([*compiler, *flags, *map(str, files), *LINKING], library)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         results = dict(zip(INSTRUCTION_SETS, pool.map(one, INSTRUCTION_SETS), strict=True))

@@ -61,6 +61,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("KPT_CPU_BUILD", raising=False)
+    monkeypatch.delenv("KPT_CPU_BUILT", raising=False)
     return tmp_path
 
 
@@ -95,6 +96,20 @@ def test_builds_at_once_compile_once(place):
     env = {**os.environ, "PYTHONPATH": str(PACKAGE)}
     assert [process.wait() for process in [subprocess.Popen(command, env=env) for _ in range(3)]] == [0, 0, 0]
     assert len((place / "log").read_text().splitlines()) == len(hook.INSTRUCTION_SETS)
+
+
+def test_what_another_folder_has_of_the_same_sources_is_taken_from_there(place, monkeypatch):
+    build(place)
+    monkeypatch.setenv("KPT_CPU_BUILT", str(place / "libraries"))
+    copied = place / "elsewhere"
+    shutil.copytree(place / "native", copied / "native")
+    before = (place / "log").read_text()
+    assert hook.build(copied / "native", copied / "libraries") == {}
+    assert (place / "log").read_text() == before, "nothing is compiled"
+    assert there(copied) == all_libraries()
+    (copied / "native" / "part.cpp").write_text("int other;\n")
+    hook.build(copied / "native", copied / "libraries")
+    assert (place / "log").read_text() != before, "other sources are compiled"
 
 
 def test_another_compiler_compiles_again(place, monkeypatch):

@@ -225,6 +225,15 @@ def test_a_quick_run_has_every_check_on_few_trials(acme: pytest.Pytester, run_he
     assert quick == collected(partial(run_alone, acme), "--kpt-quick"), "every process must have the same trials"
 
 
+def test_a_quick_run_may_have_all_values_and_more_of_what_changed(acme: pytest.Pytester, run_here: Run) -> None:
+    quick, whole = collected(run_here, "--kpt-quick"), collected(run_here)
+    more = collected(run_here, "--kpt-quick", "--kpt-quick-values", "--kpt-quick-changed=loopback:offered")
+    assert more["values"] == whole["values"] > quick["values"]
+    others = [check for check in quick if check != "values"]
+    assert all(quick[check] <= more[check] <= 12 for check in others)
+    assert any(more[check] > 6 for check in others)
+
+
 def test_a_quick_run_finds_a_wrong_kernel(acme: pytest.Pytester, run_here: Run) -> None:
     write_kernel(acme, "wrong")
     result = run_here("--kpt-quick", "-k", "values and grouped_mm and not wgrad and not experts")

@@ -26,6 +26,8 @@ class Extent:
         first_case: of the table's cases only the first.
         kernels: kernels are tried.
         references: references are tried.
+        telling: options of which a case tells something where one has not its first value, as dropout does where
+            randomness is tried: a quick run has such cases before all others.
     """
 
     models: Literal["all", "first", "none"] = "none"
@@ -34,6 +36,7 @@ class Extent:
     first_case: bool = False
     kernels: bool = True
     references: bool = True
+    telling: tuple[str, ...] = ()
 
     def trials(
         self, cases: Sequence[Case], dtypes: Dtypes, rare: Dtypes = (), *, slow: bool = False

@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     option("--kpt-quick-seconds", metavar="SECONDS", type=float, default=100.0, help=told)
     told = "how many trials of each check and kernel --kpt-quick has at most (6)"
     option("--kpt-quick-trials", metavar="NUMBER", type=int, default=6, help=told)
+    option("--kpt-quick-values", action="store_true", help="with --kpt-quick, every case of the check values")
+    told = "with --kpt-quick, twice as many trials of kernels whose names have this, as they changed; may be repeated"
+    option("--kpt-quick-changed", metavar="NAME", action="append", default=[], help=told)
     told = "measure the kernels of --kpt-backend with pytest-benchmark, on real models' shapes; nothing else is run"
     option("--kpt-bench", action="store_true", help=told)
 
@@ -57,8 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--kpt-quick"):
         from .quick import Quick
 
-        quick = Quick(config.getoption("--kpt-quick-seconds"), config.getoption("--kpt-quick-trials"))
-        config.pluginmanager.register(quick, "kpt-quick")
+        often = [config.getoption(f"--kpt-quick-{name}") for name in ("seconds", "trials")]
+        more = {name: config.getoption(f"--kpt-quick-{name}") for name in ("values", "changed")}
+        config.pluginmanager.register(Quick(*often, **more), "kpt-quick")
 
 
 def _measure(config: pytest.Config) -> None:

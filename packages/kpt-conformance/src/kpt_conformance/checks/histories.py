@@ -25,7 +25,7 @@ def _called(trial: Trial, leaves: Arguments, gradients: bool) -> Outcome:
     return trial.outcome({name: out.detach().clone() for name, out in outputs.items()}, found)
 
 
-@over()
+@over(telling=("drawn",))
 def changed_in_place(trial: Trial) -> None:
     """Arguments that were changed in place, in a way that no version counter shows, count with their new values."""
     given, others = trial.arguments(), tensors_of(trial.arguments(seed=1))

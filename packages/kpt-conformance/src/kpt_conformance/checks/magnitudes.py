@@ -24,7 +24,7 @@ _FACTORS: dict[str, Callable[[float], float]] = {
 }
 
 
-@over(dtypes=True)
+@over(dtypes=True, telling=("score", "softcap"))
 def magnitudes(trial: Trial) -> None:
     """Denormal, small and large numbers, one argument at a time and all, and infinities, give what the reference does.
 

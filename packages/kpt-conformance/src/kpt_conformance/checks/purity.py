@@ -110,7 +110,7 @@ def _poisoned() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-@over(drawn="first", dtypes=True)
+@over(drawn="first", dtypes=True, telling=("owned", "load"))
 def poisoned_outputs(trial: Trial) -> None:
     """Every element of result and gradients is written: memory that was NaN before has none of it afterwards."""
     arguments = trial.arguments()

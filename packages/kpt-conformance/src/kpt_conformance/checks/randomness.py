@@ -36,7 +36,7 @@ def _with(arguments: Arguments, **by: int) -> Arguments:
     return {**arguments, **{name: arguments.get(name, 0) + more for name, more in by.items()}}
 
 
-@over(dtypes=True)
+@over(dtypes=True, telling=("dropout", "stochastic"))
 def replayed(trial: Trial) -> None:
     """One seed and offset give the same bits, another seed or offset others; no global generator has a say."""
     arguments = _drawn(trial)
@@ -65,7 +65,7 @@ def _differ(trial: Trial, arguments: Arguments, name: str, step: int) -> bool:
     return False
 
 
-@over()
+@over(telling=("dropout", "stochastic"))
 def statistics(trial: Trial) -> None:
     """Mean and variance over many seeds are the reference's, of each element and of all, but for sampling."""
     arguments = _drawn(trial)

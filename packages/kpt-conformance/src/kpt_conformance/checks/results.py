@@ -27,7 +27,7 @@ def _expected(trial: Trial, arguments: Arguments) -> dict[str, str]:
         return _described(trial.outputs(trial.leaves(arguments)))
 
 
-@over(models="first", drawn="first", dtypes=True)
+@over(models="first", drawn="first", dtypes=True, telling=("scale_dtype", "return_lse"))
 def result_type(trial: Trial) -> None:
     """The result is on the arguments' device, its dtype and shape are the reference's; gradients are like arguments."""
     arguments = trial.arguments()

@@ -277,7 +277,7 @@ def far_strides(trial: Trial) -> None:
         pytest.skip("no argument has four rows, or such strides are refused")
 
 
-@over(drawn="first", dtypes=True)
+@over(drawn="first", dtypes=True, telling=("owned", "load", "mask"))
 def padding(trial: Trial) -> None:
     """NaN and infinity where nothing may be read change nothing, and get a gradient of zero."""
     if trial.table.padding is None:
@@ -327,7 +327,7 @@ def nans(trial: Trial) -> None:
             assert_same_bits(exact, got.outputs, f"a NaN in element {place} of {name} makes other bits")
 
 
-@over(drawn="first", dtypes=True)
+@over(drawn="first", dtypes=True, telling=("owned", "load"))
 def without_gradients(trial: Trial) -> None:
     """Where no gradient is wanted, perhaps by a path of its own, it does the same; and training goes on afterwards."""
     plain = trial.forward_only()  # some kernels take more calls, as those of decoding, where no gradient is wanted
