@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import kpt_core
 import loopback
 from kpt_core import Backend, FallbackWarning, NoKernelError
+from kpt_core.contract import GPU, TorchBackend
 from loopback import Loopback, hundreds, kernel, mixed, scale, shifted
 
 Add = Callable[[Backend], Backend]
@@ -69,6 +70,23 @@ def test_plain_pytorch_of_a_feature_package_is_slow_as_well(
     assert warned_ops(lambda: scale(x, x)) == ["sample.scale"]
     with kpt_core.use(strict=True), pytest.raises(NoKernelError, match=r"no kernel for sample.scale on cpu \(strict\)"):
         scale(x, x)
+
+
+@pytest.mark.filterwarnings("error::kpt_core.FallbackWarning")
+def test_pytorchs_own_kernels_for_gpus_are_not_slow(
+    list_torch: Callable[..., None], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kpt_core.contract._GPUS", ("cpu",))
+    list_torch(kernel("first", requires={GPU}, differentiable=True), kernel("second"))
+    with kpt_core.use(strict=True):
+        assert hundreds(scale(x, x)) == 1
+    # The second call asks no more than what was accepted before.
+    assert [hundreds(scale(x, x)) for _ in range(2)] == [1, 1]
+
+
+def test_pytorchs_kernels_for_gpus_are_for_types_of_gpus_alone() -> None:
+    told = {kind: TorchBackend().capabilities(torch.device(kind)) for kind in ("cuda", "xpu", "cpu", "meta")}
+    assert told == {"cuda": {GPU}, "xpu": {GPU}, "cpu": {"host_memory"}, "meta": set()}
 
 
 @pytest.mark.parametrize("strict", [False, True])

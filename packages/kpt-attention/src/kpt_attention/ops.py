@@ -1,6 +1,7 @@
 """The ops of this package and their kernels in plain PyTorch, for the entry-point group `kpt.ops`."""
 
 from kpt_core import Kernel
+from kpt_core.contract import GPU
 
 from .dense import dense
 from .merge import merge
@@ -22,8 +23,32 @@ OPS = (
     ),
     Kernel(
         "attention.dense",
+        forward=f"{_HERE}.gpu_sdpa:forward",
+        unsupported=f"{_HERE}.gpu_sdpa:unsupported",
+        requires={GPU},
+        priority=10,
+        differentiable=True,
+    ),
+    Kernel(
+        "attention.dense",
+        forward=f"{_HERE}.gpu_flex:forward",
+        unsupported=f"{_HERE}.gpu_flex:unsupported",
+        requires={GPU},
+        priority=5,
+        differentiable=True,
+    ),
+    Kernel(
+        "attention.dense",
         forward=f"{_HERE}.tiles:forward",
         backward=f"{_HERE}.tiles:backward",
+        deterministic=True,
+    ),
+    Kernel(
+        "attention.paged",
+        forward=f"{_HERE}.gpu_paged:forward",
+        unsupported=f"{_HERE}.gpu_paged:unsupported",
+        requires={GPU},
+        priority=10,
         deterministic=True,
     ),
     Kernel("attention.paged", forward=f"{_HERE}.paged:forward", deterministic=True),

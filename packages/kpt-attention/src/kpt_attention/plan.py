@@ -175,7 +175,14 @@ def all_blocks(mask: Tensor) -> dict[str, Any]:
     return {"blocks": blocks, "block_bits": bits}
 
 
-def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK, block_k: int = BLOCK) -> Tensor:
+def live_blocks(
+    plan: Plan | Call,
+    queries: int,
+    keys: int,
+    block_q: int = BLOCK,
+    block_k: int = BLOCK,
+    device: torch.device | None = None,
+) -> Tensor:
     """Return what is known of each block of queries by keys: `[B or 1, H or 1, Q blocks, K blocks]` int8.
 
     Args:
@@ -184,6 +191,7 @@ def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK
         keys: likewise.
         block_q: rows of a block; 128 where the plan has blocks.
         block_k: columns of a block; likewise.
+        device: where it is made; None for that of the plan's tensors or the call's, the CPU where there are none.
 
     Returns:
         0 for dead blocks, 1 for partly live ones, 2 for full ones. It is exact: no live block is called dead, no dead
@@ -199,7 +207,8 @@ def live_blocks(plan: Plan | Call, queries: int, keys: int, block_q: int = BLOCK
     plan = plan.fitted(queries, keys) if isinstance(plan, Plan) else plan
     rows, columns = -(-queries // block_q), -(-keys // block_k)
     given = [each for each in (plan.intervals, plan.blocks) if each is not None]
-    device = given[0].device if given else getattr(getattr(plan, "q", None), "device", torch.device("cpu"))
+    if device is None:
+        device = given[0].device if given else getattr(getattr(plan, "q", None), "device", torch.device("cpu"))
     state = torch.full((1, 1, rows, columns), FULL, dtype=torch.int8, device=device)
     if plan.causal:
         first = torch.arange(rows, device=device)[:, None] * block_q + plan.position
@@ -299,7 +308,7 @@ def _bits_of(blocks: Tensor, block_bits: Tensor, queries: range, keys: range) ->
     return whole.transpose(3, 4).flatten(4, 5).flatten(2, 3)[..., : len(queries), : len(keys)]
 
 
-def to_block_mask(plan: Plan, queries: int, keys: int) -> Any:
+def to_block_mask(plan: Plan, queries: int, keys: int, device: torch.device | None = None) -> Any:
     """Return the mask of torch's FlexAttention: the same live blocks, and a `mask_mod` for those that are partly live.
 
     It is made of the plan's blocks, never of all queries by all keys, as `create_block_mask` does.
@@ -308,6 +317,7 @@ def to_block_mask(plan: Plan, queries: int, keys: int) -> Any:
         plan: the plan.
         queries: of each sequence.
         keys: likewise.
+        device: where it is made; None for that of the plan's tensors, the CPU where it has none.
 
     Raises:
         InputError: the plan is for other lengths.
@@ -315,7 +325,7 @@ def to_block_mask(plan: Plan, queries: int, keys: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     plan = plan.fitted(queries, keys)
-    states, block_bits = live_blocks(plan, queries, keys), plan.block_bits
+    states, block_bits = live_blocks(plan, queries, keys, device=device), plan.block_bits
     if block_bits is not None and block_bits.shape[0] == 0:  # made by hand: the function reads some in dead blocks, too
         block_bits = block_bits.new_zeros((1, *block_bits.shape[1:]))
 

@@ -13,12 +13,26 @@ from kpt_triton.moe.table import KERNELS
 from .chips import CHIPS, PRODUCTS, capabilities_of, chip_name, generation, peaks_of, unsupported
 from .environment import why_no_device, why_unavailable
 
-_HIPBLASLT = Kernel(
-    "fp8.scaled_mm",
-    forward="kpt_backend_amd.scaled_mm:forward",
-    unsupported="kpt_backend_amd.scaled_mm:unsupported",
-    requires={"hip"},
-    priority=20,
+_LIBRARY = "kpt_fp8.torch_kernels.gpu_scaled_mm"
+_RESULTS = ("float32", "bfloat16", "float16")
+#: By hipBLASLt: each chip multiplies its own 8-bit numbers.
+_HIPBLASLT = (
+    Kernel(
+        "fp8.scaled_mm",
+        forward=f"{_LIBRARY}:forward",
+        unsupported=f"{_LIBRARY}:unsupported",
+        requires={"hip", "fp8_e4m3fn"},
+        dtypes={*_RESULTS, "float8_e4m3fn", "float8_e5m2"},
+        priority=20,
+    ),
+    Kernel(
+        "fp8.scaled_mm",
+        forward=f"{_LIBRARY}:forward_of_fnuz",
+        unsupported=f"{_LIBRARY}:unsupported_of_fnuz",
+        requires={"hip", "fp8_e4m3fnuz"},
+        dtypes={*_RESULTS, "float8_e4m3fnuz", "float8_e5m2fnuz"},
+        priority=20,
+    ),
 )
 
 
@@ -71,7 +85,7 @@ class AMDBackend(AcceleratorBackend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""
-        return (*(Kernel(**row, requires={"hip", "bf16"}, priority=20) for row in KERNELS), _HIPBLASLT)
+        return (*(Kernel(**row, requires={"hip", "bf16"}, priority=20) for row in KERNELS), *_HIPBLASLT)
 
 
 BACKEND = AMDBackend()

@@ -13,6 +13,28 @@ from kpt_triton.moe.table import KERNELS
 from .chips import CHIPS, PRODUCTS, capabilities_of, chip_name, compute_capability, generation, peaks_of, unsupported
 from .environment import why_no_device, why_unavailable
 
+_LIBRARY = "kpt_fp8.torch_kernels.gpu_scaled_mm"
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+#: By cuBLASLt, and CUTLASS where each row has a scale.
+_CUBLASLT = (
+    Kernel(
+        "fp8.scaled_mm",
+        forward=f"{_LIBRARY}:forward",
+        unsupported=f"{_LIBRARY}:unsupported_but_tensors",
+        requires={"fp8_e4m3fn"},
+        dtypes={"float32", "bfloat16", "float16", *_FP8},
+        priority=20,
+    ),
+    Kernel(
+        "fp8.scaled_mm",
+        forward=f"{_LIBRARY}:forward_of_rows",
+        unsupported=f"{_LIBRARY}:unsupported_but_rows",
+        requires={"fp8_e4m3fn", "tma"},
+        dtypes={"bfloat16", *_FP8},
+        priority=20,
+    ),
+)
+
 
 class NVIDIAConfig(DeviceConfig):
     """Settings of `NVIDIABackend.prepare_model`; the fields are those of `kpt_optimize.accelerator.DeviceConfig`."""
@@ -61,7 +83,8 @@ class NVIDIABackend(AcceleratorBackend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""
-        return tuple(Kernel(**row, requires={"cp_async", "bf16"}, priority=20) for row in KERNELS)
+        triton = (Kernel(**row, requires={"cp_async", "bf16"}, priority=20) for row in KERNELS)
+        return (*triton, *_CUBLASLT)
 
 
 BACKEND = NVIDIABackend()

@@ -89,6 +89,8 @@ def subjects(backend: str, device: str | None = None) -> list[tuple[Subject, Cas
     place = device_of(device or next(iter(found.device_types), "cpu"))
     # A backend may be installed without the feature package whose ops it serves.
     kernels = [kernel for kernel in found.kernels() if kernel.op in kpt_core.ops()]
+    if backend == TORCH:  # some of its kernels are for GPUs, others for memory of the host
+        kernels = [kernel for kernel in kernels if kernel.requires <= found.capabilities(place)]
     served = {kernel.op for kernel in kernels}
     if served - tables.keys():
         raise InputError(

@@ -94,8 +94,7 @@ class Trial:
     def arguments(self, seed: int = 0) -> Arguments:
         """Return arguments on the subject's device; skips the test if the subject refuses them.
 
-        If it refuses all that the table names, the smallest that it takes stand in for those of the first case: so
-        every check is asked something.
+        Where it refuses the table's first case, another one that it takes stands in: so every check is asked something.
         """
         made = self._made(self.case, seed)
         refusal = self.refusal(made)
@@ -115,10 +114,13 @@ class Trial:
             pytest.skip(f"torch_xla has no such tensors: {error}")
 
     def stand_in(self) -> Case | None:
-        """Return the smallest case that the subject takes, for the first of a table of which it takes no small one."""
+        """Return a case that the subject takes in the place of a table's first: a named one, or the smallest of any."""
         domain, named = self.table.domain, [case for case in self.table.cases if not (case.model or case.large)]
-        if self.case is not self.table.cases[0] or any(self.refusal(self._made(case)) is None for case in named):
+        if self.case is not self.table.cases[0]:
             return None
+        for case in named:
+            if 0 not in case.sizes.values() and self.refusal(self._made(case)) is None:
+                return case
         found: list[Case] = []
         if domain is not None:
             first = {name: values[0] for name, values in domain.options.items()}

@@ -201,6 +201,12 @@ class Backend:
         return not self.device_types or device_type in self.device_types
 
 
+#: What kernels of backend `torch` require that are PyTorch's own fused ones for GPUs: they are not slow there.
+GPU: Capability = "gpu"
+#: Types of devices that have these: NVIDIA's and AMD's, Intel's.
+_GPUS = ("cuda", "xpu")
+
+
 class TorchBackend(Backend):
     """Kernels in plain PyTorch that feature packages list beside their ops: after every vendor's, on any device.
 
@@ -215,8 +221,9 @@ class TorchBackend(Backend):
         self._kernels = tuple(kernels)
 
     def capabilities(self, device: torch.device) -> frozenset[Capability]:
-        """Return `host_memory` where reading a tensor's values does not make the host wait for a device."""
-        return frozenset({"host_memory"}) if device.type == "cpu" else frozenset()
+        """Return `host_memory` where reading values does not make the host wait for a device, `gpu` of a GPU."""
+        found = {"host_memory": device.type == "cpu", GPU: device.type in _GPUS}
+        return frozenset(name for name, there in found.items() if there)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return those of the installed feature packages."""

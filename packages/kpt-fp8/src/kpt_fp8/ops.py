@@ -1,6 +1,7 @@
 """The ops of this package and their kernels in plain PyTorch, for the entry-point group `kpt.ops`."""
 
 from kpt_core import Kernel
+from kpt_core.contract import GPU
 
 from .dequantize import dequantize
 from .linear import linear
@@ -20,6 +21,15 @@ KERNELS = (
         requires=_HOST,
         composed_of=("fp8.quantize", "fp8.dequantize"),
         deterministic=True,
+    ),
+    Kernel(
+        "fp8.linear",
+        forward=f"{_HERE}.gpu_linear:forward",
+        backward=f"{_HERE}.gpu_linear:backward",
+        unsupported=f"{_HERE}.gpu_linear:unsupported",
+        requires={GPU},
+        priority=10,
+        composed_of=("fp8.quantize", "fp8.dequantize", "fp8.scaled_mm"),
     ),
     Kernel("fp8.scaled_mm", forward=f"{_HERE}.scaled_mm:forward", requires=_HOST, deterministic=True),
 )

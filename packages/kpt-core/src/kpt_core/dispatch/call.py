@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from kpt_core import registry
 from kpt_core.autocast import converted, without_autocast
-from kpt_core.contract import TORCH, Call, Op
+from kpt_core.contract import GPU, TORCH, Call, Op
 from kpt_core.errors import InputError, KptError, NoKernelError
 from kpt_core.selection import Selection
 
@@ -87,7 +87,7 @@ def serve(op: Op[..., Any], call: Call) -> Any:
     if SCOPE.get() is None and found.tuned is None and not found.explicit:
         # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
         silent = not registry.reference_is_slow(first.device)
-        asked = tuple(each for each in found.accepted if silent or each.backend != TORCH)
+        asked = tuple(each for each in found.accepted if silent or each.backend != TORCH or GPU in each.kernel.requires)
         quick[first.dtype] = None if first.is_cpu else first.device, asked, silent and found.reference
     return result
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kpt_core import registry
-from kpt_core.contract import TORCH, Call, Op
+from kpt_core.contract import GPU, TORCH, Call, Op
 from kpt_core.errors import FallbackWarning, KernelFailedWarning, KptError, NoKernelError, warn_caller
 from kpt_core.selection import Refused
 
@@ -127,9 +127,12 @@ def _listed(refusals: Iterable[Refused]) -> str:
 def _is_slow(found: Candidates, candidate: Candidate | None) -> bool:
     """Return whether plain PyTorch would serve an accelerator without having been asked for.
 
-    A kernel that is composed of ops of which a vendor may serve some does not count: each of those tells for itself.
+    A kernel for GPUs does not count, nor one that is composed of ops of which a vendor may serve some: each of those
+    tells for itself.
     """
     if found.explicit or not registry.reference_is_slow(found.device):
+        return False
+    if candidate is not None and GPU in candidate.kernel.requires:
         return False
     return candidate is None or not _parts_may_be_served(candidate, found.device, found.dtype)
 

@@ -61,6 +61,12 @@ SCALED_MM = CaseTable(
         Case(name="63 rows, odd sizes", sizes={"rows": 63, "inner": 33, "columns": 17, "biased": True}),
         # So many that one rounding more than there has to be shows in the mean error.
         Case(name="many results", sizes={"rows": 1024, "inner": 256, "columns": 1024, "biased": True}, model=True),
+        # As the vendors' libraries ask for: in multiples of 16.
+        Case(name="whole sizes", sizes={"rows": 17, "inner": 64, "columns": 48, "biased": True}),
+        Case(
+            name="whole sizes, one scale each",
+            sizes={"rows": 17, "inner": 64, "columns": 48, "granularity_a": "tensor", "granularity_b": "tensor"},
+        ),
         Case(name="one scale each", sizes={"granularity_a": "tensor", "granularity_b": "tensor"}),
         Case(
             name="blocks that end early",
@@ -116,9 +122,9 @@ SCALED_MM = CaseTable(
         },
         sized=("granularity_a", "granularity_b"),
         families={
-            "DeepSeek-V3, a step": {"rows": 3, "inner": 1_536, "columns": 520, **_BLOCKS},
-            "DeepSeek-V3": {"rows": 200, "inner": 1_200, "columns": 390, **_BLOCKS},
-            "Llama 3.1, FBGEMM": {"rows": 17, "inner": 2_048, "columns": 520},
+            "DeepSeek-V3, a step": {"rows": 3, "inner": 1_536, "columns": 528, **_BLOCKS},
+            "DeepSeek-V3": {"rows": 200, "inner": 1_200, "columns": 400, **_BLOCKS},
+            "Llama 3.1, FBGEMM": {"rows": 17, "inner": 2_048, "columns": 528},
             "MXFP8": {"rows": 40, "inner": 1_056, "columns": 130, "scale_dtype": torch.float8_e8m0fnu, **_MX},
         },
         allowed=lambda values: _allowed(values) and affordable(values),

@@ -1,13 +1,11 @@
-"""`fp8.scaled_mm` by hipBLASLt: which calls a chip takes; how it is called, by the numbers of torch on a CPU."""
+"""`fp8.scaled_mm` by the vendor's library: which calls it takes; how it is called, by the numbers of torch on a CPU."""
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kpt_backend_amd import BACKEND, scaled_mm
 from kpt_core import get_op
 from kpt_fp8 import quantize
-from simulated_cuda import FakeDevice, simulate
+from kpt_fp8.torch_kernels import gpu_scaled_mm
 
 FN, E5M2, FNUZ, E5M2_FNUZ = (getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
 
@@ -20,44 +18,40 @@ def call(a=FN, b=FN, by="tensor", rows=3, inner=32, columns=48, out=torch.bfloat
     return get_op("fp8.scaled_mm").bind(left, right.t(), scale_a, scale_b, bias, **options)._replace(**changes)
 
 
-@pytest.fixture
-def on(monkeypatch):
-    """Make a chip of the CPU, under a ROCm, for the gate alone."""
-
-    def see(chip, hip="7.0.0"):
-        monkeypatch.setattr(scaled_mm, "_chip", lambda device: chip)
-        monkeypatch.setattr(torch.version, "hip", hip)
-
-    return see
+UNSUPPORTED = {
+    "ocp": gpu_scaled_mm.unsupported,
+    "fnuz": gpu_scaled_mm.unsupported_of_fnuz,
+    "tensors": gpu_scaled_mm.unsupported_but_tensors,
+    "rows": gpu_scaled_mm.unsupported_but_rows,
+}
 
 
 @pytest.mark.parametrize(
-    ("chip", "hip", "a", "b", "refused"),
+    ("kernel", "a", "b", "by", "refused"),
     [
-        ("gfx942", "6.4.1", FNUZ, FNUZ, None),
-        ("gfx942", "6.4.1", E5M2_FNUZ, FNUZ, None),
-        (
-            "gfx942", "7.0.0", FN, FN,
-            "float8_e4m3fn by float8_e4m3fn; gfx942 multiplies float8_e4m3fnuz and float8_e5m2fnuz",
-        ),
-        ("gfx942", "7.0.0", FNUZ, E5M2, "float8_e4m3fnuz by float8_e5m2; gfx942 multiplies"),
-        ("gfx950", "7.0.0", FN, E5M2, None),
-        ("gfx950", "7.0.0", FNUZ, FNUZ, "gfx950 multiplies float8_e4m3fn and float8_e5m2"),
-        ("gfx950", "6.4.1", FN, FN, "gfx950 multiplies no 8-bit numbers"),
-        ("gfx1201", "6.5.0", FN, FN, None),
-        ("gfx1201", "6.5.0", FNUZ, FNUZ, "gfx1201 multiplies float8_e4m3fn and float8_e5m2"),
-        ("gfx1100", "7.0.0", FN, FN, "gfx1100 multiplies no 8-bit numbers"),
-        ("gfx90a", "7.0.0", FNUZ, FNUZ, "gfx90a multiplies no 8-bit numbers"),
+        ("fnuz", FNUZ, FNUZ, "tensor", None),
+        ("fnuz", E5M2_FNUZ, FNUZ, "row", None),
+        ("fnuz", FN, FN, "tensor", "this kernel multiplies float8_e4m3fnuz and float8_e5m2fnuz"),
+        ("fnuz", FNUZ, E5M2, "tensor", "float8_e4m3fnuz by float8_e5m2; this kernel multiplies"),
+        ("ocp", FN, E5M2, "tensor", None),
+        ("ocp", FN, FN, "row", None),
+        ("ocp", FNUZ, FNUZ, "tensor", "this kernel multiplies float8_e4m3fn and float8_e5m2"),
+        ("tensors", FN, FN, "tensor", None),
+        ("tensors", FN, FN, "row", "which another kernel takes, from sm90 on"),
+        ("rows", FN, FN, "row", None),
+        ("rows", FN, FN, "tensor", "this kernel is for rows"),
     ],
 )  # fmt: skip
-def test_a_chip_takes_its_own_numbers_and_refuses_others_in_a_sentence(on, chip, hip, a, b, refused):
-    on(chip, hip)
-    found = scaled_mm.unsupported(call(a, b))
+def test_a_kernel_takes_its_own_numbers_and_refuses_others_in_a_sentence(kernel, a, b, by, refused):
+    found = UNSUPPORTED[kernel](call(a, b, by))
     assert found is None if refused is None else refused in str(found)
 
 
-def test_a_device_of_another_type_has_no_numbers_of_its_own():
-    assert str(scaled_mm.unsupported(call())).endswith("cpu multiplies no 8-bit numbers")
+@pytest.mark.parametrize(("hip", "refused"), [("6.4.1", True), ("6.5.0", False), ("7.0.0", False), (None, False)])
+def test_an_older_rocm_multiplies_the_numbers_of_mi300_alone(monkeypatch, hip, refused):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert (gpu_scaled_mm.unsupported(call()) is not None) == refused
+    assert gpu_scaled_mm.unsupported_of_fnuz(call(FNUZ, FNUZ)) is None
 
 
 @pytest.mark.parametrize(
@@ -83,14 +77,13 @@ def test_a_device_of_another_type_has_no_numbers_of_its_own():
         ({"a": FN, "offset": 1}, "start within 16 bytes"),
     ],
 )  # fmt: skip
-def test_what_the_library_does_not_do_is_refused_in_a_sentence(on, given, refused):
-    on("gfx950")
+def test_what_the_library_does_not_do_is_refused_in_a_sentence(given, refused):
     given = dict(given)
     offset = given.pop("offset", 0)
     made = call(**given)
     if offset:
         made = made._replace(a=torch.zeros(3 * 32 + offset, dtype=torch.uint8)[offset:].view(FN).view(3, 32))
-    found = scaled_mm.unsupported(made)
+    found = gpu_scaled_mm.unsupported(made)
     assert found is None if refused is None else refused in str(found)
 
 
@@ -100,7 +93,7 @@ def test_a_bias_of_any_type_is_added_before_the_one_rounding(out, bias):
     made = call(rows=64, out=out, bias=bias)
     if bias is not None:
         made.bias.mul_(100)  # so that rounding it, or the sum twice, would show
-    found = scaled_mm.forward(made)
+    found = gpu_scaled_mm.forward(made)
     wanted = get_op("fp8.scaled_mm").run_reference(made._replace(out_dtype=torch.float64))
     assert found.dtype is out
     step = torch.finfo(out).eps / 2 + 2**-20
@@ -119,25 +112,4 @@ def test_numbers_are_the_references_whatever_the_strides(by, dtype, layout):
         scales = {n: torch.stack([s, -s], -1)[..., 0] for n in ("scale_a", "scale_b") for s in (getattr(made, n),)}
         made = made._replace(a=made.a.t().contiguous().t(), bias=wide[:, 0], **scales)
     wanted = get_op("fp8.scaled_mm").run_reference(made._replace(out_dtype=torch.float64))
-    torch.testing.assert_close(scaled_mm.forward(made).double(), wanted, rtol=2**-7, atol=2**-6)
-
-
-def test_on_a_simulated_mi300x_the_library_comes_first_and_takes_its_own_numbers(monkeypatch):
-    mi300x = FakeDevice(name="AMD Instinct MI300X", extra={"gcnArchName": "gfx942:sramecc+:xnack-"})
-    simulate(monkeypatch, mi300x)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", "6.4.1")
-    scaled_mm._chip.cache_clear()
-    get_op("fp8.scaled_mm").forget()
-    try:
-        with FakeTensorMode():
-            codes, scale = torch.empty(16, 32, dtype=FNUZ, device="cuda:0"), torch.ones((), device="cuda:0")
-            options = {"granularity_a": "tensor", "granularity_b": "tensor"}
-            made = get_op("fp8.scaled_mm").bind(codes, codes.t(), scale, scale, **options)
-        (first, *_) = get_op("fp8.scaled_mm").candidates(codes.device, FNUZ).accepted
-        assert (first.backend, first.kernel.forward) == (BACKEND.name, "kpt_backend_amd.scaled_mm:forward")
-        assert first.refusal(made) is None
-        assert "gfx942 multiplies float8_e4m3fnuz" in str(first.refusal(made._replace(a=codes.to(FN))))
-    finally:
-        scaled_mm._chip.cache_clear()
-        get_op("fp8.scaled_mm").forget()
+    torch.testing.assert_close(gpu_scaled_mm.forward(made).double(), wanted, rtol=2**-7, atol=2**-6)

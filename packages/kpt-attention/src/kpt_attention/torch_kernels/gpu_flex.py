@@ -1,0 +1,172 @@
+"""`attention.dense` on GPUs by PyTorch's FlexAttention, compiled: any mask, whatever changes scores, the log-sum-exp.
+
+The mask is the plan's: blocks that are dead cost nothing, full ones no mask. One program serves all lengths.
+"""
+
+import math
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_attention.dense import scale_of, wide_dtype
+from kpt_attention.plan import BLOCK, Plan, to_block_mask
+from kpt_core import Call, Refusal
+
+#: Dimensions that its programs are made for.
+_LEAST_DIM, _MOST_DIM = 16, 256
+#: Programs of one kind of call: of each dtype, with gradients and without, of static sizes first.
+_MOST_PROGRAMS = 64
+
+
+try:
+    from torch.nn.attention.flex_attention import AuxRequest
+except ImportError:  # torch 2.8
+    _WITH_LSE: dict[str, Any] = {"return_lse": True}
+else:
+    _WITH_LSE = {"return_aux": AuxRequest(lse=True)}
+
+
+def unsupported(call: Call) -> Refusal | str | None:
+    """Return why FlexAttention does not take a call."""
+    q, v = call.q, call.v
+    if call.dropout:
+        return "FlexAttention has no dropout"
+    if q.dtype is torch.float64:
+        return "float64; FlexAttention takes 32 bits and 16 on a GPU"
+    if not (q.numel() and call.k.numel() and v.numel()):
+        return "there is nothing to compute"
+    if not all(_LEAST_DIM <= dim <= _MOST_DIM for dim in (q.shape[3], v.shape[3])):
+        return Refusal(
+            "dims {dim} and {other}; FlexAttention takes {least} to {most}",
+            dim=q.shape[3], other=v.shape[3], least=_LEAST_DIM, most=_MOST_DIM,
+        )  # fmt: skip
+    return None
+
+
+def forward(call: Call) -> Any:
+    """Return the output and, where it is asked for, the log-sum-exp; autograd differentiates them."""
+    out, lse = _compiled(_kind(call))(call)
+    return out, lse if call.return_lse else None
+
+
+def attend(call: Call, flex_attention: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp by a function that takes what torch's `flex_attention` takes."""
+    q, k, v = call.q, call.k, call.v
+    queries, keys = q.shape[2], k.shape[2]
+    mask = None
+    if call.causal or call.intervals is not None or call.blocks is not None:
+        plan = Plan(call.causal, call.position, call.intervals, call.blocks, call.block_bits)
+        mask = to_block_mask(plan, queries, keys, q.device)
+        hidden = _unseen(call)
+        if hidden is not None:  # it multiplies them by zero, and NaN would stay
+            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    out, lse = flex_attention(
+        q, k, v, score_mod=_score_mod(call), block_mask=mask, scale=scale_of(call),
+        enable_gqa=q.shape[1] != k.shape[1], **_WITH_LSE,
+    )  # fmt: skip
+    wide = wide_dtype(q.dtype)
+    lse = (lse if isinstance(lse, Tensor) else lse.lse).to(wide)
+    if call.sinks is not None:
+        # One more key of which the value is zero: what the others weigh shrinks.
+        sinks = call.sinks.to(wide)[:, None]
+        dead = lse == -math.inf
+        weight = (lse.masked_fill(dead, 0) - sinks).sigmoid().masked_fill(dead, 0)
+        out = (out.to(wide) * weight.unsqueeze(-1)).to(q.dtype)
+        lse = torch.logaddexp(lse, sinks.expand_as(lse))
+    return out.contiguous(), lse.contiguous()
+
+
+def _score_mod(call: Call) -> Callable[..., Tensor] | None:
+    """Return the function of a score, if anything changes it: cap first, then what is added."""
+    slopes, table, bias = call.alibi_slopes, call.relative_bias, call.bias
+    if not call.softcap and slopes is None and table is None and bias is None:
+        return None
+    # A tensor, since compilers make another program for each number.
+    softcap = call.q.new_full((), call.softcap, dtype=torch.float32) if call.softcap else None
+    position, far = call.position, 0 if table is None else table.shape[1] // 2
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        distance = k - q - position
+        if slopes is not None:
+            score = score - slopes[h] * distance.abs()
+        if table is not None:
+            score = score + table[h, distance.clamp(-far, far) + far]
+        if bias is not None:
+            at = (each if size > 1 else each * 0 for each, size in zip((b, h, q, k), bias.shape, strict=True))
+            score = score + bias[tuple(at)]
+        return score
+
+    return score_mod
+
+
+def _unseen(call: Call) -> Tensor | None:
+    """Return the keys that no query of any head of theirs sees, `[B or 1, Hkv or 1, K, 1]`; None if there are none.
+
+    What hides a key from all: causality where the queries end before it, intervals and blocks. That two of these
+    together hide one which neither does is left out: such a key is in a block of a mask, which is masked.
+    """
+    (_, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
+    seen: Tensor | None = None
+    if call.causal and call.position + queries < keys:
+        seen = torch.arange(keys, device=call.q.device).view(1, 1, keys) < call.position + queries
+    if call.intervals is not None:
+        begins, ends = (each.flatten(2).clamp(0, keys).long() for each in call.intervals.unbind(-1))
+        ends = torch.maximum(begins, ends)
+        marks = begins.new_zeros((*begins.shape[:2], keys + 1))
+        ones = torch.ones_like(begins)
+        inside = marks.scatter_add(2, begins, ones).scatter_add(2, ends, -ones).cumsum(2)[..., :keys] > 0
+        seen = inside if seen is None else seen & inside
+    if call.blocks is not None:
+        columns = torch.cat((call.block_bits.new_zeros(1, BLOCK // 8), call.block_bits.new_full((1, BLOCK // 8), 255),
+                             _any_row(call.block_bits)))  # fmt: skip
+        rows, across = -(-queries // BLOCK), -(-keys // BLOCK)
+        bytes_ = columns[call.blocks[:, :, :rows, :across].long()]
+        bits = (bytes_.unsqueeze(-1) >> torch.arange(8, device=bytes_.device, dtype=torch.uint8)) & 1
+        inside = bits.bool().flatten(-2).any(2).flatten(2)[..., :keys]
+        seen = inside if seen is None else seen & inside
+    if seen is None:
+        return None
+    if seen.shape[1] > 1:
+        seen = seen.unflatten(1, (kv_heads, heads // kv_heads)).any(2)
+    return ~seen.unsqueeze(-1)
+
+
+def _any_row(bits: Tensor) -> Tensor:
+    """Return the bytes of the keys that some row of each block sees, `[n, 16]` of `[n, 128, 16]`."""
+    places = torch.arange(8, device=bits.device, dtype=torch.uint8)
+    some = ((bits.unsqueeze(-1) >> places) & 1).amax(1)
+    return (some << places).sum(-1, dtype=torch.uint8)
+
+
+def _kind(call: Call) -> tuple[object, ...]:
+    """Return what makes another program of a call, but for dtypes and sizes; numbers are part of a program."""
+    given = ("intervals", "blocks", "alibi_slopes", "relative_bias", "bias", "sinks")
+    return scale_of(call), call.causal, bool(call.softcap), *(getattr(call, name) is not None for name in given)
+
+
+@cache
+def _compiled(kind: tuple[object, ...], backend: str = "inductor") -> Callable[[Call], tuple[Tensor, Tensor]]:
+    """Return `attend` compiled whole, the lists of blocks too, for calls of one kind, whatever their sizes."""
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def program(call: Call) -> Any:
+        return attend(call, flex_attention)
+
+    # Torch counts recompilations by a function's code: each kind has its own.
+    own = types.FunctionType(program.__code__.replace(), program.__globals__, closure=program.__closure__)
+    made = torch.compile(own, dynamic=True, fullgraph=True, backend=backend)
+    # Numbers are part of a program. Past its limit torch would have all scores in memory without a word.
+    settings = {"recompile_limit": _MOST_PROGRAMS, "fail_on_recompile_limit_hit": True, "specialize_float": True}
+
+    def run(call: Call) -> Any:
+        with config.patch(settings):
+            return made(call)
+
+    return run

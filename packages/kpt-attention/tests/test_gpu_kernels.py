@@ -1,0 +1,202 @@
+"""PyTorch's fused kernels behind `attention.dense` on GPUs: numbers of the same functions on a CPU, and refusals."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor
+
+from kpt_attention.cases import DENSE
+from kpt_attention.cases.paged import PAGED
+from kpt_attention.dense import dense
+from kpt_attention.paged import paged
+from kpt_attention.torch_kernels import gpu_flex, gpu_paged, gpu_sdpa
+from kpt_core import Call
+from kpt_optimize.cases import Case
+
+SMALL = {case.name: case for case in DENSE.cases if not (case.model or case.large)}
+#: One of each kind of mask, of what changes scores, and of places.
+OF_FLEX = (
+    *("full", "decode past many keys, left padding", "causal from the start", "more queries than keys", "documents"),
+    *("two intervals", "blocks", "blocks by head", "nothing seen", "nothing seen but the sink", "softcap and a bias"),
+    *("bias of keys", "alibi", "relative bias", "sinks", "groups of heads, output alone", "scaled"),
+)
+
+
+#: Dynamo looks at the gradients of what is no leaf.
+eagerly = pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
+
+
+@pytest.fixture(autouse=True)
+def _backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function itself differentiates on any device; torch refuses on CPUs, where its compiler has no kernel."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+
+
+def call_of(case: str, **changes: Any) -> Call:
+    """A case's call in float64, so that no rounding hides a fault."""
+    made = DENSE.arguments(SMALL[case], dtype=torch.float64)
+    return dense.bind(**{**made, **changes})
+
+
+def on_a_gpu(call: Call) -> Call:
+    """A call of a dtype and of sizes that GPUs' kernels take."""
+    wide = {name: getattr(call, name).bfloat16() for name in ("q", "k", "v")}
+    return call._replace(**{name: tensor.repeat(1, 1, 1, 4) for name, tensor in wide.items()})
+
+
+def results(call: Call, function: Callable[[Call], Any]) -> dict[str, Tensor]:
+    """Output, log-sum-exp and gradients for random cotangents."""
+    leaves = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in call._asdict().items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    out, lse = function(call._replace(**leaves))
+    generator = torch.Generator().manual_seed(0)
+    told = {"out": out} | ({} if lse is None else {"lse": lse.masked_fill(lse == -math.inf, 0)})
+    loss = torch.stack([(each * torch.randn(each.shape, generator=generator).double()).sum() for each in told.values()])
+    gradients = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
+    found = {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
+    return {name: each.detach() for name, each in (told | found).items()}
+
+
+def by_flex(call: Call) -> Any:
+    out, lse = gpu_flex.attend(call, flex.flex_attention)
+    return out, lse if call.return_lse else None
+
+
+def assert_equals_reference(call: Call, function: Callable[[Call], Any]) -> None:
+    got, want = results(call, function), results(call, dense.run_reference)
+    for name, tensor in want.items():
+        torch.testing.assert_close(
+            got[name], tensor, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@eagerly
+@pytest.mark.parametrize("case", OF_FLEX)
+def test_flex_gives_the_references_numbers_and_gradients(case: str) -> None:
+    call = call_of(case)
+    assert gpu_flex.unsupported(on_a_gpu(call)) is None
+    assert_equals_reference(call, by_flex)
+
+
+@eagerly
+@pytest.mark.parametrize("case", ["decode past many keys, left padding", "blocks by head", "causal from the start"])
+def test_nothing_of_what_nobody_sees_stays(case: str) -> None:
+    call = call_of(case)
+    if call.block_bits is not None:  # of each block the first 16 keys
+        call.block_bits[..., 2:] = 0
+    hidden = gpu_flex._unseen(call)
+    assert hidden is not None
+    assert hidden.any()
+    spoilt = call._replace(**{n: getattr(call, n).masked_fill(hidden, math.nan) for n in ("k", "v")})
+    with torch.no_grad():
+        torch.testing.assert_close(by_flex(spoilt)[0], dense.run_reference(call)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_one_program_serves_all_lengths_forward_and_backward() -> None:
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for length in (40, 200, 300, 513):
+        made = DENSE.arguments(
+            Case(name="window", sizes={"queries": length, "keys": length, "mask": "window", "batch": 1, "groups": 2}),
+            dtype=torch.float64,
+        )
+        call = dense.bind(**made)
+        assert_equals_reference(call, gpu_flex._compiled(gpu_flex._kind(call), "eager"))
+    # One block of keys is a size of its own.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+
+
+TAKEN_BY_SDPA = (
+    *("small", "causal, output alone", "decode, output alone", "a few queries of many keys", "bias of keys"),
+    *("a few queries of few keys", "groups of heads, output alone", "groups of heads, full, output alone", "scaled"),
+    "causal from the start",
+)
+
+
+@pytest.mark.parametrize("case", TAKEN_BY_SDPA)
+def test_sdpa_gives_the_references_numbers_and_gradients(case: str) -> None:
+    call = call_of(case, return_lse=False)
+    taken = on_a_gpu(call)
+    taken = taken if taken.bias is None else taken._replace(bias=taken.bias.bfloat16())
+    assert gpu_sdpa.unsupported(taken) is None
+    assert_equals_reference(call, gpu_sdpa.forward)
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("full", "the log-sum-exp is asked for"),
+        ("window", "intervals is given"),
+        ("blocks", "blocks is given"),
+        ("sinks", "intervals is given"),
+        ("alibi", "alibi_slopes is given"),
+        ("softcap", "the log-sum-exp|no softcap"),
+        ("more queries than keys", "the log-sum-exp"),
+        ("no keys", "nothing to compute|the log-sum-exp"),
+    ],
+)
+def test_sdpa_says_why_it_takes_a_call_not(case: str, sentence: str) -> None:
+    refusal = str(gpu_sdpa.unsupported(on_a_gpu(call_of(case))))
+    assert any(each in refusal for each in sentence.split("|")), refusal
+
+
+def test_sdpa_rounds_no_bias_and_gives_no_row_that_sees_nothing() -> None:
+    mixed = on_a_gpu(call_of("bias of keys", return_lse=False))
+    assert "a bias in torch.float64" in str(gpu_sdpa.unsupported(mixed))
+    beside = on_a_gpu(call_of("softcap and a bias", return_lse=False, softcap=0.0))
+    assert "a bias beside causality" in str(gpu_sdpa.unsupported(beside._replace(bias=beside.bias.bfloat16())))
+    early = on_a_gpu(call_of("more queries than keys", return_lse=False))
+    assert "every query at a key" in str(gpu_sdpa.unsupported(early))
+
+
+def test_no_dropout_and_no_small_heads_for_flex() -> None:
+    assert "no dropout" in str(gpu_flex.unsupported(on_a_gpu(call_of("dropout"))))
+    assert "dims 8 and 8" in str(gpu_flex.unsupported(call_of("causal")._replace(q=torch.zeros(2, 2, 24, 8))))
+
+
+def test_groups_are_repeated_where_the_kernel_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **settings: Any) -> Tensor:
+        asked.append((k.shape[1], enable_gqa))
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(gpu_sdpa.F, "scaled_dot_product_attention", sdpa)
+    call = on_a_gpu(call_of("groups of heads, full, output alone"))
+    gpu_sdpa.forward(call)
+    gpu_sdpa.forward(call._replace(**{name: getattr(call, name).float() for name in "qkv"}))
+    kv_heads, heads = call.k.shape[1], call.q.shape[1]
+    assert asked == [(kv_heads, True), (heads, False)]
+
+
+STEPS = {case.name: case for case in PAGED.cases if not case.model and case.sizes.get("queries", 1) == 1}
+
+
+@pytest.mark.parametrize("case", [name for name in STEPS if name not in ("no sequences", "no pages")])
+def test_a_step_over_pages_gives_the_references_numbers(case: str) -> None:
+    call = paged.bind(**PAGED.arguments(STEPS[case], dtype=torch.float64))
+    assert gpu_paged.unsupported(call) is None
+    hidden = PAGED.padding(PAGED.arguments(STEPS[case], dtype=torch.float64))
+    dirty = {name: getattr(call, name) for name in hidden}
+    dirty = {n: cache.masked_fill(hidden[n], math.nan) if cache.itemsize > 1 else cache for n, cache in dirty.items()}
+    for tried in (call, call._replace(**dirty)):
+        for got, want in zip(gpu_paged.forward(tried), paged.run_reference(call), strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_over_pages_leaves_prefills_and_what_is_too_much_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = next(case for case in PAGED.cases if case.name == "several queries")
+    assert "several queries" in str(gpu_paged.unsupported(paged.bind(**PAGED.arguments(several))))
+    monkeypatch.setattr(gpu_paged, "_MOST_BYTES", 1000)
+    assert "GiB at once" in str(gpu_paged.unsupported(paged.bind(**PAGED.arguments(STEPS["a step"]))))
