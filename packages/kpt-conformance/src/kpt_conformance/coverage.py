@@ -109,7 +109,8 @@ class Coverage:
         found += [f"{name} is never {value}" for name, value in _zeros(self.options)]
         for name, value in _zeros(self.in_dtypes):
             option, _, dtype = value.rpartition(" in ")
-            if (name, option) not in never and self.dtypes[dtype]:
+            # What is seldom is tried once, in one dtype.
+            if (name, option) not in never and self.dtypes[dtype] and name not in _domain(self.table).seldom:
                 found.append(f"{name} is never {value}")
         for (one, here), (other, there) in (pair for pair, count in self.pairs.items() if not count):
             first, second = (_domain(self.table).options[name][at] for name, at in ((one, here), (other, there)))
