@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,19 +14,13 @@ from kpt_conformance.checks import cost
 from kpt_conformance.loopback import Loopback
 from kpt_conformance.subject import Subject
 from kpt_conformance.trial import Trial
-from kpt_optimize.cases import CaseTable, case_tables
+from kpt_optimize.cases import case_tables
+from mutants import attention
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Declared(CaseTable):
-    """A table that says in which size memory is linear."""
-
-    linear_in: str | None = None
-
-
-def trial_of(loopback: Loopback, before: Callable[[Any], Any], linear_in: str | None) -> Trial:
+def trial_of(loopback: Loopback, before: Callable[[Any], Any], *linear_in: str) -> Trial:
     forward, backward = honest.grouped_mm_of()
 
     def grouped_mm(call: Any) -> Any:
@@ -34,9 +28,7 @@ def trial_of(loopback: Loopback, before: Callable[[Any], Any], linear_in: str | 
         return forward(call)
 
     kernel = loopback.offer("moe.grouped_mm", grouped_mm, backward)
-    known = case_tables()["moe.grouped_mm"]
-    values = {field.name: getattr(known, field.name) for field in fields(known)}
-    table = Declared(**{**values, "linear_in": linear_in})
+    table = replace(case_tables()["moe.grouped_mm"], linear_in=linear_in)
     subject = Subject(kpt_core.get_op("moe.grouped_mm"), kernel.forward, loopback.name, CPU, kernel)
     return Trial(subject, table, table.cases[0], torch.float32)
 
@@ -60,8 +52,16 @@ def test_quadratic_memory_fails_where_linear_is_said(loopback: Loopback) -> None
         cost.cost(trial_of(loopback, squares, "rows"))
 
 
+def test_attention_of_all_scores_at_once_fails(loopback: Loopback) -> None:
+    kernel = loopback.offer("attention.dense", *attention.right())
+    table = case_tables()["attention.dense"]
+    subject = Subject(kpt_core.get_op("attention.dense"), kernel.forward, loopback.name, CPU, kernel)
+    with pytest.raises(AssertionError, match="memory must be linear in queries and keys"):
+        cost.cost(Trial(subject, table, table.cases[0], torch.float32))
+
+
 def test_what_is_only_large_is_told_and_does_not_fail(loopback: Loopback) -> None:
-    trial = trial_of(loopback, lambda call: torch.empty(2**26, dtype=torch.uint8), None)
+    trial = trial_of(loopback, lambda call: torch.empty(2**26, dtype=torch.uint8))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("error")
         cost.cost(trial)

@@ -325,6 +325,7 @@ DENSE = CaseTable(
         "gradient of bias": Accuracy(1.1, 3.0, "what the changes of a row have in common is summed over the output"),
     },
     padding=_unseen,
+    linear_in=("queries", "keys"),
     specified=_specified,
     reduction=lambda arguments: max(
         *arguments["q"].shape[2:], *arguments["k"].shape[2:],

@@ -146,20 +146,21 @@ def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int:
 
 
 def _require_linear(trial: Trial) -> None:
-    """Raise `AssertionError` if the op says that memory is linear in a dimension and the kernel's grows faster."""
-    name = getattr(trial.table, "linear_in", None)
-    if name is None:
+    """Raise `AssertionError` if the op says that memory is linear in dimensions and the kernel's grows faster."""
+    names = trial.table.linear_in
+    if not names:
         return
     sizes = []
     for length in (_LENGTH, 2 * _LENGTH):
-        case = replace(trial.case, sizes={**trial.case.sizes, name: length})
+        case = replace(trial.case, sizes={**trial.case.sizes, **dict.fromkeys(names, length)})
         arguments = trial.table.arguments(case, dtype=trial.dtype, device=trial.subject.device)
         if trial.refusal(arguments) is not None:
             return
         trial.run(arguments)
         sizes.append(peak_bytes(trial.subject.device, partial(trial.run, arguments)))
     small, large = sizes
+    told = " and ".join(names)
     assert large <= _LINEAR * small or large - small < _LEAST_GROWTH, (
-        f"{small / 2**20:.1f} MiB at once for {name}={_LENGTH}, {large / 2**20:.1f} MiB for twice as many; "
-        f"memory must be linear in {name}"
+        f"{small / 2**20:.1f} MiB at once for {told} of {_LENGTH}, {large / 2**20:.1f} MiB for twice as many; "
+        f"memory must be linear in {told}"
     )
