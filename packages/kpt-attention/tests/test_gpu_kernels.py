@@ -10,9 +10,9 @@ import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 
 from kpt_attention.cases import DENSE
-from kpt_attention.cases.paged import PAGED
+from kpt_attention.cases.paged import PAGED, UPDATE_CACHE
 from kpt_attention.dense import dense
-from kpt_attention.paged import paged
+from kpt_attention.paged import paged, update_cache
 from kpt_attention.torch_kernels import gpu_flex, gpu_paged, gpu_sdpa
 from kpt_core import Call
 from kpt_optimize.cases import Case
@@ -195,8 +195,43 @@ def test_a_step_over_pages_gives_the_references_numbers(case: str) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+PREFILLS = {
+    case.name: case
+    for case in PAGED.cases
+    if case.sizes.get("queries", 1) > 1 and not {"alibi", "bias", "mask"} & case.sizes.keys()
+}
+
+
+@pytest.mark.parametrize("case", PREFILLS)
+def test_prefills_over_pages_give_the_references_numbers(case: str) -> None:
+    call = paged.bind(**PAGED.arguments(PREFILLS[case], dtype=torch.float64))
+    assert gpu_paged.unsupported_prefill(call) is None
+    hidden = PAGED.padding(PAGED.arguments(PREFILLS[case], dtype=torch.float64))
+    dirty = {name: getattr(call, name) for name in hidden}
+    dirty = {n: cache.masked_fill(hidden[n], math.nan) if cache.itemsize > 1 else cache for n, cache in dirty.items()}
+    for tried in (call, call._replace(**dirty)):
+        for got, want in zip(gpu_paged.prefill(tried), paged.run_reference(call), strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
 def test_a_step_over_pages_leaves_prefills_and_what_is_too_much_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     several = next(case for case in PAGED.cases if case.name == "several queries")
     assert "several queries" in str(gpu_paged.unsupported(paged.bind(**PAGED.arguments(several))))
     monkeypatch.setattr(gpu_paged, "_MOST_BYTES", 1000)
     assert "GiB at once" in str(gpu_paged.unsupported(paged.bind(**PAGED.arguments(STEPS["a step"]))))
+
+
+@pytest.mark.parametrize("case", [case for case in UPDATE_CACHE.cases if not case.model], ids=lambda case: case.name)
+@pytest.mark.parametrize("left_out", [0, 3, 1000])
+def test_rows_are_written_into_their_slots_and_nowhere_else(case: Case, left_out: int) -> None:
+    made = UPDATE_CACHE.arguments(case, dtype=torch.float32)
+    made["slots"][:left_out] = -1
+    calls = [update_cache.bind(**{n: v.clone() if isinstance(v, Tensor) else v for n, v in made.items()}) for _ in "ab"]
+    gpu_paged.update(calls[0])
+    update_cache.run_reference(calls[1])
+    for name in ("k_cache", "v_cache"):
+        got, want = (getattr(call, name) for call in calls)
+        bits = torch.uint8 if got.itemsize == 1 else torch.int32
+        assert torch.equal(got.view(bits), want.view(bits)), name

@@ -51,5 +51,20 @@ OPS = (
         priority=10,
         deterministic=True,
     ),
+    Kernel(
+        "attention.paged",
+        forward=f"{_HERE}.gpu_paged:prefill",
+        unsupported=f"{_HERE}.gpu_paged:unsupported_prefill",
+        requires={GPU},
+        priority=9,
+        composed_of=("attention.dense",),
+    ),
+    Kernel(
+        "attention.update_cache",
+        forward=f"{_HERE}.gpu_paged:update",
+        requires={GPU},
+        priority=10,
+        deterministic=True,
+    ),
     Kernel("attention.paged", forward=f"{_HERE}.paged:forward", deterministic=True),
 )

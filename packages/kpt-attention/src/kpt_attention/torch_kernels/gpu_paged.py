@@ -1,7 +1,8 @@
-"""`attention.paged` on GPUs, of one query for each sequence: all pages brought together at once, no value read.
+"""`attention.paged` and `attention.update_cache` on GPUs: pages of all sequences at once, no value read on the host.
 
-Queries of the heads of a group are rows of one head, so that no key is repeated. SDPA attends where a mask is all there
-is; else scores are computed in float32. Keys are copied once: a step reads and writes the caches' share of it.
+Steps of decoding: queries of the heads of a group are rows of one head, so that no key is repeated. SDPA attends where
+a mask is all there is; else scores are computed in float32. Prefills: one call of `attention.dense`, in which each
+query sees its own sequence's keys. Keys are copied once: a call reads and writes the caches' share of it.
 """
 
 import math
@@ -11,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kpt_attention.dense import wide_dtype
-from kpt_attention.paged import FP8, scale_of, visible
+from kpt_attention.dense import dense, wide_dtype
+from kpt_attention.paged import FP8, scale_of, spans, stored, visible
 from kpt_core import Call, Refusal
 
 #: Bytes that keys or values of all sequences may take when they are brought together.
@@ -23,6 +24,20 @@ def unsupported(call: Call) -> Refusal | str | None:
     """Return why it does not take a call."""
     if call.cu_seqlens_q is not None:
         return "several queries of a sequence; this kernel is for steps of decoding"
+    return _too_much(call)
+
+
+def unsupported_prefill(call: Call) -> Refusal | str | None:
+    """Return why the kernel for several queries of a sequence does not take a call."""
+    if call.cu_seqlens_q is None:
+        return "one query of each sequence; another kernel is for steps of decoding"
+    for name in ("alibi_slopes", "bias", "mask"):
+        if getattr(call, name) is not None:
+            return Refusal("{name} is given, beside several queries of a sequence", name=name)
+    return _too_much(call)
+
+
+def _too_much(call: Call) -> Refusal | str | None:
     if not (call.q.numel() and call.v_cache.numel() and call.block_table.numel()):
         return "there is nothing to compute"
     (_, size, kv_heads, dim), pages = call.v_cache.shape, call.block_table.numel()
@@ -51,6 +66,37 @@ def forward(call: Call) -> Any:
         return out.flatten(1, 2).contiguous(), None
     out, lse = _by_scores(call, rows, k, v, place, allowed)
     return out.flatten(1, 2).to(q.dtype).contiguous(), lse.flatten(1, 2).contiguous() if call.return_lse else None
+
+
+def prefill(call: Call) -> Any:
+    """Return the output and, where it is asked for, the log-sum-exp, of several queries of each sequence."""
+    q, heads = call.q, call.q.shape[1] // call.k_cache.shape[2]
+    sequence, begin, past = spans(call)
+    at = sequence * (call.block_table.shape[1] * call.k_cache.shape[1])
+    kept = [torch.stack((at + begin, at + torch.maximum(begin, past)), -1)]
+    if call.first:
+        kept.insert(0, torch.stack((at, at + begin.clamp(max=call.first)), -1))
+    intervals = torch.stack(kept, 1).int()[None, None]
+    dtype = q.dtype if call.k_scale is None and call.v_scale is None else wide_dtype(q.dtype)
+    k, v = (_rows_of(cache, call.block_table, dtype) for cache in (call.k_cache, call.v_cache))
+    rows = q.to(dtype)
+    if call.k_scale is not None:
+        rows = rows * call.k_scale.to(dtype).repeat_interleave(heads)[:, None]
+    out, lse = dense(
+        rows.transpose(0, 1)[None], k, v, intervals=intervals, sinks=call.sinks, return_lse=call.return_lse,
+        scale=call.scale, softcap=call.softcap,
+    )  # fmt: skip
+    out = out[0].transpose(0, 1)
+    if call.v_scale is not None:
+        out = out * call.v_scale.to(dtype).repeat_interleave(heads)[:, None]
+    return out.to(q.dtype).contiguous(), None if lse is None else lse[0].transpose(0, 1).contiguous()
+
+
+def _rows_of(cache: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values of all sequences one behind the other, `[1, Hkv, S * keys, D]`."""
+    bits = cache.view(torch.uint8) if cache.dtype in FP8 else cache
+    found = bits[table.long().clamp(0, len(cache) - 1)].view(cache.dtype).to(dtype)
+    return found.flatten(0, 2).transpose(0, 1)[None]
 
 
 def _by_scores(call: Call, rows: Tensor, k: Tensor, v: Tensor, place: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,3 +139,19 @@ def _of_pages(cache: Tensor, table: Tensor, allowed: Tensor, dtype: torch.dtype)
     bits = cache.view(torch.uint8) if cache.dtype in FP8 else cache
     found = bits[table.long().clamp(0, len(cache) - 1)].view(cache.dtype).to(dtype).flatten(1, 2)
     return found.masked_fill(~allowed[..., None, None], 0).transpose(1, 2)
+
+
+def update(call: Call) -> None:
+    """Write rows into their slots; one that is left out writes what another does, for which no row must be counted."""
+    slots, size = call.slots, call.k_cache.shape[1]
+    if not (slots.numel() and call.k_cache.numel()):
+        return
+    kept = slots >= 0
+    row = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.to(torch.uint8).argmax())
+    # Where none is kept, the first slot gets what it has.
+    first, some = slots[row].clamp(min=0), kept.any()
+    page, place = first // size, first % size
+    for cache, rows, scale in ((call.k_cache, call.k, call.k_scale), (call.v_cache, call.v, call.v_scale)):
+        bits = cache.view(torch.uint8) if cache.dtype in FP8 else cache
+        made = stored(rows, scale, cache.dtype).view(bits.dtype)[row]
+        bits.index_put_((page, place), torch.where(some, made, bits[page, place]))
