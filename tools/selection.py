@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "pages, a step of decoding": ("attention.paged", _PAGES, False),
     "pages, prefills": ("attention.paged", {**_PAGES, "queries": 9}, False),
     "writing into pages": ("attention.update_cache", {"kv_heads": 2, "head_dim": 64, "value_dim": 64}, False),
+    "merging two parts of attention, training": ("attention.merge", {"value_dim": 64}, True),
     "FP8 product, a scale each": (
         "fp8.scaled_mm", {**_ROWS, "granularity_a": "tensor", "granularity_b": "tensor"}, False,
     ),
@@ -79,6 +80,7 @@ _NAMES = {
     "paged": "sequence by sequence",
     "experts_grouped": "by parts",
     "gpu_linear": "16-bit products",
+    "gpu_merge": "a dozen launches",
 }
 
 

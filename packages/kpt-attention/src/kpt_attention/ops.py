@@ -43,6 +43,7 @@ OPS = (
         backward=f"{_HERE}.tiles:backward",
         deterministic=True,
     ),
+    Kernel("attention.merge", forward=f"{_HERE}.gpu_merge:forward", requires={GPU}, differentiable=True),
     Kernel(
         "attention.paged",
         forward=f"{_HERE}.gpu_paged:forward",
