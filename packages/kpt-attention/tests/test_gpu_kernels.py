@@ -1,7 +1,7 @@
 """PyTorch's fused kernels behind `attention.dense` on GPUs: numbers of the same functions on a CPU, and refusals."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 
+import kpt_core
 from kpt_attention.cases import DENSE
 from kpt_attention.cases.paged import PAGED, UPDATE_CACHE
 from kpt_attention.dense import dense
@@ -113,6 +114,54 @@ def test_one_program_serves_all_lengths_forward_and_backward() -> None:
         assert_equals_reference(call, gpu_flex._compiled(gpu_flex._kind(call), "eager"))
     # One block of keys is a size of its own.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+
+
+@pytest.fixture
+def on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU calls itself a GPU, and programs are not compiled further than traced."""
+    monkeypatch.setattr("kpt_core.contract._GPUS", ("cpu",))
+    program = gpu_flex._compiled
+    monkeypatch.setattr(gpu_flex, "_compiled", lambda kind: program(kind, "eager"))
+    kpt_core.refresh()
+    with kpt_core.use("torch"):
+        yield
+    kpt_core.refresh()
+
+
+@pytest.mark.usefixtures("on_this_cpu")
+@pytest.mark.parametrize(("case", "module"), [("window", "gpu_flex"), ("causal, output alone", "gpu_sdpa")])
+def test_they_serve_graphs_of_ones_own(case: str, module: str) -> None:
+    made = DENSE.arguments(SMALL[case], dtype=torch.float32)
+    tensors = {n: made.pop(n).repeat(1, 1, 1, 4) for n in "qkv"}
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense(q, k, v, **made)[0]
+
+    torch._dynamo.reset()
+    assert module in str(dense.explain(*leaves, **made).kernel)
+    found = []
+    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
+        out = function(*leaves)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+    with kpt_core.use("reference"):
+        out = attend(*leaves)
+        want = (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
+    for got in found:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_this_cpu")
+def test_transforms_are_left_to_others_by_what_is_compiled() -> None:
+    call = on_a_gpu(call_of("window"))
+    said = []
+
+    def look(q: Tensor) -> Tensor:
+        said.append(str(gpu_flex.unsupported(call._replace(q=q))))
+        return q.sum()
+
+    torch.func.grad(look)(call.q)
+    assert said == ["tensors of torch.func; FlexAttention is compiled, and its compiler takes none"]
 
 
 TAKEN_BY_SDPA = (

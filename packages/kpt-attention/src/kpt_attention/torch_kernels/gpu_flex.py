@@ -6,6 +6,7 @@ The mask is the plan's: blocks that are dead cost nothing, full ones no mask. On
 import math
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,11 @@ from kpt_core import Call, Refusal
 _LEAST_DIM, _MOST_DIM = 16, 256
 #: Programs of one kind of call: of each dtype, with gradients and without, of static sizes first.
 _MOST_PROGRAMS = 64
+#: Keys of torch's dispatcher by which functions are transformed.
+_OF_TRANSFORMS = (
+    "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched", "FuncTorchVmapMode",
+    "FuncTorchGradWrapper", "PythonTLSSnapshot",
+)  # fmt: skip
 
 
 try:
@@ -35,6 +41,8 @@ def unsupported(call: Call) -> Refusal | str | None:
     q, v = call.q, call.v
     if call.dropout:
         return "FlexAttention has no dropout"
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (q, call.k, v))):
+        return "tensors of torch.func; FlexAttention is compiled, and its compiler takes none"
     if q.dtype is torch.float64:
         return "float64; FlexAttention takes 32 bits and 16 on a GPU"
     if not (q.numel() and call.k.numel() and v.numel()):
@@ -166,7 +174,20 @@ def _compiled(kind: tuple[object, ...], backend: str = "inductor") -> Callable[[
     settings = {"recompile_limit": _MOST_PROGRAMS, "fail_on_recompile_limit_hit": True, "specialize_float": True}
 
     def run(call: Call) -> Any:
-        with config.patch(settings):
+        with config.patch(settings), _transforms_again():
             return made(call)
 
     return run
+
+
+def _transforms_again() -> AbstractContextManager[object]:
+    """Let tracing use functorch where a mode's handler runs, as in a graph's first run: torch takes its keys away."""
+    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    if not excluded.has(keys.FuncTorchBatched):
+        return nullcontext()
+    for name in _OF_TRANSFORMS:
+        excluded = excluded.remove(getattr(keys, name))
+    guard: AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), excluded
+    )
+    return guard
