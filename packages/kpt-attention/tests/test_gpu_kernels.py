@@ -230,36 +230,32 @@ def test_groups_are_repeated_where_the_kernel_knows_none(monkeypatch: pytest.Mon
 STEPS = {case.name: case for case in PAGED.cases if not case.model and case.sizes.get("queries", 1) == 1}
 
 
-@pytest.mark.parametrize("case", [name for name in STEPS if name not in ("no sequences", "no pages")])
-def test_a_step_over_pages_gives_the_references_numbers(case: str) -> None:
-    call = paged.bind(**PAGED.arguments(STEPS[case], dtype=torch.float64))
-    assert gpu_paged.unsupported(call) is None
-    hidden = PAGED.padding(PAGED.arguments(STEPS[case], dtype=torch.float64))
-    dirty = {name: getattr(call, name) for name in hidden}
-    dirty = {n: cache.masked_fill(hidden[n], math.nan) if cache.itemsize > 1 else cache for n, cache in dirty.items()}
-    for tried in (call, call._replace(**dirty)):
-        for got, want in zip(gpu_paged.forward(tried), paged.run_reference(call), strict=True):
-            assert (got is None) == (want is None)
-            if want is not None:
-                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
 PREFILLS = {
     case.name: case
     for case in PAGED.cases
     if case.sizes.get("queries", 1) > 1 and not {"alibi", "bias", "mask"} & case.sizes.keys()
 }
+OVER_PAGES = [
+    *(
+        pytest.param(case, gpu_paged.unsupported, gpu_paged.forward, id=case.name)
+        for case in STEPS.values()
+        if case.name not in ("no sequences", "no pages")
+    ),
+    *(pytest.param(case, gpu_paged.unsupported_prefill, gpu_paged.prefill, id=case.name) for case in PREFILLS.values()),
+]
 
 
-@pytest.mark.parametrize("case", PREFILLS)
-def test_prefills_over_pages_give_the_references_numbers(case: str) -> None:
-    call = paged.bind(**PAGED.arguments(PREFILLS[case], dtype=torch.float64))
-    assert gpu_paged.unsupported_prefill(call) is None
-    hidden = PAGED.padding(PAGED.arguments(PREFILLS[case], dtype=torch.float64))
+@pytest.mark.parametrize(("case", "unsupported", "kernel"), OVER_PAGES)
+def test_kernels_over_pages_give_the_references_numbers(
+    case: Case, unsupported: Callable[[Call], Any], kernel: Callable[[Call], Any]
+) -> None:
+    call = paged.bind(**PAGED.arguments(case, dtype=torch.float64))
+    assert unsupported(call) is None
+    hidden = PAGED.padding(PAGED.arguments(case, dtype=torch.float64))
     dirty = {name: getattr(call, name) for name in hidden}
     dirty = {n: cache.masked_fill(hidden[n], math.nan) if cache.itemsize > 1 else cache for n, cache in dirty.items()}
     for tried in (call, call._replace(**dirty)):
-        for got, want in zip(gpu_paged.prefill(tried), paged.run_reference(call), strict=True):
+        for got, want in zip(kernel(tried), paged.run_reference(call), strict=True):
             assert (got is None) == (want is None)
             if want is not None:
                 torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

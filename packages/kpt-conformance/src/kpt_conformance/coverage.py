@@ -163,6 +163,29 @@ def planned(table: CaseTable, checks: Checks) -> Coverage:
     return coverage
 
 
+def labels_of(trial: Trial) -> tuple[str, ...]:
+    """Return what a trial meets of its op's domain, each as a few words, by which refusals are told."""
+    family = (trial.case.name,) if trial.case.name.startswith(FAMILY) else ()
+    return (f"dtype {_repr(trial.dtype)}", *_of_case(trial), *family)
+
+
+def _of_case(trial: Trial) -> Iterator[str]:
+    domain = _domain(trial.table)
+    values = _defaults(trial.table) | dict(trial.case.sizes)
+    for name, documented in domain.options.items():
+        value = values.get(name, documented[0])
+        if any(same(each, value) for each in documented):
+            yield f"{name}={_repr(value)}"
+    for name in domain.sizes:
+        size = values.get(name)
+        if isinstance(size, int):
+            yield from (f"{name} {bucket}" for bucket, holds in BUCKETS.items() if holds(size))
+
+
+def _repr(value: object) -> str:
+    return repr(value).removeprefix("torch.")
+
+
 def _together(meeting: Mapping[str, Any]) -> str:
     return " and ".join(f"{name}={_short(value)}" for name, value in meeting.items())
 

@@ -59,12 +59,12 @@ class Outcomes:
         ours = [item for item in items if getattr(getattr(item, "cls", None), "is_kpt_suite", False)]
         if not ours:
             return
+        from .coverage import labels_of
         from .generation import GENERATED
         from .interpreter import interpreting
         from .report import DECLARED
         from .subject import Subject
         from .trial import Trial
-        from .untried import labels_of
 
         generated = config.stash.get(GENERATED, {}).values()
         wanted = Counter(subject for tests in generated for subject in tests.get("test_kernel", {}).values())

@@ -116,7 +116,7 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
 
 
 def _tells(item: pytest.Item) -> bool:
-    """Whether an item's case tells something of its check that few do."""
+    """Return whether an item's case tells something of its check that few do."""
     trial = trial_of(item)
     telling = extent_of(_check_of(item)).telling if trial is not None else ()
     if trial is None or trial.table.domain is None or not telling:

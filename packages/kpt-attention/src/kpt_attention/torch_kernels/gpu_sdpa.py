@@ -1,7 +1,7 @@
 """`attention.dense` on GPUs by PyTorch's `scaled_dot_product_attention`: full or causal, perhaps with a bias.
 
-Which of its kernels runs (FlashAttention-2, cuDNN, the memory-efficient one) torch decides; calls that only its plain
-one takes, which has all scores in memory, are refused.
+Which of its kernels runs (FlashAttention-2, cuDNN, the memory-efficient one, or the plain one that has all scores in
+memory) torch decides. Float64, which the plain one alone takes, is refused.
 """
 
 from typing import Any
