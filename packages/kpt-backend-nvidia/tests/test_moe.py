@@ -6,6 +6,7 @@ import torch
 import kpt_core
 from kpt_backend_nvidia import BACKEND, capabilities_of
 from kpt_core.contract import load
+from kpt_triton import chips
 from kpt_triton.moe import configs, refusals
 from kpt_triton.moe import experts as of_experts
 from kpt_triton.moe import grouped_mm as of_products
@@ -112,8 +113,8 @@ def test_what_gating_does_not_take_is_refused():
     + [(chip, False) for chip in ("sm89", "sm90", "sm120", "gfx950", "gfx1201", "interpreter")],
 )
 def test_eight_bit_weights_need_a_chip_that_reads_them(chip, refused, monkeypatch):
-    monkeypatch.setattr(refusals, "chip_of", lambda device: chip)
-    refusals._no_float8.cache_clear()
+    monkeypatch.setattr(chips, "chip_of", lambda device: chip)
+    chips.no_float8.cache_clear()
     codes = torch.zeros(2, 2, 2, dtype=torch.float8_e4m3fn)
     call = kpt_core.get_op("moe.scaled_grouped_mm").bind(
         torch.zeros(2, 2), codes, torch.ones(2, 2), torch.tensor([1, 2], dtype=torch.int32)
@@ -122,4 +123,4 @@ def test_eight_bit_weights_need_a_chip_that_reads_them(chip, refused, monkeypatc
         assert (refusals.scaled_grouped_mm(call) is not None) is refused
         assert refusals.scaled_grouped_mm(call._replace(weight=codes.float())) is None
     finally:
-        refusals._no_float8.cache_clear()
+        chips.no_float8.cache_clear()

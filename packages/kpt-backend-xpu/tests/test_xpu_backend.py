@@ -31,7 +31,9 @@ from kpt_backend_xpu import (
 from kpt_backend_xpu.chips import capabilities_of, chip_of, generation, unsupported
 from kpt_core import InputError, UnknownNameError
 from kpt_core.contract import load
-from kpt_triton.moe import launching, refusals, tiles
+from kpt_triton import chips, launching
+from kpt_triton.moe import tiles
+from kpt_triton.numeric import INTERPRETED
 from simulated_xpu import GIB, device
 
 MODULE = sys.modules["kpt_backend_xpu.environment"]
@@ -104,19 +106,19 @@ def test_a_chip_without_matrix_units_is_seen_and_not_served(see):
 
 def test_kernels_launch_on_the_device_with_its_own_tiles(see):
     see(ARC, MAX)
-    tiles.chip_of.cache_clear(), launching._processors.cache_clear(), refusals._no_float8.cache_clear()
+    chips.chip_of.cache_clear(), launching._processors.cache_clear(), chips.no_float8.cache_clear()
     try:
-        interpreted = tiles.INTERPRETED.value
+        interpreted = INTERPRETED.value
         where = torch.device("xpu", 1)
-        assert tiles.chip_of(where) == ("interpreter" if interpreted else "pvc")
+        assert chips.chip_of(where) == ("interpreter" if interpreted else "pvc")
         assert launching._processors(where) == (1 if interpreted else 64)
-        assert interpreted or "8-bit numbers are not shown" in refusals._no_float8(where)
+        assert interpreted or "8-bit numbers are not shown" in chips.no_float8(where)
         for chip in CHIPS:
-            assert tiles.family_of(chip) == "xe"
+            assert chips.family_of(chip) == "xe"
             tile = tiles.default_tile("plain", chip, 2, 1 << 14, 8)
             assert tile.m * tile.n // (tile.warps * 16) == 32  # sums that a thread holds; it has 128 registers
     finally:
-        tiles.chip_of.cache_clear(), launching._processors.cache_clear(), refusals._no_float8.cache_clear()
+        chips.chip_of.cache_clear(), launching._processors.cache_clear(), chips.no_float8.cache_clear()
 
 
 def test_every_kernel_of_moe_is_offered_and_is_where_it_says():

@@ -3,7 +3,7 @@
 import pytest
 
 from kpt_triton.aot import Program
-from kpt_triton.intel import CHIPS as INTEL
+from kpt_triton.chips import INTEL
 from kpt_triton.moe.contracts import experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm
 from kpt_triton.moe.decode import decode_down_kernel, decode_up_kernel
 from kpt_triton.moe.experts_backward import slope_kernel

@@ -11,9 +11,10 @@ from functools import cache
 from kpt_core import Capability
 from kpt_optimize.accelerator import Peaks
 from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
+from kpt_triton.chips import AMD
 
 #: What kernels are compiled for.
-CHIPS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+CHIPS = AMD
 
 _GENERATIONS = {
     "gfx90a": "CDNA2",

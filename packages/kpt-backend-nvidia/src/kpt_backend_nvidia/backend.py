@@ -8,7 +8,7 @@ from kpt_optimize.accelerator import AcceleratorBackend, Device, DeviceConfig, D
 from kpt_optimize.accelerator import DeviceManager as AnyDeviceManager
 from kpt_optimize.memory import DeviceMemoryManager
 from kpt_optimize.model import ModelOptimizer
-from kpt_triton.moe.table import KERNELS
+from kpt_triton.table import KERNELS
 
 from .chips import CHIPS, PRODUCTS, capabilities_of, chip_name, compute_capability, generation, peaks_of, unsupported
 from .environment import why_no_device, why_unavailable

@@ -18,9 +18,10 @@ from functools import cache
 from kpt_core import Capability, UnknownNameError
 from kpt_optimize.accelerator import Peaks
 from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
+from kpt_triton.chips import NVIDIA
 
 #: What kernels are compiled for.
-CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
+CHIPS = NVIDIA
 
 #: The oldest compute capability that is served.
 OLDEST = (8, 0)

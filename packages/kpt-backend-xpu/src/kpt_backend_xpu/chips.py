@@ -9,9 +9,12 @@ from typing import Any
 
 from kpt_core import Capability
 from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
-from kpt_triton.intel import CHIPS, architecture_of, intel_chip
+from kpt_triton.chips import INTEL, architecture_of, intel_chip
 
 __all__ = ["CHIPS", "PRODUCTS", "capabilities_of", "chip_of", "generation", "properties_of", "unsupported"]
+
+#: What kernels are compiled for.
+CHIPS = INTEL
 
 _GENERATIONS = {
     **dict.fromkeys(("acm_g10", "acm_g11", "acm_g12"), "Xe-HPG"),

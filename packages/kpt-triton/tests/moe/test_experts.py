@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from in_float64 import SMALL_BY_DESCRIPTORS, blocks_of_scale, wide
 from in_float64 import experts as reference
 
+from kpt_triton import launching
 from kpt_triton.moe import experts as module
-from kpt_triton.moe import launching
 from kpt_triton.moe.activation import GATED, PLAIN
 
 # By descriptors a tile also reads rows that are not its own, and may not be written yet; NumPy, by which the

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from in_float64 import SMALL, SMALL_BY_DESCRIPTORS, assert_sums, ends, wide
 from in_float64 import grouped_mm as reference
 
-from kpt_triton.moe import launching
+from kpt_triton import launching
+from kpt_triton.launching import rows_descriptor
 from kpt_triton.moe.grouped_mm import multiply
-from kpt_triton.moe.launching import rows_descriptor, weight_descriptor
+from kpt_triton.moe.launching import weight_descriptor
 from kpt_triton.tile import Tile
 
 NAN = float("nan")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from in_float64 import SMALL, assert_sums, ends, wide
 from in_float64 import grouped_mm_wgrad as reference
 
-from kpt_triton.moe import launching
+from kpt_triton import launching
 from kpt_triton.moe.transposed import gradient_of, multiply_transposed
 from kpt_triton.tile import Tile
 

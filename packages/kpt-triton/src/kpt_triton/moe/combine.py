@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
+from kpt_triton.launching import inner_contiguous
 from kpt_triton.numeric import narrow
-
-from .launching import inner_contiguous
 
 #: Columns of a token that a program sums: 16 bytes of bfloat16 for each of 128 threads.
 _COLUMNS = 1024

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from kpt_triton.chips import chip_of
+
 from .activation import GATED
 from .experts import is_few
-from .tiles import candidate_tiles, chip_of
+from .tiles import candidate_tiles
 
 
 def experts(call: Any) -> list[dict[str, str]]:

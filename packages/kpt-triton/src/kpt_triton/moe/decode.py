@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kpt_triton.launching import inner_contiguous
 from kpt_triton.numeric import narrow, widen
 
 from .activation import activate
 from .experts_forward import Gating
-from .launching import inner_contiguous, scales_of
+from .launching import scales_of
 from .mainloop import SCALE_BLOCK
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kpt_triton.launching import inner_contiguous, on_its_device
+
 from .combine import combine, segment_sum
 from .decode import decode
 from .experts_backward import multiply_and_differentiate
 from .experts_forward import Gating, multiply_and_activate
 from .grouped_mm import multiply
-from .launching import inner_contiguous, on_its_device, scales_of
+from .launching import scales_of
 from .sorting import position_of, sort_pairs
 from .tiles import product_of, tile_for
 from .transposed import gradient_of

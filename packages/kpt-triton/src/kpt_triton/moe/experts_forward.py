@@ -6,20 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kpt_triton.launching import inner_contiguous, precision, programs
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
 from .activation import GATED, activate
-from .launching import (
-    check_scales,
-    inner_contiguous,
-    most_tiles,
-    padded,
-    precision,
-    programs,
-    scales_of,
-    weight_descriptor,
-)
+from .launching import check_scales, most_tiles, padded, scales_of, weight_descriptor
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 
 

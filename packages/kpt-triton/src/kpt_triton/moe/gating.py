@@ -9,9 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
+from kpt_triton.launching import inner_contiguous, on_its_device
 from kpt_triton.numeric import narrow
-
-from .launching import inner_contiguous, on_its_device
 
 #: A program holds the scores of a token, padded to powers of two, in registers.
 MAX_EXPERTS = 1024

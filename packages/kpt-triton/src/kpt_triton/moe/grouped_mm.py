@@ -8,21 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kpt_triton.launching import inner_contiguous, on_its_device, precision, programs, rows_descriptor
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
-from .launching import (
-    check_scales,
-    inner_contiguous,
-    most_tiles,
-    on_its_device,
-    padded,
-    precision,
-    programs,
-    rows_descriptor,
-    scales_of,
-    weight_descriptor,
-)
+from .launching import check_scales, most_tiles, padded, scales_of, weight_descriptor
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 from .tiles import product_of, tile_for
 from .transposed import gradient_of

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kpt_triton.launching import on_its_device
+
 from .grouped_mm import product
-from .launching import on_its_device
 from .tiles import tile_for
 from .transposed import multiply_transposed
 

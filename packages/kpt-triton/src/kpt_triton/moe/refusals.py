@@ -1,14 +1,14 @@
 """Which calls the kernels refuse, beside those that their rows in the table rule out: a sentence, or None."""
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kpt_triton.chips import no_float8
+
 from .gating import MAX_EXPERTS as MOST_SCORES
 from .sorting import MAX_EXPERTS, MAX_PAIRS
-from .tiles import INTERPRETER, chip_of
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _TOO_MANY_EXPERTS = f"more than {MAX_EXPERTS} experts, which this kernel does not sort"
@@ -48,18 +48,4 @@ def _refusal_of_float8(x: Tensor, *weights: Tensor) -> str | None:
     """Return why a device can't read these weights, or None."""
     if all(tensor.dtype not in _FLOAT8 for tensor in (x, *weights)):
         return None
-    return _no_float8(x.device)
-
-
-@cache
-def _no_float8(device: torch.device) -> str | None:
-    """Return why a device can't convert float8_e4m3fn and float8_e5m2, or None."""
-    chip = chip_of(device)
-    if chip == INTERPRETER:
-        return None
-    if chip.startswith("sm"):
-        return None if int(chip[2:]) >= 89 else "8-bit numbers need sm89 or newer"
-    if device.type == "xpu":
-        return f"8-bit numbers are not shown to work on Intel GPUs; this is {chip}"
-    # gfx942 has the fnuz forms alone; CDNA2 and RDNA3 have none.
-    return None if chip.startswith(("gfx95", "gfx12")) else f"8-bit numbers need gfx950 or gfx12; this is {chip}"
+    return no_float8(x.device)

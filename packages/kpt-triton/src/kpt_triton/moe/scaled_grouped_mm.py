@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kpt_triton.launching import on_its_device
+
 from .grouped_mm import product
-from .launching import on_its_device
 
 
 @on_its_device

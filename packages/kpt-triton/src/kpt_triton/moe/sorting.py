@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
-from kpt_triton.intel import CHIPS as INTEL
+from kpt_triton.chips import INTEL
 
 #: More experts than this would not fit a program's registers, and more pairs not 32 bits.
 MAX_EXPERTS, MAX_PAIRS = 4096, 2**30

@@ -8,23 +8,17 @@ end, fit the registers of 8 warps without spilling. Stages are as many as hide a
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from kpt_triton.intel import intel_chip, is_intel
-from kpt_triton.numeric import INTERPRETED
+from kpt_triton.chips import INTERPRETER, chip_of, family_of
 from kpt_triton.tile import Tile
 
-#: Chips that are alike in what decides about tiles, by the first of them.
-FAMILIES = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx9", "gfx11", "xe")
 #: The kinds of products. `pair` has a gate and an up projection, `slope` the derivative of the activation behind it,
 #: `wgrad` is the gradient of weights. `crowded` ones are plain but for what takes registers too: scales by 128 or of K,
 #: or an activation without a gate.
 PRODUCTS = ("plain", "crowded", "pair", "slope", "wgrad")
-
-_SMALL_MEMORY = ("sm86", "sm87", "sm89")
 
 _AMPERE = {
     "plain": ("128x128x32 w8 s4 g8", "64x128x32 w4 s4 g8"),
@@ -111,35 +105,8 @@ _MORE["sm86"] = _MORE["gfx11"] = _MORE["xe"] = {}
 _OWN_WARPS = ("128x256x64 w8 s3 g8 tma ws", "128x128x64 w8 s4 g8 tma ws")
 _MORE["sm100"] = _MORE["sm90"] | {"plain": (*_MORE["sm90"]["plain"], *_OWN_WARPS)}
 
-#: Stands for the chip where kernels are interpreted: an operation there takes as long for a large tile as for a small.
-INTERPRETER = "interpreter"
+#: An operation of the interpreter takes as long for a large tile as for a small.
 _INTERPRETED = Tile(64, 128, 128)
-
-
-def family_of(chip: str) -> str:
-    """The family of a chip such as `sm89` or `gfx942`; sm80's where it is unknown, which needs least of a chip."""
-    if is_intel(chip):
-        return "xe"
-    if chip.startswith("gfx"):
-        return "gfx9" if chip.startswith("gfx9") else "gfx11"
-    if chip in _SMALL_MEMORY:
-        return "sm86"
-    if chip.startswith(("sm10", "sm11", "sm12")):
-        return "sm120" if chip.startswith("sm12") else "sm100"
-    return chip if chip in FAMILIES else "sm80"
-
-
-@cache
-def chip_of(device: torch.device) -> str:
-    """Return the chip of a device: `sm90`, `gfx942`, `pvc`; `interpreter` where kernels are not compiled."""
-    if device.type not in ("cuda", "xpu") or INTERPRETED.value:
-        return INTERPRETER
-    properties = torch.get_device_module(device).get_device_properties(device)
-    if device.type == "xpu":
-        return intel_chip(properties.architecture)
-    if torch.version.hip is not None:
-        return str(properties.gcnArchName).split(":")[0]
-    return f"sm{properties.major}{properties.minor}"
 
 
 def is_aligned(*sizes: int) -> bool:

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kpt_triton.launching import inner_contiguous, precision, programs
 from kpt_triton.numeric import dot, narrow
 from kpt_triton.tile import Tile
 
-from .launching import inner_contiguous, precision, programs
 from .tiles import tile_for
 
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kpt_triton.aot import Program
+from kpt_triton.contracts import BF16, E4M3, FP16, FP32, integers, lean, pointers
 from kpt_triton.moe.decode import Strip, decode_down_kernel, decode_up_kernel
 
-from .common import BF16, E4M3, FP16, FP32, integers, lean, pointers, weight_strides
+from .common import weight_strides
 
 _STRIP, _OF_BLOCKS = Strip(), Strip(k=128)
 _UP = {"NAME": "swiglu", "IS_GATED": True, "INTERLEAVED": False, "LIMITED": False, "BIAS": False, "SCALE": ""}

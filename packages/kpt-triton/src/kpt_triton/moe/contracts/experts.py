@@ -5,21 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from kpt_triton.aot import Program
-from kpt_triton.moe import combine, sorting
-from kpt_triton.moe.activation import GATED, PLAIN
-from kpt_triton.moe.experts_backward import slope_kernel
-from kpt_triton.moe.experts_forward import up_kernel
-
-from . import decode, grouped_mm, grouped_mm_wgrad
-from .common import (
+from kpt_triton.contracts import (
     BF16,
     E4M3,
     FP16,
     FP32,
-    ROWS,
     Tiles,
     blocks,
-    every,
     integers,
     launches,
     lean,
@@ -28,10 +20,14 @@ from .common import (
     products_by_descriptors,
     unaligned,
     unaligned_fp32,
-    usual,
-    weight_descriptor,
-    weight_strides,
 )
+from kpt_triton.moe import combine, sorting
+from kpt_triton.moe.activation import GATED, PLAIN
+from kpt_triton.moe.experts_backward import slope_kernel
+from kpt_triton.moe.experts_forward import up_kernel
+
+from . import decode, grouped_mm, grouped_mm_wgrad
+from .common import ROWS, every, usual, weight_descriptor, weight_strides
 
 _ALWAYS = {
     "EXPERTS": 128, "EVEN_K": True, "EVEN_N": True, "NAME": "swiglu", "IS_GATED": True, "INTERLEAVED": False,

@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kpt_triton.aot import Program
-from kpt_triton.moe.grouped_mm import grouped_mm_kernel
-
-from .common import (
+from kpt_triton.contracts import (
     BF16,
     FP16,
     FP32,
     Tiles,
     blocks,
-    every,
     integers,
     launches,
     lean,
@@ -23,10 +20,10 @@ from .common import (
     tf32,
     unaligned,
     unaligned_fp32,
-    usual,
-    weight_descriptor,
-    weight_strides,
 )
+from kpt_triton.moe.grouped_mm import grouped_mm_kernel
+
+from .common import every, usual, weight_descriptor, weight_strides
 
 _PLAIN = {
     "EXPERTS": 128, "EVEN_K": True, "EVEN_N": True, "GATHER": False, "TAIL": True, "BIAS": False, "WEIGHTS": False,

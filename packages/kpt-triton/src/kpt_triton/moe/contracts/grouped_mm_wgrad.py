@@ -4,15 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kpt_triton.aot import Program
-from kpt_triton.moe.transposed import wgrad_kernel
-from kpt_triton.tile import Tile
-
-from .common import (
+from kpt_triton.contracts import (
     BF16,
     FP16,
     FP32,
     Tiles,
-    every,
     integers,
     launches,
     lean,
@@ -21,8 +17,11 @@ from .common import (
     tf32,
     unaligned,
     unaligned_fp32,
-    usual,
 )
+from kpt_triton.moe.transposed import wgrad_kernel
+from kpt_triton.tile import Tile
+
+from .common import every, usual
 
 _PLAIN = {"EVEN_K": True, "EVEN_N": True, "GATHER_X": False, "GATHER_GRAD": False, "PRECISION": "ieee"}
 _PARTIAL: dict[str, Any] = {"EVEN_K": False, "EVEN_N": False}

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from .common import BF16, E4M3, E5M2, FP32, ROWS, lean, products, usual
+from kpt_triton.contracts import BF16, E4M3, E5M2, FP32, lean, products
+
+from .common import ROWS, usual
 from .grouped_mm import program
 
 _E4M3, _E5M2 = products(BF16, weight=E4M3), products(BF16, weight=E5M2)
