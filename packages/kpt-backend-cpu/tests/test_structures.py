@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kpt_backend_cpu import structures
-from kpt_backend_cpu.moe.tensors import DTYPES
+from kpt_backend_cpu.tensors import DTYPES
 
 HEADER = Path(__file__).parents[1] / "native" / "kpt_cpu.h"
 COMPILER = next((found for name in ("cc", "c++", "gcc", "clang") if (found := shutil.which(name))), None)

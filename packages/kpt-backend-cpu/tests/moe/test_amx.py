@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_backend_cpu.moe import amx, decode, experts
+from kpt_backend_cpu import amx
+from kpt_backend_cpu.moe import decode, experts
 from kpt_moe.grouped_mm import grouped_mm
 
 
@@ -60,7 +61,7 @@ def test_six_rows_of_each_expert_are_too_many_to_decode_where_tiles_multiply_wei
 
 @pytest.mark.parametrize("asked", ["baseline", ""])
 def test_tiles_are_those_of_the_library_that_is_loaded(asked: str) -> None:
-    program = "from kpt_backend_cpu import native; from kpt_backend_cpu.moe import amx\n"
+    program = "from kpt_backend_cpu import amx, native\n"
     program += "print(amx.TILES == (native.library().instruction_set == 'amx_bf16'), amx.TILES)"
     environment = {**os.environ, "KPT_CPU_ISA": asked}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import kpt_core
 from kpt_backend_cpu import BACKEND, KPT_CPU_ISA, native
-from kpt_backend_cpu.moe.tensors import matrices, rows
 from kpt_backend_cpu.structures import (
     ACTIVATIONS,
     GATED,
@@ -32,6 +31,7 @@ from kpt_backend_cpu.structures import (
     TopKGating,
     TopKGatingBackward,
 )
+from kpt_backend_cpu.tensors import matrices, rows
 from kpt_moe.experts import experts
 
 Run = Callable[[str, Structure], None]

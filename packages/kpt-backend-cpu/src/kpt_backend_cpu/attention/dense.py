@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
 from kpt_backend_cpu.native import asked_instruction_set
+from kpt_backend_cpu.tensors import DTYPES, address, readable
 from kpt_core import Call, Refusal
 
 NAME = "attention.dense"

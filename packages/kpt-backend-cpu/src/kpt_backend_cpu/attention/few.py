@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
+from kpt_backend_cpu.tensors import DTYPES, address, readable
 
 
 def run(name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spans: Tensor, table: Tensor) -> None:

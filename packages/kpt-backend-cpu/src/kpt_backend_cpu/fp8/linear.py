@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kpt_backend_cpu.moe.amx import refusal_for_amx
+from kpt_backend_cpu.amx import refusal_for_amx
 from kpt_core import Call, Refusal, get_op
 
 from .products import FORMATS, OF_ROWS, multiply, refusal

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.moe.tensors import DTYPES, address, readable
 from kpt_backend_cpu.structures import SCALES_BLOCK, SCALES_K, SCALES_N
+from kpt_backend_cpu.tensors import DTYPES, address, readable
 from kpt_core import Refusal
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from kpt_backend_cpu import native
+from kpt_backend_cpu import amx, native
 from kpt_core import Call, Refusal
 
-from . import amx
 from .experts_numbers import WIDE_WEIGHTS, has_pairs, numbers, prepared
 
 #: From more tokens on the products of `experts` are faster.

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
+from kpt_backend_cpu.amx import refusal_for_amx
+from kpt_backend_cpu.tensors import empty_as, matrices, readable, rows
 from kpt_core import Call, Refusal
 
-from .amx import refusal_for_amx
 from .experts_numbers import NAME, WIDE_WEIGHTS, has_pairs, numbers, prepared
-from .tensors import empty_as, matrices, readable, rows
 
 
 def unsupported(call: Call) -> Refusal | str | None:

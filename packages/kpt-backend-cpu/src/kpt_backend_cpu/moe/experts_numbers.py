@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu.structures import ACTIVATIONS
+from kpt_backend_cpu.tensors import in_float32, matrices, readable_call, rows
 from kpt_core import Call
-
-from .tensors import in_float32, matrices, readable_call, rows
 
 NAME = "moe.experts"
 #: Why routing weights can't be read.

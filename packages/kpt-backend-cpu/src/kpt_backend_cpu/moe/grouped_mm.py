@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from kpt_backend_cpu.tensors import readable, readable_call
 from kpt_core import Call
 
 from .products import multiply, multiply_transposed, unsupported
-from .tensors import readable, readable_call
 
 __all__ = ["backward", "forward", "unsupported"]
 

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
+from kpt_backend_cpu.amx import refusal_for_amx
+from kpt_backend_cpu.tensors import address, matrices, rows
 from kpt_core import Call, InputError
-
-from .amx import refusal_for_amx
-from .tensors import address, matrices, rows
 
 
 def unsupported(call: Call) -> str | None:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from kpt_backend_cpu.tensors import in_float32, readable, readable_call
 from kpt_core import Call
 
 from .products import multiply
-from .tensors import in_float32, readable, readable_call
 
 NAME = "moe.scaled_grouped_mm"
 

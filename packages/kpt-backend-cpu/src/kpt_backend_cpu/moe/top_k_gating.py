@@ -5,9 +5,8 @@ from torch import Tensor
 
 from kpt_backend_cpu import native
 from kpt_backend_cpu.structures import SCORES
+from kpt_backend_cpu.tensors import DTYPES, empty_as, readable, readable_call, rows
 from kpt_core import Call
-
-from .tensors import DTYPES, empty_as, readable, readable_call, rows
 
 NAME = "moe.top_k_gating"
 
