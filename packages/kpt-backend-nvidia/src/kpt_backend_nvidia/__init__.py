@@ -39,6 +39,8 @@ from .backend import (
 )
 from .chips import CHIPS, capabilities_of, peaks_of
 from .environment import Environment, environment
+from .fp8_compiler import FP8Compiler
+from .fp8_figures import FP8Statistics, LayerSpeedup, SpeedupEstimate
 
 __version__ = "0.1.0"
 
@@ -49,6 +51,9 @@ __all__ = [
     "DeviceInfo",
     "DeviceManager",
     "Environment",
+    "FP8Compiler",
+    "FP8Statistics",
+    "LayerSpeedup",
     "LiveState",
     "MemoryPool",
     "MemoryStatistics",
@@ -65,6 +70,7 @@ __all__ = [
     "Peaks",
     "PreparedModel",
     "ShapeAdvice",
+    "SpeedupEstimate",
     "advise",
     "aligned_size",
     "apply_settings",
