@@ -21,7 +21,7 @@ from .masks import (
     window,
 )
 from .merge import merge
-from .modules import Attention, CrossAttention, FlashAttention3, FlexAttention
+from .modules import Attention, CrossAttention, FlashAttention3, FlexAttention, create_flash_attention_3
 from .packed import attention_varlen, packed
 from .plan import Plan, live_blocks
 
@@ -39,6 +39,7 @@ __all__ = [
     "attention_varlen",
     "block_sparse",
     "causal",
+    "create_flash_attention_3",
     "dense_mask",
     "dilated",
     "document",

@@ -408,6 +408,46 @@ class FlashAttention3(Attention):
         super().__init__(embed_dim, num_heads, causal=causal, dropout=dropout, **settings)
 
 
+def create_flash_attention_3(
+    embed_dim: int, num_heads: int, *, require: str | None = None, tokens: int = 256, **settings: Any
+) -> FlashAttention3:
+    """Make a `FlashAttention3`, and refuse to where another kernel than the one that is asked for would serve it.
+
+    Args:
+        embed_dim: of the tokens.
+        num_heads: which divides it.
+        require: a backend (`nvidia`, `cpu`), or a kernel as `kpt_core.explain` names it, whole or by its module
+            (`gpu_flex`), that must serve inference and training of one sequence on the layer's device, in its dtype;
+            None for whatever serves.
+        tokens: of that sequence.
+        **settings: as `FlashAttention3` takes them, as `causal`, `window`, `dropout`, `device` and `dtype`.
+
+    Raises:
+        InputError: sizes do not fit one another, or something else would serve; the message has the refusals.
+    """
+    layer = FlashAttention3(embed_dim, num_heads, **settings)
+    if require is None:
+        return layer
+    for training in (False, True):
+        q, k, v = (
+            layer.q_proj.weight.new_empty((1, heads, tokens, layer.head_dim)).requires_grad_(training)
+            for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        )
+        dropout = layer.dropout if training else 0.0
+        found = dense.explain(
+            q, k, v, **layer._plan(None, q, tokens).arguments(tokens, tokens, 1, layer.num_heads), sinks=layer.sinks,
+            softcap=layer.softcap, dropout=dropout,
+            drawn_seed=torch.zeros((), dtype=torch.int64, device=q.device) if dropout else None,
+        )  # fmt: skip
+        if require not in (found.backend, found.kernel, found.kernel.partition(":")[0].rpartition(".")[2]):
+            told = "; ".join(map(str, found.refusals)) or "nothing came before it"
+            raise InputError(
+                f"create_flash_attention_3: {require!r} must serve {'training' if training else 'inference'} on "
+                f"{q.device} in {q.dtype}; {found.kernel} of {found.backend} would: {told}"
+            )
+    return layer
+
+
 class FlexAttention(Attention):
     """Self-attention under a pattern: a name of `PATTERNS`, a `Mask`, or a function of (b, h, q, k).
 
