@@ -1,13 +1,30 @@
-"""The backend for Intel GPUs: what is here, what each chip can do, and the same layer on whatever serves it.
+"""The backend for Intel GPUs: what is here, a layer on whatever serves it, and what would serve and be compiled there.
 
 Without an Intel GPU the parts that need one say so in a sentence.
 """
 
+from typing import Any
+
 import torch
+from triton.backends import backends as compilers
 
 import kpt_core
+import kpt_fp8  # noqa: F401  registers its ops
+from kpt_attention import attention  # noqa: F401  likewise
 from kpt_backend_xpu import BACKEND, CHIPS, DeviceManager, environment
+from kpt_conformance import aot
 from kpt_moe import MoEConfig, MoELayer
+from kpt_optimize.cases import Case, case_tables
+from kpt_optimize.targets import served, target_of
+
+_HEADS: dict[str, Any] = {"kv_heads": 2, "groups": 4, "head_dim": 64, "value_dim": 64}
+#: Op, and sizes of a call that is asked about.
+CALLS: dict[str, dict[str, Any]] = {
+    "attention.dense": {**_HEADS, "batch": 1, "queries": 256, "keys": 256, "mask": "causal", "return_lse": False},
+    "attention.paged": {**_HEADS, "page_size": 16},
+    "fp8.linear": {"rows": 64, "inner": 64, "columns": 64},
+    "moe.experts": {"tokens": 64, "hidden": 64, "inner": 64, "num_experts": 8, "top_k": 2},
+}
 
 
 def show_machine() -> None:
@@ -33,6 +50,30 @@ def show_layer() -> None:
             print(f"  not {refusal}")
 
 
+def show_plan() -> None:
+    """Print what would serve on an Arc B580, in bfloat16: dispatch is asked as it is there, and nothing runs."""
+    target = target_of("B580")
+    print(f"on {target.product} ({target.chip}) would serve")
+    for name, sizes in CALLS.items():
+        made = case_tables()[name].arguments(Case(name="", sizes=sizes), dtype=torch.bfloat16)
+        on_meta = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in made.items()}
+        found = served(kpt_core.get_op(name), kpt_core.get_op(name).bind(**on_meta), target)
+        print(f"  {name}: {found.kernel.forward if found.kernel else 'the reference'} of {found.backend}")
+
+
+def show_code() -> None:
+    """Print what the kernels become on Intel's chips: matrix instructions (DPAS), and whether contracts hold."""
+    if "intel" not in compilers:
+        print(f"code for {', '.join(CHIPS)}: not shown: the Triton here compiles for {', '.join(sorted(compilers))};")
+        print("  Intel's, which `nox -s xpu` installs, does with PYTHONPATH=.nox/xpu")
+        return
+    for row in aot.run(backends=[BACKEND.name], chips=CHIPS):
+        matrix = sum(number for name, number in row.instructions.items() if "dpas" in name.lower())
+        print(f"  {row.chip} {row.op} {row.program} {row.configuration}: {row.status}, {matrix} of DPAS")
+
+
 if __name__ == "__main__":
     show_machine()
     show_layer()
+    show_plan()
+    show_code()

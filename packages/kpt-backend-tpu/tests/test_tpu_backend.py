@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import pytest
@@ -27,6 +28,7 @@ from kpt_backend_tpu import (
     compilations,
     device_info,
     environment,
+    keep_compilations,
     memory_stats,
     powers_of_two,
 )
@@ -244,3 +246,30 @@ def test_rows_that_were_added_are_cut_off_again():
     assert seen == [(2, 8, 3)]
     assert torch.equal(one, x + 1)
     assert torch.equal(two, y * 2)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_xla_is_told_the_folder_of_compilations(see, monkeypatch, tmp_path, read_only):
+    see("v5e")
+    told, runtime = [], ModuleType("torch_xla.runtime")
+    runtime.initialize_cache = lambda path, readonly: told.append((path, readonly))
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
+    monkeypatch.setattr(sys.modules["torch_xla"], "runtime", runtime, raising=False)
+    folder = tmp_path / "kept" / "here"
+    assert keep_compilations(folder, read_only=read_only) == folder
+    assert folder.is_dir()
+    assert told == [(str(folder), read_only)]
+
+
+def test_a_folder_of_compilations_after_the_first_is_refused(see, monkeypatch, tmp_path):
+    see("v5e")
+
+    def refuse(path, readonly):
+        raise AssertionError("already computed")
+
+    runtime = ModuleType("torch_xla.runtime")
+    runtime.initialize_cache = refuse
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
+    monkeypatch.setattr(sys.modules["torch_xla"], "runtime", runtime, raising=False)
+    with pytest.raises(InputError, match="call it before anything is computed on xla"):
+        keep_compilations(tmp_path)

@@ -424,6 +424,13 @@ def create_flash_attention_3(
 
     Raises:
         InputError: sizes do not fit one another, or something else would serve; the message has the refusals.
+
+    Examples:
+        >>> create_flash_attention_3(64, 8, causal=True).num_heads
+        8
+        >>> create_flash_attention_3(64, 8, require="gpu_flex")
+        Traceback (most recent call last):
+        kpt_core.errors.InputError: create_flash_attention_3: 'gpu_flex' must serve inference on cpu ...
     """
     layer = FlashAttention3(embed_dim, num_heads, **settings)
     if require is None:
