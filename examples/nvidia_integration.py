@@ -26,7 +26,7 @@ sizes = Qwen3MoeConfig(
     use_cache=False,
 )  # fmt: skip
 model = AutoModelForCausalLM.from_config(sizes, experts_implementation="kpt")
-ids = torch.randint(509, (4, 128))
+ids = torch.randint(509, (2, 96))
 
 print("1. prepare")
 prepared = NVIDIABackend(NVIDIAConfig(allow_tf32=False)).prepare_model(model)
