@@ -64,6 +64,8 @@ LIBRARIES = Path("packages/kpt-backend-cpu/src/kpt_backend_cpu/libraries")
 #: A test that hangs ends its process, which says where, so that the others go on; none takes a quarter of that.
 SIDE_BY_SIDE = ("-n", "logical", "--maxprocesses=8", "--dist=worksteal", "--timeout=480", "--timeout-method=thread")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+#: Where there is a torch for vendors' GPUs that is not on PyPI; each brings its Triton.
+INDEXES = {name: f"https://download.pytorch.org/whl/{folder}" for name, folder in (("amd", "rocm6.4"), ("xpu", "xpu"))}
 in_workspace = nox.session(venv_backend="none", requires=["workspace"])
 
 
@@ -438,13 +440,13 @@ def nvidia(session: nox.Session) -> None:
     rows(session, asked, "sm90", "kpt-triton")
     examples(session, asked)
     machine(session, asked)
-    if asked.for_part("gpu") and shutil.which("nvidia-smi") and "GPU 0" in run_for_output("nvidia-smi", "-L"):
-        on_gpu(session, asked)
+    if shutil.which("nvidia-smi") and "GPU 0" in run_for_output("nvidia-smi", "-L"):
+        on_gpu(session, asked, "nvidia")
 
 
 @in_workspace
 def amd(session: nox.Session) -> None:
-    """Compile the Triton kernels for AMD's chips, and check what each must be.
+    """Compile the Triton kernels for AMD's chips, check what each must be, and run the suite on a GPU where one is.
 
     Their numbers are shown by `nvidia`: in the interpreter the kernels are the same. Chips other than gfx942 are
     compiled with `--whole` alone.
@@ -452,11 +454,13 @@ def amd(session: nox.Session) -> None:
     asked = Asked(session)
     rows(session, asked, "gfx942")
     examples(session, asked)
+    if Path("/dev/kfd").exists():
+        on_gpu(session, asked, "amd")
 
 
 @in_workspace
 def xpu(session: nox.Session) -> None:
-    """Compile the Triton kernels for Intel's GPUs to SPIR-V, and check what each must be.
+    """Compile the Triton kernels for Intel's GPUs to SPIR-V, check what each must be, and run the suite where one is.
 
     Their numbers are shown by `nvidia`: in the interpreter the kernels are the same. Chips other than `pvc` are
     compiled with `--whole` alone. Intel's Triton lies by itself: it would take the place of the other.
@@ -468,6 +472,8 @@ def xpu(session: nox.Session) -> None:
         run(session, "python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, pinned)
     rows(session, asked, "pvc", triton=folder)
     examples(session, asked)
+    if shutil.which("xpu-smi"):  # /dev/dri alone may be a laptop's display
+        on_gpu(session, asked, "xpu")
 
 
 @nox.session(default=False)
@@ -505,21 +511,32 @@ def tpu(session: nox.Session) -> None:
         session.run("pytest", "--kpt-backend=tpu", "-q", *few, env=env)
 
 
-def on_gpu(session: nox.Session, asked: Asked) -> None:
-    """Build the wheels and prove with them what only a GPU can prove (docs/gpu.md)."""
-    folder = Path(".nox/nvidia").absolute()  # by itself: in the workspace is the Triton of constraints/aot.txt
+def on_gpu(session: nox.Session, asked: Asked, vendor: str) -> None:
+    """Build the wheels and prove with them what only a GPU can prove (docs/gpu.md); of other vendors' the suite."""
+    if not asked.for_part("gpu"):
+        return
+    folder = Path(f".nox/gpu-{vendor}").absolute()  # by itself: in the workspace is the Triton of constraints/aot.txt
     python = folder / "bin" / "python"
     if not python.exists():
         session.run(sys.executable, "-m", "virtualenv", folder, external=True)
-    needed = ("torch", "transformers", "typer", "rich", "safetensors", "pytest", "hypothesis", "numpy", "nvidia-ml-py")
-    session.run(python, "-m", "pip", "install", "-c", PINS, *needed, external=True)
+    needed = (
+        *("torch", "transformers", "typer", "rich", "safetensors", "numpy", "nvidia-ml-py"),
+        *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
+    )
+    if vendor in INDEXES:
+        session.run(python, "-m", "pip", "install", "torch", "--index-url", INDEXES[vendor], external=True)
+        session.run(python, "-m", "pip", "install", *needed, external=True)
+    else:
+        session.run(python, "-m", "pip", "install", "-c", PINS, *needed, external=True)
     wheelhouse = folder / "wheels"
     shutil.rmtree(wheelhouse, ignore_errors=True)
     for package in PACKAGES:
         build = ("-m", "build", "--wheel", "--outdir", wheelhouse, f"packages/{package}")
         run(session, "python", *build, env=PINNED_BUILD)
     out = asked.report / "gpu"
-    session.run(python, "tools/gpu", "--wheels", wheelhouse, "--out", out, *asked.rest, external=True)
+    for command in ("prove", "suite") if vendor == "nvidia" else ("suite",):
+        more = ("--backend", vendor, "--wheels", wheelhouse, "--out", out)
+        session.run(python, "tools/gpu", command, *more, *asked.rest, external=True)
 
 
 @in_workspace

@@ -6,8 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from attention_contests import MASKS, Heads, attention_contest, decode_contest
 from devices import Call, Work, last_cache
 from experts import SCHEMES, contestants_of, dequantised, ours_of, problem_of, quantised
+from fp8_contests import linear_contest, quantize_contest
+from fp8_contests import product_contest as scaled_mm_contest
 from harness import Contest, Contestant, Role
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +22,9 @@ from kpt_moe.quantised_experts import quantise_weights
 from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 
 #: In the order in which they are measured.
-GROUPS = ("decode", "product", "prefill", "graph", "step", "gating", "sorting")
+GROUPS = (
+    "decode", "product", "prefill", "graph", "step", "gating", "sorting", "attention", "attention step", "pages", "fp8",
+)  # fmt: skip
 #: What tables call dtypes.
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: Calls of a decode or a product that are timed in a row on a CPU, see `Contest.in_a_row`.
@@ -338,6 +343,11 @@ def _on_gpu() -> list[Load]:
             shape = replace(model, tokens=count, name=f"{model.name}, {counted(count)}")
             found.append(_experts("decode", shape, bf16, {"floor": 0.75}, kind="cuda"))
     found += [_experts(group, gpt_oss, bf16, kind="cuda", gpt_oss=True) for group in ("prefill", "step")]
+    llama = Heads("Llama 8B, 8k", 8192, 32, 8, 128)
+    found += _attention(llama, bf16, "inductor")
+    found += _fp8(4096, 14336, 8192, (1, 16, 4096), bf16, "inductor")
+    pages = {"heads": Heads("Llama 8B, 4k", 4096, 32, 8, 128), "sequences": 64, "page": 16, "dtype": bf16}
+    found.append(Load("pages", decode_contest, pages))
     return sorted(found, key=lambda load: GROUPS.index(load.group))
 
 
@@ -351,7 +361,34 @@ def _tiny_on_gpu() -> list[Load]:
         _experts("graph", replace(small, name="tiny plain", gated=False), fp32, kind="cuda"),
         _experts("step", small, fp32, **more),
         _experts("step", replace(small, name="tiny gpt-oss"), fp32, gpt_oss=True, **more),
+        *_attention(Heads("tiny", 70, 4, 2, 16), fp32, "eager"),
+        *_fp8(64, 128, 256, (1, 70), torch.bfloat16, "eager"),
+        Load(
+            "pages", decode_contest, {"heads": Heads("tiny", 40, 4, 2, 16), "sequences": 3, "page": 16, "dtype": fp32}
+        ),
     ]
+
+
+def _attention(heads: Heads, dtype: torch.dtype, compiler: str) -> list[Load]:
+    # FlexAttention has no backward on a CPU, where the small ones are measured.
+    steps = ("causal", "full") if compiler == "eager" else MASKS
+    given = {"heads": heads, "dtype": dtype, "compiler": compiler}
+    return [Load("attention", attention_contest, {**given, "kind": kind}) for kind in MASKS] + [
+        Load("attention step", attention_contest, {**given, "kind": kind, "training": True}) for kind in steps
+    ]
+
+
+def _fp8(inner: int, columns: int, square: int, rows: Sequence[int], dtype: torch.dtype, compiler: str) -> list[Load]:
+    sizes = {"inner": inner, "columns": columns, "dtype": dtype}
+    found = [
+        Load("fp8", linear_contest, {**sizes, "rows": count, "activations": by})
+        for count in rows
+        for by in (("none",) if count == 1 else ("none", "row"))
+    ]
+    found += [Load("fp8", scaled_mm_contest, {"size": square, "granularity": by}) for by in ("tensor", "row", "blocks")]
+    given = {"rows": rows[-1], "inner": inner, "dtype": dtype, "compiler": compiler}
+    by_blocks = ["1x128"] if inner % 128 == 0 else []
+    return found + [Load("fp8", quantize_contest, {**given, "granularity": by}) for by in ("row", *by_blocks)]
 
 
 _OLMOE = Shape("decode", 1, 2048, 1024, 64, 8, gated=True)

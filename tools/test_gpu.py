@@ -1,6 +1,8 @@
 """The program for GPUs runs from end to end without one, tells right from wrong, and outlives what it tests."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,76 +13,136 @@ from typing import Any
 import pytest
 import torch
 
-TOOLS = Path(__file__).parent
-sys.path.insert(0, str(TOOLS / "gpu"))
+import kpt_core
 
-import running  # noqa: E402  it lies in that folder
+TOOLS = Path(__file__).parent
+sys.path[:0] = [str(TOOLS / "gpu"), str(TOOLS.parent / "benchmarks")]
+
+from check_times import programs  # noqa: E402  they lie in that folder
+from packages import link_source  # noqa: E402
 from rows import read_rows  # noqa: E402
-from running import Job, link_source, run  # noqa: E402
 from summary import write_summary  # noqa: E402
+
+
+def tool(command: str, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    options = [command, "--dry-run", "--source", "--jobs", "2", "--out", str(out), *more]
+    return subprocess.run([sys.executable, str(TOOLS / "gpu"), *options], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Report of a tiny smoke test and a tiny benchmark, interpreted."""
+    """Report of both commands, one after the other as on a device."""
     out = tmp_path_factory.mktemp("report")
-    options = ["--device", "cpu", "--tiny", "--source", "--part", "smoke", "--part", "bench", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(TOOLS / "gpu"), *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(out / 'SUMMARY.md').read_text()}"
+    for command in ("prove", "suite"):
+        done = tool(command, out)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(out / 'SUMMARY.md').read_text()}"
     return out
 
 
-def test_every_kernel_passes_the_smoke_test(report: Path) -> None:
+def test_every_kernel_is_right_and_what_needs_a_device_says_so(report: Path) -> None:
     from kpt_backend_nvidia import BACKEND
+    from kpt_core.contract import GPU
 
-    rows = read_rows(report / "smoke" / "rows.jsonl")
-    assert {row["kernel"] for row in rows if "seconds" in row} == {kernel.forward for kernel in BACKEND.kernels()}
-    assert {row["status"] for row in rows} <= {"ok", "left out"}
+    rows = read_rows(report / "prove" / "rows.jsonl")
+    torchs = kpt_core.backends()["torch"].kernels()
+    kernels = (*BACKEND.kernels(), *(kernel for kernel in torchs if GPU in kernel.requires))
+    taken_here = {kernel.forward for kernel in kernels} - {"kpt_fp8.torch_kernels.gpu_linear:forward"}
+    assert {row["kernel"] for row in rows if row.get("seconds")} == taken_here
     if not torch.cuda.is_available():
-        assert [row["name"] for row in rows if row["status"] == "left out"] == [
-            "CUDA graph of MoELayer",
-            "CUDA graph of a transformer layer",
-            "device_info",
-            "memory_stats",
-            "NVIDIAMemoryManager",
+        assert [row["name"] for row in rows if row["status"] != "ok"] == [
+            "choices: experts in 8 bits: widened in the kernel, or before",
+            "uses: cuda graph of a layer of experts",
+            "uses: cuda graph of a transformer layer",
+            "uses: device info",
+            "uses: memory stats",
+            "uses: memory manager",
         ]
 
 
-def test_the_benchmark_measures_our_kernel_and_its_peers(report: Path) -> None:
-    for group in ("decode", "prefill", "graph", "step"):
-        for row in json.loads((report / "bench" / f"{group}.json").read_text())["lines"]:
-            assert row["kernels"] == ["moe.experts: kpt_triton.moe.experts:forward"]
-            results = {result["implementation"]: result for result in row["results"]}
-            assert results.keys() >= {"kpt", "plain", "eager", "grouped_mm", "torch grouped_mm"}
-            if group == "step":
-                assert results["kpt"]["saved"] <= 1.05
-                assert results["grouped_mm"]["saved"] > 1.5
+def test_what_is_measured_is_what_a_gpu_would_be_served(report: Path) -> None:
+    rows = {row["name"]: row for row in read_rows(report / "prove" / "rows.jsonl")}
+    lines = [row["line"] for name, row in rows.items() if name.startswith("peers: ")]
+    served = {kernel.partition(": ")[2] for line in lines for kernel in line["kernels"]}
+    assert served >= {
+        "kpt_triton.moe.experts:forward",
+        "kpt_attention.torch_kernels.gpu_sdpa:forward",
+        "kpt_attention.torch_kernels.gpu_flex:forward",
+        "kpt_attention.torch_kernels.gpu_paged:forward",
+        "kpt_fp8.torch_kernels.gpu_linear:forward",
+        "kpt_fp8.torch_kernels.gpu_scaled_mm:forward",
+    }
+    groups = {line["group"] for line in lines}
+    assert groups == {"attention", "attention step", "pages", "fp8", "step", "decode", "prefill", "graph"}
+    for line in lines:
+        results = {result["implementation"]: result for result in line["results"]}
+        assert len(results) > 1
+        if line["group"] == "step":
+            assert results["kpt"]["saved"] <= 1.05
+            assert results["grouped_mm"]["saved"] > 1.5
+    assert all(len(row["sides"]) > 1 for row in rows.values() if row["name"].startswith("choices") and "sides" in row)
+
+
+def test_the_summary_tells_of_all(report: Path) -> None:
     summary = (report / "SUMMARY.md").read_text()
-    assert "| step tiny gpt-oss | saved | at most 1.05 |" in summary
-    assert "interpreter took the GPU's place" in summary
+    for told in (
+        "| step tiny gpt-oss | saved | at most 1.05 |",
+        "interpreter took the GPU's place",
+        "| suite | nvidia | ok |",
+        "| kpt_triton.moe.gating:forward | 3 | 0 | 0 | 0 |",
+        "## Time of each program",
+        "## A and B, in turn",
+    ):
+        assert told in summary
+    (evidence,) = (report / "evidence").glob("*-nvidia-cpu.json")
+    assert json.loads(evidence.read_text())["kernels"]
 
 
-#: A process with three rows; `what` happens in the second one.
-WORKER = """
-import os, sys, time
-from pathlib import Path
-from rows import run_rows
+def test_a_trace_tells_of_programs_and_of_nothing_else() -> None:
+    told = {"registers per thread": 168, "shared memory": 98304, "blocks per SM": 1.5, "est. achieved occupancy %": 25}
+    run = {"ph": "X", "cat": "kernel", "name": "up_kernel", "ts": 1.0, "args": told}
+    events = [{**run, "dur": us} for us in (10.0, 12.0, 14.0)]
+    events += [{**run, "name": "small", "dur": 1.0}] * 6 + [{"cat": "cpu_op", "name": "aten::mm", "dur": 99.0}]
+    first, second = programs(events)
+    assert first == {
+        "program": "up_kernel", "us": 12.0, "launches": 1.0, "registers": 168, "shared": 98304, "blocks_per_sm": 1.5,
+        "occupancy": 25,
+    }  # fmt: skip
+    assert (second["program"], second["launches"]) == ("small", 2.0)
 
-def second():
-    {what}
-    return {{"value": 2}}
 
-jobs = [("first", lambda: {{"value": 1}}), ("second", second), ("third", lambda: {{"value": 3}})]
-run_rows(Path({file!r}), jobs, lambda: {alive}, patience=1.0)
+#: Checks of which `what` happens in the second one.
+CHECKS = """
+import os, time
+import pytest, rows
+
+rows.PATIENCE = 1.0
+rows._answers = lambda device: {alive}
+
+def test_first(row): row["value"] = 1
+def test_second(row): {what}
+def test_third(row): row["value"] = 3
 """
 
 
-def worked(tmp_path: Path, what: str, alive: bool = True, seconds: float = 60.0) -> tuple[bool, dict[str, Any]]:
-    """Run a worker; whether the report is good, and its rows."""
-    folder = tmp_path / "smoke"
+def checked(tmp_path: Path, what: str, alive: bool = True, seconds: float = 60.0) -> tuple[bool, dict[str, Any]]:
+    """Run checks; whether the report is good, and its rows."""
+    folder = tmp_path / "prove"
     folder.mkdir()
-    program = WORKER.format(what=what, alive=alive, file=str(folder / "rows.jsonl"))
-    run(Job("log", ["-c", program], {"PYTHONPATH": str(TOOLS / "gpu")}, rows=True), folder, time.time() + seconds)
+    file = tmp_path / "check_it.py"
+    file.write_text(CHECKS.format(what=what, alive=alive))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = ["-m", "pytest", "-p", "rows", "-p", "no:cacheprovider", "-n", "1", "-c", str(tmp_path / "pytest.ini")]
+    command += [
+        str(file),
+        "--gpu-out",
+        str(folder),
+        "--gpu-device",
+        "cpu",
+        "--gpu-deadline",
+        str(time.time() + seconds),
+    ]
+    env = os.environ | {"PYTHONPATH": str(TOOLS / "gpu")}
+    subprocess.run([sys.executable, *command], env=env, capture_output=True, check=False)
     return write_summary(tmp_path), {row["name"]: row for row in read_rows(folder / "rows.jsonl")}
 
 
@@ -88,50 +150,37 @@ def worked(tmp_path: Path, what: str, alive: bool = True, seconds: float = 60.0)
     ("what", "alive", "status"),
     [
         ("pass", True, "ok"),
-        ("from rows import LeftOutError; raise LeftOutError('not here')", True, "left out"),
+        ("pytest.skip('not here')", True, "left out"),
         ("raise ValueError('odd')", True, "failed"),
-        ("raise ValueError('odd')", False, "failed"),
+        ("raise ValueError('odd')", False, "lost"),
         ("os.abort()", True, "lost"),
         ("time.sleep(600)", True, "lost"),
     ],
     ids=["passes", "is left out", "raises", "raises, and the device is lost", "crashes", "hangs"],
 )
-def test_what_a_row_breaks_takes_no_other_along(what: str, alive: bool, status: str, tmp_path: Path) -> None:
-    good, rows = worked(tmp_path, what, alive)
-    assert [row["status"] for row in rows.values()] == ["ok", status, "ok"]
+def test_what_a_check_breaks_takes_no_other_along(what: str, alive: bool, status: str, tmp_path: Path) -> None:
+    good, rows = checked(tmp_path, what, alive)
+    assert [rows[f"it: {name}"]["status"] for name in ("first", "second", "third")] == ["ok", status, "ok"]
+    assert rows["it: third"]["value"] == 3
     assert good == (status in ("ok", "left out"))
     assert ("second**" in (tmp_path / "SUMMARY.md").read_text()) == (status != "ok")
 
 
-def test_a_part_ends_in_time_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_GRACE", 0.0)
-    good, rows = worked(tmp_path, "time.sleep(0.9); os.kill(os.getpid(), 19)", seconds=1.5)
-    assert not good
-    assert [row["status"] for row in rows.values()] == ["ok", "lost"]
-    assert "its time was over" in (tmp_path / "SUMMARY.md").read_text()
+def test_what_there_is_no_time_for_is_left_out_and_told(tmp_path: Path) -> None:
+    good, rows = checked(tmp_path, "time.sleep(0.5)", seconds=-1.0)
+    assert good
+    assert {row["error"] for row in rows.values()} == {"the time was over"}
 
 
-def test_a_worker_that_can_not_begin_is_not_begun_again(tmp_path: Path) -> None:
-    folder = tmp_path / "smoke"
-    folder.mkdir()
-    run(Job("log", ["-c", "raise SystemExit('no device')"], {}, rows=True), folder, time.time() + 60)
-    assert (folder / "log.txt").read_text().count("no device") == 1
-    assert not write_summary(tmp_path)
-
-
-def test_tests_that_the_time_does_not_suffice_for_are_interrupted_and_the_others_told(tmp_path: Path) -> None:
-    folder = tmp_path / "conformance"
-    folder.mkdir()
-    (folder / "test_it.py").write_text(
-        "import time\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): time.sleep(600)\ndef test_d(): pass\n"
-    )
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    command = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--junitxml=it.xml", "test_it.py"]
-    run(Job("it", command, {}, folder), folder, time.time() + 4)
-    assert not write_summary(tmp_path)
-    summary = (tmp_path / "SUMMARY.md").read_text()
-    assert "**it**: stopped, its time was over; see conformance/it.txt" in summary
-    assert "| it | 1 | 0 | 1 | `test_b` |" in summary  # neither the one that was stopped nor the next
+def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("gpu_main", TOOLS / "gpu" / "__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(main := importlib.util.module_from_spec(spec))
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    start = time.time()
+    assert main._run([sys.executable, "-c", child], os.environ, tmp_path / "log", start + 1) is None
+    assert time.time() - start < 10
 
 
 def test_source_has_the_entry_points_of_what_is_built(tmp_path: Path) -> None:

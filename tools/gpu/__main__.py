@@ -1,10 +1,11 @@
-"""What only a GPU can prove, by one program: `python tools/gpu --help`.
+"""What only a GPU can prove, in a quarter of an hour: `python tools/gpu prove`, then `python tools/gpu suite`.
 
-It needs Python alone: torch and our packages are the business of the processes that it starts. Each has a time limit
-and a log, and writes what it finds at once; what crashes or hangs stops no other.
+It needs Python alone: torch and our packages are the business of pytest's processes, which `rows.py` has write down
+what each check found as soon as it ended, and which end in time.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -13,50 +14,67 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rows import say
-from running import CHECKOUT, HERE, Job, environment_with, install_wheels, link_source, run
-from summary import PARTS, write_summary, write_whole
+from packages import CHECKOUT, HERE, environment_with, install_wheels, link_source
+from summary import write_summary, write_whole
 
-_TINY_SUITE = "(values and small and float32 or declaration)"
+#: What torch calls the devices of each backend.
+DEVICES = {"nvidia": "cuda", "amd": "cuda", "xpu": "xpu"}
+#: Minutes of each command.
+COMMANDS = {"prove": 8.5, "suite": 3.0, "tune": 8.0}
+_HELP = """prove: each kernel's numbers, its programs' times, A and B, what users call, and KPT beside its peers;
+suite: the conformance suite on a few trials of each check, all small cases of its values, and kpt-triton's tests;
+tune: tune the kernels for this device, for a table to ship."""
+_TINY_SUITE = "(values and small and float32) or declaration"
+#: Seconds beyond its time until a process is ended: a hung test has ended itself before.
+_GRACE = 30.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts that are asked for; 0 if every part was complete and nothing failed."""
+    """Run a command; 0 if all of it ran and nothing failed."""
     options = _options(arguments)
+    deadline = time.time() + 60 * options.minutes - 5
     # So that what was started is ended with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    good = True
+    folder = out / options.command
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (out / "evidence").mkdir(exist_ok=True)
+    device = "cpu" if options.dry_run else DEVICES[options.backend]
     with tempfile.TemporaryDirectory() as temporary:
         paths: list[str] = []
         if options.wheels is not None:
             paths = install_wheels(options.wheels, Path(temporary, "site"))
         elif options.source:
             paths = link_source(CHECKOUT, Path(temporary, "site"))
-        env = environment_with(paths, options.device)
+        env = environment_with(paths, device)
         told = subprocess.run(
-            [sys.executable, HERE / "facts.py", options.device], env=env, stdout=subprocess.PIPE, text=True, check=False
-        )
+            [sys.executable, HERE / "facts.py", options.backend, device], env=env, stdout=subprocess.PIPE, text=True,
+            check=False,
+        )  # fmt: skip
         if told.returncode:
             return 1
-        facts: dict[str, Any] = json.loads(told.stdout) | {"commit": options.commit or _commit(), "tiny": options.tiny}
+        facts = json.loads(told.stdout) | {"commit": options.commit or _commit(), "tiny": options.dry_run}
         write_whole(out / "environment.json", json.dumps(facts, indent=1) + "\n")
-        for part in options.part:
-            say(f"== {part} ==")
-            _empty(out / part)
-            jobs = _jobs(part, options, out, env, facts["kernels"])
-            deadline = time.time() + 60 * options.minutes
-            with ThreadPoolExecutor(options.jobs if part == "conformance" else 1) as pool:
-                list(pool.map(partial(run, folder=out / part, deadline=deadline), jobs))
+        for name, asked, share, jobs in _phases(options, device, out):
+            start = time.time()
+            end = start + (deadline - start) * share
+            given = ["--gpu-out", str(folder), "--gpu-device", device, "--gpu-deadline", str(end)]
+            given += ["--gpu-tiny"] if options.dry_run else []
+            command = [sys.executable, "-m", "pytest", "-n", str(jobs), *asked, *given]
+            code = _run(command, env, folder / f"{name}.txt", end + _GRACE)
+            ending = {0: "ok", 1: "failed", 5: "left out", None: "stopped, its time was over"}
+            with (folder / "phases.jsonl").open("a", encoding="utf-8") as stream:
+                status = ending.get(code, f"its process ended with {code}")
+                stream.write(json.dumps({"name": name, "status": status, "seconds": round(time.time() - start)}) + "\n")
             good = write_summary(out)
-    say(f"report: {out / 'SUMMARY.md'}")
+            sys.stdout.write(f"== {options.command}, {name}: {status} ==\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"report: {out / 'SUMMARY.md'}\n")
     return 0 if good else 1
 
 
@@ -65,21 +83,24 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         prog="python tools/gpu", description="Prove on a GPU what can only be proven there.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--part", action="append", choices=PARTS, help="may be repeated; all of them, in this order, if left out")
+    add("command", choices=COMMANDS, help=_HELP)
     add("--out", type=Path, default=Path("gpu-report"), metavar="FOLDER", help="of the report (default: %(default)s)")
+    add("--backend", choices=DEVICES, default="nvidia", help="whose GPU; prove and tune are for nvidia alone")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--wheels", type=Path, metavar="FOLDER", help="install these wheels for the run")
     source.add_argument("--source", action="store_true", help="run the packages of this checkout as they are")
-    add("--minutes", type=float, default=8.0, help="limit of each part (default: %(default)g)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu interprets the kernels; use it with --tiny")
-    add("--tiny", action="store_true", help="the smallest sizes, to try this program itself")
-    add("--jobs", type=int, default=0, help="processes at a time; a few on a GPU if left out, one on a CPU")
+    add("--minutes", type=float, help=f"limit; if left out {', '.join(f'{m:g} of {n}' for n, m in COMMANDS.items())}")
+    add("--dry-run", action="store_true", help="on the CPU, interpreted, with the smallest sizes: tries this program")
+    add("--jobs", type=int, help="processes at a time where no time is measured; at most eight if left out")
     add("--commit", default="", help="of the source, where git can't tell")
     options = parser.parse_args(arguments)
-    options.part = [part for part in PARTS if part in (options.part or PARTS)]
+    options.minutes = COMMANDS[options.command] if options.minutes is None else options.minutes
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: expected more than 0")
-    options.jobs = options.jobs or (1 if options.device == "cpu" else max(1, min(5, (os.cpu_count() or 2) // 2)))
+    if options.backend != "nvidia" and options.command != "suite":
+        parser.error(f"{options.command} is for nvidia alone; got --backend {options.backend}: run suite")
+    cores = os.cpu_count() or 2
+    options.jobs = options.jobs or (min(2, cores) if options.dry_run else max(1, min(8, cores // 2)))
     return options
 
 
@@ -91,57 +112,51 @@ def _commit() -> str:
         return ""
 
 
-def _empty(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    for old in folder.iterdir():
-        if old.is_file():
-            old.unlink()
+def _phases(options: argparse.Namespace, device: str, out: Path) -> list[tuple[str, list[str], float, int]]:
+    """Return name, pytest's arguments, share of the time that is left, and processes of each phase."""
+    ours = ["-c", str(HERE / "pytest.ini"), "--dist", "worksteal"]
 
+    def checks(*names: str) -> list[str]:
+        return [*ours, *(str(HERE / f"check_{name}.py") for name in names)]
 
-def _jobs(part: str, options: argparse.Namespace, out: Path, env: dict[str, str], kernels: list[str]) -> list[Job]:
-    """Return the processes of a part."""
-    folder = out / part
-    worker = [str(out), options.device, *(["--tiny"] if options.tiny else [])]
-    bench = [str(CHECKOUT / "benchmarks" / "bench.py"), "--device", "cuda", "--seconds", "1.5"]
-    bench += ["--interpret"] if options.device == "cpu" else []
-    bench += ["--quick"] if options.tiny else []
-    if part == "smoke":
-        return [Job("log", [str(HERE / "smoke.py"), *worker], env, rows=True)]
-    if part == "bench":
-        # As they are shipped: this machine's own tuning is left out.
-        shipped = env | {"KPT_TUNING": str(folder / "no tables")}
-        groups = ("decode", "prefill", "graph", "step")
-        return [Job(g, [*bench, "--group", g, "--output", str(folder / f"{g}.json")], shipped) for g in groups]
-    if part == "tune":
+    if options.command == "prove":
+        measured = checks("times", "choices", "uses", "peers")
+        return [("numbers", checks("numbers"), 0.35, options.jobs), ("figures", measured, 1.0, 1)]
+    if options.command == "tune":
         shutil.rmtree(out / "tuning", ignore_errors=True)
-        # Tables of this machine's user would decide what runs untuned.
-        own = env | {"KPT_TUNING": str(out / "tuning")}
-        first = ["tiny decode"] if options.tiny else ["Qwen3-30B", "Mixtral", "32x128", "OLMoE"]
-        chosen = [each for text in first for each in ("--only", text)]
-        share = ["--minutes", str(0.7 * options.minutes), "--jobs", str(options.jobs)]
-        tuning = Job("log", [str(HERE / "tune.py"), *worker, *share], own, rows=True)
-        return [tuning, Job("bench", [*bench, *chosen, "--output", str(folder / "bench.json")], own)]
-    shutil.rmtree(out / "evidence", ignore_errors=True)
-    (out / "evidence").mkdir()
-    # Away from the checkout, whose settings are for the versions that it is tested with.
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
-    env = env | {"KPT_GPU_LOCK": str(folder / ".lock"), "OMP_NUM_THREADS": threads}
-    pytest = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "large_cases", "-o", "faulthandler_timeout=240"]
-    today = datetime.now(UTC).date().isoformat()
-    jobs = []
-    for kernel in kernels[-2:] if options.tiny else kernels:
-        name = kernel.replace(":", ".")
-        asked = ["--kpt-backend=nvidia", f"--kpt-device={options.device}", "-c", str(folder / "pytest.ini")]
-        asked += ["-k", f"{_TINY_SUITE} and {kernel}" if options.tiny else kernel]
-        asked += [f"--junitxml={folder / name}.xml", f"--kpt-report={out / 'evidence'}/{today}-nvidia-{name}.json"]
-        jobs.append(Job(name, [*pytest, *asked], env, folder))
-    tests = CHECKOUT / "packages" / "kpt-triton" / "tests"
+        tuning = checks("tuning")
+        return [
+            ("compiling", [*tuning, "-k", "compiles"], 0.3, options.jobs),
+            ("tuning", [*tuning, "-k", "tunes"], 1, 1),
+        ]
+    today, phases = datetime.now(UTC).date().isoformat(), []
+    for backend, kernels, share in ((options.backend, "", 0.6), ("torch", "gpu_", 0.7)):
+        asked = [*ours, "--kpt-backend", backend, "--kpt-device", device]
+        asked += ["--kpt-quick", "--kpt-quick-values", "--kpt-quick-seconds", str(share * 60 * options.minutes)]
+        asked += ["--kpt-quick-trials", "1" if options.dry_run else "4"]
+        dtypes = _TINY_SUITE if options.dry_run else "bfloat16 or declaration"
+        asked += ["-k", f"({dtypes}) and {kernels}" if kernels else dtypes]
+        asked += ["--kpt-report", str(out / "evidence" / f"{today}-{backend}-{device}.json")]
+        phases.append((backend, asked, share, options.jobs))
+    tests = CHECKOUT / "packages/kpt-triton/tests"
     if tests.exists():
-        some = ["-k", "test_sorting and (strides or named)"] if options.tiny else []
-        asked = [str(tests), "-W", "default", *some, f"--junitxml={folder / 'kpt-triton.xml'}"]
-        jobs.append(Job("kpt-triton", [*pytest, *asked], env))
-    return jobs
+        some = ["-k", "test_sorting and (strides or named)"] if options.dry_run else []
+        phases.append(("kpt-triton", [*ours, str(tests), *some], 1.0, options.jobs))
+    return phases
+
+
+def _run(command: list[str], env: Mapping[str, str], log: Path, end: float) -> int | None:
+    """Run a process and what it starts to its end; None if it had to be ended."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=env, cwd=CHECKOUT, stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        return process.wait(max(1.0, end - time.time()))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # workers that were left behind
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""What a process of `tools/gpu` is told: where it works and how large things are."""
+"""What the checks are told: where they run and how large things are; and on a CPU what takes a GPU's place."""
 
-import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from unittest import mock
 
 import devices
+import pytest
 import torch
-
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,49 +15,58 @@ class Setting:
     """What a process is told.
 
     Attributes:
-        out: folder of the reports.
         device: a GPU, or the CPU, on which Triton interprets the kernels.
         tiny: sizes so small that Triton's interpreter computes them in seconds.
     """
 
-    out: Path
     device: torch.device
     tiny: bool
 
+    @classmethod
+    def of(cls, config: pytest.Config) -> "Setting":
+        """Return what the command line says."""
+        return cls(torch.device(config.getoption("--gpu-device")), config.getoption("--gpu-tiny"))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether this is the real thing."""
+        return self.device.type == "cuda"
+
     def dtype(self, wanted: torch.dtype) -> torch.dtype:
         """Return the dtype, or float32 where Triton's interpreter gets its products wrong."""
-        return torch.float32 if self.device.type == "cpu" and wanted is torch.bfloat16 else wanted
-
-    def alive(self) -> bool:
-        """Return whether the device still answers."""
-        return devices.alive(self.device)
+        return torch.float32 if not self.on_gpu and wanted is torch.bfloat16 else wanted
 
     def wait(self) -> None:
         """Wait for the device."""
         devices.wait(self.device)
 
-    @contextmanager
-    def served(self) -> Iterator[None]:
-        """Have dispatch choose the nvidia backend's kernels, on a CPU too."""
-        if self.device.type == "cuda":
-            yield
-        else:
-            with devices.interpreted():
-                yield
+
+def need_gpu(setting: Setting, why: str = "needs CUDA") -> None:
+    """Leave a check out without a GPU."""
+    if not setting.on_gpu:
+        pytest.skip(why)
 
 
-def read_setting() -> tuple[Setting, argparse.Namespace]:
-    """Return what the command line says."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("device")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--share", help="compile this share alone, as in 2/5")
-    options = parser.parse_args()
-    if options.device == "cpu":
-        from kpt_conformance.interpreter import prepare_once
+def _validate_nothing(*tensors: torch.Tensor) -> None:
+    """Let all pass; a mock could not be traced."""
 
-        prepare_once()
-    return Setting(options.out, torch.device(options.device), options.tiny), options
+
+@contextmanager
+def served(setting: Setting) -> Iterator[None]:
+    """Have dispatch choose what a GPU's calls would have: on a CPU Triton's interpreter, and no compiled attention."""
+    if setting.on_gpu:
+        yield
+        return
+    import kpt_core
+    from kpt_attention.torch_kernels import gpu_flex
+
+    program = gpu_flex._compiled
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("kpt_core.contract._GPUS", ("cpu",)))
+        stack.enter_context(mock.patch.object(gpu_flex, "_compiled", lambda kind: program(kind, "eager")))
+        # Its own function differentiates on any device; torch refuses, since its compiler has no kernel for CPUs.
+        stack.enter_context(mock.patch("torch.nn.attention.flex_attention._validate_device", _validate_nothing))
+        kpt_core.refresh()
+        stack.enter_context(devices.interpreted())
+        yield
+    kpt_core.refresh()

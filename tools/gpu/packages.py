@@ -1,94 +1,16 @@
-"""Running a process of a part in its time, and making our packages importable where they are not installed."""
+"""Making our packages importable where they are not installed, and the variables that processes run with."""
 
-import contextlib
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rows import read_rows, say
-
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-#: Seconds that a process has for ending, after it was interrupted.
-_GRACE = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A process of a part.
-
-    Attributes:
-        name: of its log.
-        command: for this interpreter.
-        env: variables.
-        folder: where it runs.
-        rows: it writes rows, so that another process can go on where one dies.
-    """
-
-    name: str
-    command: list[str]
-    env: Mapping[str, str]
-    folder: Path = CHECKOUT
-    rows: bool = False
-
-
-def run(job: Job, folder: Path, deadline: float) -> None:
-    """Run a job, anew where a row ended its process, and write how it ended to `jobs.jsonl`.
-
-    Args:
-        job: what is run.
-        folder: of its part.
-        deadline: seconds since the epoch at which it is interrupted.
-    """
-    log, rows, start = folder / f"{job.name}.txt", folder / "rows.jsonl", time.time()
-    while True:
-        before = len(read_rows(rows))
-        code = _watch(job, log, deadline)
-        if not (job.rows and code and time.time() < deadline and len(read_rows(rows)) > before):
-            break
-    left_out = code == 5 and "pytest" in job.command  # no test was chosen
-    found: dict[str, Any] = {"name": job.name, "status": "ok" if code == 0 else "left out" if left_out else "failed"}
-    if code != 0:
-        ending = "stopped, its time was over" if code is None else f"its process ended with {code}"
-        found["error"] = f"{ending}; see {folder.name}/{log.name}"
-    found["seconds"] = round(time.time() - start, 1)
-    with (folder / "jobs.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(found) + "\n")
-    say(f"== {folder.name}, {job.name}: {found.get('error', 'complete')} ==")
-
-
-def _watch(job: Job, log: Path, deadline: float) -> int | None:
-    """Run a process to its end; None if it had to be stopped, by an interrupt first, upon which pytest reports."""
-    with log.open("ab") as stream:
-        process = subprocess.Popen(
-            [sys.executable, *job.command],
-            env=job.env,
-            cwd=job.folder,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-        )
-    try:
-        return process.wait(max(1.0, deadline - time.time()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started ends with it
-        process.wait()
 
 
 def install_wheels(wheels: Path, target: Path) -> list[str]:

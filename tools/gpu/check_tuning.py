@@ -1,20 +1,17 @@
 """Tune the kernels on the benchmark's shapes, for the table that the backend ships."""
 
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from experts import arguments_of, problem_of
 from loads import LOADS, experts_contest
-from rows import PATIENCE, Find, LeftOutError, Row, run_rows, say
-from setting import Setting, read_setting
+from rows import Row
+from setting import Setting
 
 import kpt_core
 from kpt_cli.bench.moe import Shape
@@ -29,6 +26,8 @@ from kpt_optimize.tuning.tables import table_name
 from kpt_optimize.tuning.trials import TuningResult, try_case
 
 _SECONDS = 4.0
+#: Parts of the configurations, each compiled by one check, so that several processes share them.
+_SHARES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +44,6 @@ class Trial:
     def name(self) -> str:
         """Return a name that is unique among the trials."""
         return f"{self.op}: {self.shape.name}{', training' if self.training else ''}"
-
-
-def _jobs(setting: Setting, deadline: float, jobs: int) -> Iterator[Find]:
-    table = setting.out / "tuning" / table_name(device_name(setting.device))
-    if jobs > 1:
-        yield "compiling", partial(_compile, setting, jobs, deadline)
-    for trial in _trials(setting):
-        yield trial.name, partial(_tune, setting, trial, table, deadline)
 
 
 def _trials(setting: Setting) -> list[Trial]:
@@ -73,17 +64,26 @@ def _trials(setting: Setting) -> list[Trial]:
     return found + [replace(t, op=op) for t in large for op in ("moe.grouped_mm", "moe.grouped_mm_wgrad")]
 
 
-def _tune(setting: Setting, trial: Trial, table: Path, deadline: float) -> Row:
-    if time.time() > deadline:
-        raise LeftOutError("the time was over")
-    with setting.served():
-        result = _try_products(setting, trial) if trial.op == "moe.experts" else _try(setting, trial)
-    refused = [str(refusal) for refusal in result.left_out if refusal.of_call]
-    if result.entry is None:
-        return {"status": "failed", "error": "nothing was timed", "refused": refused}
-    merge_into(table, device_name(setting.device), [result.entry])
+PARAMETERS: dict[str, Any] = {
+    "trial": lambda setting: {trial.name: trial for trial in _trials(setting)},
+    "share": lambda setting: {f"part {n + 1}": n for n in range(2 if setting.tiny else _SHARES)},
+}
+
+
+def test_tunes(
+    trial: Trial, setting: Setting, row: Row, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest configuration is in the table that calls find."""
+    folder: Path = request.config.getoption("--gpu-out").parent / "tuning"
+    # Tables of this machine's user would decide what runs untuned.
+    monkeypatch.setenv("KPT_TUNING", str(folder))
     kpt_core.refresh()
-    return {"entry": asdict(result.entry), "refused": refused, "table": str(table)}
+    table = folder / table_name(device_name(setting.device))
+    result = _try_products(setting, trial) if trial.op == "moe.experts" else _try(setting, trial)
+    row["refused"] = [str(refusal) for refusal in result.left_out if refusal.of_call]
+    assert result.entry is not None, "nothing was timed"
+    merge_into(table, device_name(setting.device), [result.entry])
+    row |= {"entry": asdict(result.entry), "table": str(table)}
 
 
 def _try(setting: Setting, trial: Trial) -> TuningResult:
@@ -159,34 +159,18 @@ def _arguments(setting: Setting, trial: Trial) -> Arguments:
     return {"x": rows, "grad": grad, "offsets": offsets}
 
 
-def _compile(setting: Setting, jobs: int, deadline: float) -> Row:
-    """Compile all configurations at once, in as many processes as there are jobs: Triton keeps what they compile."""
-    shares = [[sys.executable, *sys.argv, "--share", f"{number}/{jobs}"] for number in range(jobs)]
-    workers = [subprocess.Popen(share) for share in shares]
-    end = time.time() + min(0.6 * (deadline - time.time()), PATIENCE - 10)
-    try:
-        codes = [worker.wait(max(1.0, end - time.time())) for worker in workers]
-    except subprocess.TimeoutExpired:
-        raise LeftOutError("not all was compiled in time; the rest is compiled as it is measured") from None
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    return {"processes": jobs} if not any(codes) else {"status": "failed", "error": f"the processes ended with {codes}"}
-
-
-def _compile_share(setting: Setting, share: str) -> None:
-    """Run every n-th configuration of every trial once."""
-    number, of = map(int, share.split("/"))
+def test_compiles(share: int, setting: Setting) -> None:
+    """Every n-th configuration of every trial runs once: Triton keeps what is compiled."""
+    of = 2 if setting.tiny else _SHARES
     for trial in _trials(setting):
-        with setting.served(), torch.set_grad_enabled(trial.training):
+        with torch.set_grad_enabled(trial.training):
             op, call = kpt_core.get_op(trial.op), _call(setting, trial)
             taking = [c for c in op.candidates(call.x.device, call.x.dtype).accepted if c.refusal(call) is None]
             configured = [c for c in taking if c.kernel.configs is not None]
             options = [
                 (c, call._replace(config=each)) for c in configured for each in load(c.kernel.configs or "")(call)
             ]
-            for candidate, own in options[number::of]:
+            for candidate, own in options[share::of]:
                 _run_once(op, candidate, own)
         del call, options
 
@@ -198,13 +182,4 @@ def _run_once(op: kpt_core.Op[..., Any], candidate: Candidate, call: Call) -> No
             leaves = [getattr(call, name) for name in call.needs]
             torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
     except Exception as error:  # tuning meets it again and says so
-        say(f"{op.name} with {call.config}: {type(error).__name__}: {str(error).splitlines()[0]}")
-
-
-if __name__ == "__main__":
-    given, options = read_setting()
-    if options.share is not None:
-        _compile_share(given, options.share)
-    else:
-        end = time.time() + 60 * options.minutes
-        run_rows(given.out / "tune" / "rows.jsonl", _jobs(given, end, options.jobs), given.alive)
+        sys.stderr.write(f"{op.name} with {call.config}: {type(error).__name__}: {str(error).splitlines()[0]}\n")

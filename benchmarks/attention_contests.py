@@ -1,0 +1,207 @@
+"""Attention as contests: KPT beside torch's SDPA and compiled FlexAttention, on the same tensors."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from devices import Work
+from harness import Contest, Contestant, Role
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kpt_attention import Mask, PagedCache, attention, causal, document, everything, sliding_window
+from kpt_attention.paged import paged
+
+#: Attends to queries, keys and values.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+MASKS = ("causal", "full", "documents", "window")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of attention: tokens, heads of queries, heads of keys and values, numbers of a head."""
+
+    name: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def mask_of(kind: str, tokens: int, device: torch.device) -> Mask:
+    """Return a mask of `MASKS`: documents are uneven ones, a window is an eighth of the tokens."""
+    if kind == "documents":
+        shares = torch.tensor([0, 0.07, 0.19, 0.2, 0.55, 0.9, 1])
+        return causal() & document(cu_seqlens=(shares * tokens).round().int().to(device))
+    return {"causal": causal(), "full": everything(), "window": sliding_window(max(tokens // 8, 1))}[kind]
+
+
+def attention_contest(
+    heads: Heads,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    *,
+    training: bool = False,
+    compiler: str = "inductor",
+) -> Contest:
+    """Make a contest of self-attention under a mask of `MASKS`: a forward, or a training step.
+
+    Args:
+        heads: sizes.
+        kind: of the mask.
+        dtype: of queries, keys and values.
+        device: where it runs.
+        seed: of the numbers.
+        training: the gradients of all three are computed too.
+        compiler: of FlexAttention.
+    """
+    tokens, mask = heads.tokens, mask_of(kind, heads.tokens, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v, pull = (
+        torch.empty(1, count, tokens, heads.head_dim, dtype=dtype, device=device).normal_(generator=generator)
+        for count in (heads.heads, heads.kv_heads, heads.kv_heads, heads.heads)
+    )
+    leaves = [tensor.requires_grad_(training) for tensor in (q, k, v)]
+    plan, dense = mask.plan(tokens, device=device), mask.dense(tokens)[0, 0].to(device)
+    group = heads.heads // heads.kv_heads
+    exact = _exact([tensor[:, :count].detach() for tensor, count in ((q, group), (k, 1), (v, 1))], dense,
+                   pull[:, :group] if training else None)  # fmt: skip
+
+    def contestant(name: str, role: Role, attend: Attention) -> Contestant:
+        def call() -> list[Tensor]:
+            return _step(attend, leaves, pull if training else None)
+
+        def check() -> list[Tensor]:
+            return [tensor[:, : group if n in (0, 1) else 1] for n, tensor in enumerate(call())]
+
+        return Contestant(name, role, dtype, [call], check, exact)
+
+    ours = contestant("kpt", "kpt", lambda q, k, v: attention(q, k, v, plan))
+    peers = [contestant("SDPA", "peer", _sdpa(kind, dense))]
+    if device.type == "cuda" and kind in ("causal", "full"):
+        peers.append(contestant("SDPA, cuDNN", "peer", _by_cudnn(_sdpa(kind, dense))))
+    peers.append(contestant("FlexAttention", "peer", _flex(dense, compiler)))
+    pairs = int(dense.sum()) * heads.heads
+    moved = sum(tensor.nbytes for tensor in (q, q, k, v))
+    return Contest(
+        group="attention step" if training else "attention",
+        name=f"{heads.name}, {kind}",
+        sizes={"tokens": tokens, "heads": heads.heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim},
+        dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+        work=Work((7 if training else 2) * 2 * pairs * heads.head_dim, (4 if training else 1) * moved, (dtype,)),
+        contestants=[ours, *peers],
+        yardstick="SDPA",
+        margins=(1.5, 3.0),
+        training=training,
+    )
+
+
+def decode_contest(
+    heads: Heads, sequences: int, page: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> Contest:
+    """Make a step of decoding over pages; beside it SDPA on as many keys that lie one after the other, the ideal.
+
+    Args:
+        heads: sizes; `tokens` is the length of the longest sequence, of which the shortest has half.
+        sequences: of the step.
+        page: tokens of a page.
+        dtype: of queries, keys and values.
+        device: where it runs.
+        seed: of the numbers.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    lengths = torch.linspace(heads.tokens // 2, heads.tokens, sequences).long().tolist()
+    pages = sum(-(-length // page) for length in lengths)
+    cache = PagedCache(
+        layers=1, pages=pages, page_size=page, kv_heads=heads.kv_heads, head_dim=heads.head_dim, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    k, v = (
+        torch.empty(sequences, heads.kv_heads, heads.tokens, heads.head_dim, dtype=dtype, device=device).normal_(
+            generator=generator
+        )
+        for _ in range(2)
+    )
+    q = torch.empty(sequences, heads.heads, heads.head_dim, dtype=dtype, device=device).normal_(generator=generator)
+    rows = [torch.cat([each[n, :, :length].transpose(0, 1) for n, length in enumerate(lengths)]) for each in (k, v)]
+    with cache.step({cache.add(): length for length in lengths}) as step:
+        step.update(0, *rows)
+    seen = torch.arange(heads.tokens, device=device) < torch.tensor(lengths, device=device)[:, None]
+    hidden = seen[:, None, None]
+
+    def contestant(name: str, role: Role, run: Callable[[], Tensor]) -> Contestant:
+        return Contestant(name, role, dtype, [run], lambda: [run()[:, : heads.heads // heads.kv_heads]], exact)
+
+    few = heads.heads // heads.kv_heads
+    exact = [_attend(q[:, :few, None].double(), k[:, :1].double(), v[:, :1].double(), hidden)[:, :, 0]]
+    return Contest(
+        group="pages",
+        name=f"{heads.name}, {sequences} sequences, pages of {page}",
+        sizes={"tokens": sequences, "keys": sum(lengths), "heads": heads.heads, "kv_heads": heads.kv_heads},
+        dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+        work=Work(
+            4 * sum(lengths) * heads.heads * heads.head_dim,
+            2 * sum(lengths) * heads.kv_heads * heads.head_dim * k.element_size(),
+            (dtype,),
+        ),
+        contestants=[
+            contestant("kpt", "kpt", lambda: paged(q, cache.k[0], cache.v[0], step.block_table, step.lengths)[0]),
+            contestant(
+                "SDPA, no pages",
+                "peer",
+                lambda: scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=hidden, enable_gqa=True)[:, :, 0],
+            ),
+        ],
+        yardstick="SDPA, no pages",
+        margins=(1.5, 3.0),
+        graph=True,
+    )
+
+
+def _step(attend: Attention, leaves: Sequence[Tensor], pull: Tensor | None) -> list[Tensor]:
+    """Return the output, and the gradients where there is one to pull back."""
+    out = attend(*leaves)
+    return [out] if pull is None else [out.detach(), *torch.autograd.grad(out, leaves, pull)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    scores: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def _exact(tensors: Sequence[Tensor], seen: Tensor, pull: Tensor | None) -> list[Tensor]:
+    """Return in float64 what `_step` gives for one head of keys."""
+    leaves = [tensor.double().requires_grad_(pull is not None) for tensor in tensors]
+    return _step(lambda q, k, v: _attend(q, k, v, seen), leaves, None if pull is None else pull.double())
+
+
+def _sdpa(kind: str, dense: Tensor) -> Attention:
+    how: dict[str, Any] = {"is_causal": kind == "causal"}
+    if kind not in ("causal", "full"):
+        how = {"attn_mask": dense}
+    return partial(scaled_dot_product_attention, enable_gqa=True, **how)
+
+
+def _by_cudnn(attend: Attention) -> Attention:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attend(q, k, v)
+
+    return run
+
+
+def _flex(dense: Tensor, compiler: str) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return dense[query, key]
+
+    queries, keys = dense.shape
+    blocks = create_block_mask(seen, None, None, queries, keys, device=str(dense.device))
+    compiled: Any = torch.compile(flex_attention, dynamic=False, backend=compiler)
+    return partial(compiled, block_mask=blocks, enable_gqa=True)

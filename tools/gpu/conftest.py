@@ -1,0 +1,37 @@
+"""What all checks share: the setting, and the clocks of the device in each row."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rows import Row
+from setting import Setting, served
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Ask a file for what its checks are given: `PARAMETERS` names a function of the setting for each argument."""
+    for name, make in getattr(metafunc.module, "PARAMETERS", {}).items():
+        if name in metafunc.fixturenames:
+            found: dict[str, Any] = dict(make(Setting.of(metafunc.config)))
+            metafunc.parametrize(name, list(found.values()), ids=list(found))
+
+
+@pytest.fixture(scope="session")
+def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
+    """Where the checks run, with a GPU's kernels in force."""
+    made = Setting.of(request.config)
+    with served(made):
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def clocks(request: pytest.FixtureRequest, setting: Setting) -> Iterator[None]:
+    """Write clock, power and temperature as a check ends: what is throttled is no figure."""
+    yield
+    if setting.on_gpu and "row" in request.fixturenames:
+        from kpt_backend_nvidia import device_info
+
+        row: Row = request.getfixturevalue("row")
+        live = device_info(setting.device).live
+        if live is not None:
+            row["clocks"] = {"MHz": live.clock, "W": live.power, "C": live.temperature}
