@@ -16,7 +16,7 @@ from kpt_backend_xpu import BACKEND, CHIPS, DeviceManager, environment
 from kpt_conformance import aot
 from kpt_moe import MoEConfig, MoELayer
 from kpt_optimize.cases import Case, case_tables
-from kpt_optimize.targets import served, target_of
+from kpt_optimize.devices.targets import served, target_of
 
 _HEADS: dict[str, Any] = {"kv_heads": 2, "groups": 4, "head_dim": 64, "value_dim": 64}
 #: Op, and sizes of a call that is asked about.

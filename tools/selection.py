@@ -12,7 +12,7 @@ import torch
 import kpt_core
 from kpt_core.contract import GPU, TORCH
 from kpt_optimize.cases import Case, case_tables
-from kpt_optimize.targets import Served, served, target_of
+from kpt_optimize.devices.targets import Served, served, target_of
 
 PAGE = Path(__file__).parents[1] / "docs/hardware/kernels.md"
 CHIPS = {"A100": "A100", "H100": "H100", "B200": "B200", "MI300X": "MI300X", "RX 7900": "gfx1100", "Arc B580": "B580"}

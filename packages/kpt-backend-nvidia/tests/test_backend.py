@@ -236,7 +236,7 @@ def test_a_model_on_several_devices_is_not_moved(monkeypatch):
     simulate(monkeypatch, H100)
     model = Model()
     monkeypatch.setattr(
-        "kpt_optimize.accelerator.backend._homes", lambda model: {torch.device("cuda", 0), torch.device("cuda", 1)}
+        "kpt_optimize.devices.backend._homes", lambda model: {torch.device("cuda", 0), torch.device("cuda", 1)}
     )
     prepared = NVIDIABackend().prepare_model(model)
     assert model.sent == []

@@ -36,7 +36,7 @@ from kpt_backend_tpu.chips import attached, capabilities_of
 from kpt_backend_tpu.tiles import LANES, MOST_TILES, most_rows, tile_of
 from kpt_core import InputError
 from kpt_core.contract import load
-from kpt_optimize.targets import target_of
+from kpt_optimize.devices.targets import target_of
 from simulated_tpu import INSTALLED
 
 XLA = torch.device("xla", 0)

@@ -8,7 +8,7 @@ import torch
 import kpt_core
 from cli_kernels import Backend
 from kpt_core.registry import add_backend, remove_backend
-from kpt_optimize.machine import Device, Present
+from kpt_optimize.devices.machine import Device, Present
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_accelerator_without_a_backend_gets_advice(kpt, monkeypatch):
         ),
         ("the driver is old",),
     )
-    monkeypatch.setattr("kpt_optimize.machine.present", lambda: there)
+    monkeypatch.setattr("kpt_optimize.devices.machine.present", lambda: there)
     found = document(kpt)
     assert [device["device"] for device in found["devices"]] == ["cpu", "mtia:0", "mtia:1"]
     assert {each["device"] for each in found["ops"][-1]["servings"]} == {"cpu", "mtia:0"}

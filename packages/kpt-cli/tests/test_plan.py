@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kpt_core.errors import UnknownNameError
-from kpt_optimize.accelerator import AcceleratorBackend, Peaks
+from kpt_optimize.devices import AcceleratorBackend, Peaks
 
 QWEN3_30B = {
     "hidden_size": 2048,

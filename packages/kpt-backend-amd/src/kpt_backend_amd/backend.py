@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Kernel
-from kpt_optimize.accelerator import AcceleratorBackend, Device, DeviceConfig, DeviceInfo, MemoryStatistics
-from kpt_optimize.accelerator import DeviceManager as AnyDeviceManager
+from kpt_optimize.devices import AcceleratorBackend, DeviceConfig, DeviceInfo, DeviceLike, MemoryStatistics
+from kpt_optimize.devices import DeviceManager as AnyDeviceManager
 from kpt_optimize.memory import DeviceMemoryManager
 from kpt_optimize.model import ModelOptimizer
 from kpt_triton.table import KERNELS
@@ -37,7 +37,7 @@ _HIPBLASLT = (
 
 
 class AMDConfig(DeviceConfig):
-    """Settings of `AMDBackend.prepare_model`; the fields are those of `kpt_optimize.accelerator.DeviceConfig`.
+    """Settings of `AMDBackend.prepare_model`; the fields are those of `kpt_optimize.devices.DeviceConfig`.
 
     PyTorch calls the devices of ROCm `cuda` too, so that is what `device` names.
     """
@@ -113,11 +113,11 @@ class AMDOptimizer(ModelOptimizer):
     backend = BACKEND
 
 
-def device_info(device: Device = None, *, live: bool = True) -> DeviceInfo:
+def device_info(device: DeviceLike = None, *, live: bool = True) -> DeviceInfo:
     """Return everything that torch and the driver tell of a device: see `AMDBackend.device_info`."""
     return BACKEND.device_info(device, live=live)
 
 
-def memory_stats(device: Device = None) -> MemoryStatistics:
+def memory_stats(device: DeviceLike = None) -> MemoryStatistics:
     """Return the memory of a device and of this process on it: see `AMDBackend.memory_stats`."""
     return BACKEND.memory_stats(device)

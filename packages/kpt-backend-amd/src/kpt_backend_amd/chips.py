@@ -9,8 +9,8 @@ CDNA4, RDNA3 and RDNA4.
 from functools import cache
 
 from kpt_core import Capability
-from kpt_optimize.accelerator import Peaks
-from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
+from kpt_optimize.devices import Peaks
+from kpt_optimize.devices.products import PRODUCTS as ALL_PRODUCTS
 from kpt_triton.chips import AMD
 
 #: What kernels are compiled for.

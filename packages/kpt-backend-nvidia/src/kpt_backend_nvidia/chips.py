@@ -16,8 +16,8 @@ import re
 from functools import cache
 
 from kpt_core import Capability, UnknownNameError
-from kpt_optimize.accelerator import Peaks
-from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
+from kpt_optimize.devices import Peaks
+from kpt_optimize.devices.products import PRODUCTS as ALL_PRODUCTS
 from kpt_triton.chips import NVIDIA
 
 #: What kernels are compiled for.

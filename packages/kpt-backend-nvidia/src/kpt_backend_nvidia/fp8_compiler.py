@@ -13,8 +13,8 @@ from torch import nn
 
 from kpt_core import FallbackWarning, InputError
 from kpt_optimize import Example, gain_of, interleaved_times
-from kpt_optimize.accelerator import Device
-from kpt_optimize.targets import Target, target_of
+from kpt_optimize.devices import DeviceLike
+from kpt_optimize.devices.targets import Target, target_of
 
 from .backend import BACKEND
 from .fp8_figures import FP8Statistics, LayerSpeedup, SpeedupEstimate, calls_of, converted_names, refusal
@@ -43,7 +43,7 @@ class FP8Compiler:
         UnknownNameError: nobody knows the target.
     """
 
-    def __init__(self, device: Device = None, *, target: str | None = None) -> None:
+    def __init__(self, device: DeviceLike = None, *, target: str | None = None) -> None:
         if importlib.util.find_spec("kpt_fp8") is None:
             raise InputError("FP8Compiler: kpt-fp8 is not installed: pip install ./packages/kpt-fp8")
         if device is not None and target is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kpt_core import get_op
 from kpt_optimize import Example
-from kpt_optimize.targets import Target, served
+from kpt_optimize.devices.targets import Target, served
 
 if TYPE_CHECKING:
     from kpt_fp8 import NativeFP8Linear

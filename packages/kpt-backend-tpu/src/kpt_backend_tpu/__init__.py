@@ -3,7 +3,7 @@
 Importing it imports neither torch_xla nor JAX, and claims no TPU.
 """
 
-from kpt_optimize.accelerator import DeviceInfo, MemoryStatistics, Peaks, PreparedModel
+from kpt_optimize.devices import DeviceInfo, MemoryStatistics, Peaks, PreparedModel
 
 from .backend import BACKEND, TPUBackend, TPUConfig, device_info, memory_stats
 from .cache import Compilations, compilations, keep_compilations

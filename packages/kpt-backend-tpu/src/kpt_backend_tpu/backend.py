@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from kpt_core import Capability, InputError, Kernel
-from kpt_optimize.accelerator import AcceleratorBackend, Device, DeviceConfig, DeviceInfo, MemoryStatistics
-from kpt_optimize.accelerator.config import device_of_type
+from kpt_optimize.devices import AcceleratorBackend, DeviceConfig, DeviceInfo, DeviceLike, MemoryStatistics
+from kpt_optimize.devices.config import device_of_type
 
 from .chips import CHIPS, PRODUCTS, TPUS, capabilities_of, product_of, properties_of, unsupported
 from .environment import chip, interpreting, torch_tpu, why_no_device, why_unavailable
@@ -18,7 +18,7 @@ _OF_OTHERS = ("channels_last", "allow_tf32", "cudnn_benchmark", "deterministic",
 
 
 class TPUConfig(DeviceConfig):
-    """Settings of `TPUBackend.prepare_model`: `device`, `dtype` and `pad` of `kpt_optimize.accelerator.DeviceConfig`.
+    """Settings of `TPUBackend.prepare_model`: `device`, `dtype` and `pad` of `kpt_optimize.devices.DeviceConfig`.
 
     Raises:
         InputError: a value is not allowed, or a setting means nothing on a TPU.
@@ -72,7 +72,7 @@ class TPUBackend(AcceleratorBackend):
         """Return what `describe` reads of a device, here or not."""
         return properties_of(product, chip)
 
-    def device(self, device: Device = None) -> torch.device:
+    def device(self, device: DeviceLike = None) -> torch.device:
         """Return a device with its index, by default the configuration's, else the first.
 
         Raises:
@@ -100,7 +100,7 @@ class TPUBackend(AcceleratorBackend):
             return frozenset()
         return frozenset({"tpu", "mxu", "bf16"}) if chip() not in TPUS and interpreting() else capabilities_of(chip())
 
-    def device_info(self, device: Device = None, *, live: bool = True) -> DeviceInfo:
+    def device_info(self, device: DeviceLike = None, *, live: bool = True) -> DeviceInfo:
         """Return what is known of a device; torch_xla tells neither clocks nor power.
 
         Raises:
@@ -136,7 +136,7 @@ class TPUBackend(AcceleratorBackend):
         else:
             super().synchronize(device)
 
-    def memory_stats(self, device: Device = None) -> MemoryStatistics:
+    def memory_stats(self, device: DeviceLike = None) -> MemoryStatistics:
         """Return the memory of a device, by default the configuration's, and of this process on it.
 
         Raises:
@@ -173,12 +173,12 @@ class TPUBackend(AcceleratorBackend):
 BACKEND = TPUBackend()
 
 
-def device_info(device: Device = None, *, live: bool = True) -> DeviceInfo:
+def device_info(device: DeviceLike = None, *, live: bool = True) -> DeviceInfo:
     """Return everything that is known of a device: see `TPUBackend.device_info`."""
     return BACKEND.device_info(device, live=live)
 
 
-def memory_stats(device: Device = None) -> MemoryStatistics:
+def memory_stats(device: DeviceLike = None) -> MemoryStatistics:
     """Return the memory of a device and of this process on it: see `TPUBackend.memory_stats`."""
     return BACKEND.memory_stats(device)
 

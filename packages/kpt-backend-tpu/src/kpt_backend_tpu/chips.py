@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Capability
-from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
+from kpt_optimize.devices.products import PRODUCTS as ALL_PRODUCTS
 
 MIB = 2**20
 _PCI = Path("/sys/bus/pci/devices")

@@ -3,7 +3,7 @@
 Importing it starts no SYCL and imports no Triton.
 """
 
-from kpt_optimize.accelerator import (
+from kpt_optimize.devices import (
     AppliedSettings,
     DeviceInfo,
     LiveState,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from kpt_core import Kernel
-from kpt_optimize.accelerator import AcceleratorBackend, Device, DeviceConfig, DeviceInfo, MemoryStatistics
-from kpt_optimize.accelerator import DeviceManager as AnyDeviceManager
+from kpt_optimize.devices import AcceleratorBackend, DeviceConfig, DeviceInfo, DeviceLike, MemoryStatistics
+from kpt_optimize.devices import DeviceManager as AnyDeviceManager
 from kpt_optimize.memory import DeviceMemoryManager
 from kpt_optimize.model import ModelOptimizer
 from kpt_triton.table import KERNELS
@@ -14,7 +14,7 @@ from .environment import why_no_device, why_unavailable
 
 
 class XPUConfig(DeviceConfig):
-    """Settings of `XPUBackend.prepare_model`; the fields are those of `kpt_optimize.accelerator.DeviceConfig`."""
+    """Settings of `XPUBackend.prepare_model`; the fields are those of `kpt_optimize.devices.DeviceConfig`."""
 
     __slots__ = ()
 
@@ -87,11 +87,11 @@ class XPUOptimizer(ModelOptimizer):
     backend = BACKEND
 
 
-def device_info(device: Device = None, *, live: bool = True) -> DeviceInfo:
+def device_info(device: DeviceLike = None, *, live: bool = True) -> DeviceInfo:
     """Return everything that torch and the driver tell of a device: see `XPUBackend.device_info`."""
     return BACKEND.device_info(device, live=live)
 
 
-def memory_stats(device: Device = None) -> MemoryStatistics:
+def memory_stats(device: DeviceLike = None) -> MemoryStatistics:
     """Return the memory of a device and of this process on it: see `XPUBackend.memory_stats`."""
     return BACKEND.memory_stats(device)

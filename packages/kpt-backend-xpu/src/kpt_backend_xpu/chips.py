@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kpt_core import Capability
-from kpt_optimize.accelerator.products import PRODUCTS as ALL_PRODUCTS
+from kpt_optimize.devices.products import PRODUCTS as ALL_PRODUCTS
 from kpt_triton.chips import INTEL, architecture_of, intel_chip
 
 __all__ = ["CHIPS", "PRODUCTS", "capabilities_of", "chip_of", "generation", "properties_of", "unsupported"]

@@ -23,7 +23,7 @@ from .plugins import installed_version, packages
 
 if TYPE_CHECKING:
     from kpt_core import Backend
-    from kpt_optimize.machine import Present
+    from kpt_optimize.devices.machine import Present
 
 BROKEN = 1
 Document = dict[str, Any]  #: the report, or a part of it, as in JSON
@@ -116,7 +116,7 @@ def examine() -> Document:
     import kpt_core
     from kpt_core.contract import TORCH
     from kpt_core.registry import problems
-    from kpt_optimize.machine import present
+    from kpt_optimize.devices.machine import present
 
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KPT_")}
     with _readable_variables() as faults:

@@ -20,7 +20,7 @@ from .options import Json, op_names, require_name
 from .plugins import OPS
 
 if TYPE_CHECKING:
-    from kpt_optimize.machine import Device
+    from kpt_optimize.devices.machine import Device
 
 
 def op_row(name: str, devices: "Sequence[Device]") -> dict[str, Any]:
@@ -99,7 +99,7 @@ def kernels(
         require_name("op", op, op_names())
     import kpt_core
     from kpt_core.registry import problems
-    from kpt_optimize.machine import present
+    from kpt_optimize.devices.machine import present
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kpt_core.PluginWarning)  # told below, each once

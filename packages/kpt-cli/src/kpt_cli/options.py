@@ -131,7 +131,7 @@ def check_device(given: str | None) -> "torch.device":
     """Return the device that was named, or the first accelerator, or the CPU; `CliError` if it is not there."""
     import torch
 
-    from kpt_optimize.machine import present
+    from kpt_optimize.devices.machine import present
 
     devices = present().devices
     if given is None:

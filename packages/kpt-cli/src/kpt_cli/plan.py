@@ -15,8 +15,8 @@ from .optimize.model_directory import ModelDirectory, read_config
 from .options import Json, WeightDtype, one_of
 
 if TYPE_CHECKING:
+    from kpt_optimize.devices.targets import Target
     from kpt_optimize.forecast import Forecast, Step
-    from kpt_optimize.targets import Target
 
 DEFAULT_TOKENS = 4096
 #: What memory holds beside weights, and how people call it.
@@ -64,8 +64,8 @@ def plan(
     """
     given = _bytes(memory)
     directory = ModelDirectory(path=model, config=read_config(model, alone=True), weights=(), weight_bytes=0)
+    from kpt_optimize.devices.targets import target_of
     from kpt_optimize.forecast import forecast
-    from kpt_optimize.targets import target_of
 
     from .optimize.model import as_sentence
 
@@ -135,7 +135,7 @@ def _on_meta(directory: ModelDirectory, dtype: str) -> tuple[Any, str, float]:
 
 def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, Any]]:
     from kpt_core.registry import get_op
-    from kpt_optimize.targets import served
+    from kpt_optimize.devices.targets import served
 
     rows = []
     for work in found.calls:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kpt_core import backends
 from kpt_core.selection import REFERENCE
-from kpt_optimize.accelerator.products import PRODUCTS
+from kpt_optimize.devices.products import PRODUCTS
 
 from .aot.chips import CHIPS
 from .report import DECLARED, Report

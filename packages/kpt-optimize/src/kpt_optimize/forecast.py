@@ -20,7 +20,7 @@ from kpt_core.contract import Call, Op
 from kpt_core.errors import InputError, UnknownNameError
 from kpt_core.registry import get_op
 
-from .accelerator import Peaks
+from .devices import Peaks
 from .memory import estimate, format_bytes
 
 #: Name by which transformers knows the attention that leaves no scores in memory.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from kpt_cli.errors import CliError
+from kpt_optimize.devices.machine import present
 from kpt_optimize.judging import Call, Verdict, find_routing, judge, rounding
-from kpt_optimize.machine import present
 
 from .models import ORACLE, Arm
 from .observing import (

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kpt_core.errors import InputError, KptError, UnknownNameError
-from kpt_optimize.accelerator.backend import AcceleratorBackend
-from kpt_optimize.accelerator.config import Device, device_of_type
-from kpt_optimize.accelerator.devices import MemoryStatistics, memory_statistics
+from kpt_optimize.devices.backend import AcceleratorBackend
+from kpt_optimize.devices.config import DeviceLike, device_of_type
+from kpt_optimize.devices.facts import MemoryStatistics, memory_statistics
 
 from .estimate import estimate as estimate_step
 from .models import optimize_layout as lay_out
@@ -122,7 +122,7 @@ class DeviceMemoryManager:
     optimize_layout = staticmethod(lay_out)
     optimize_model_memory = staticmethod(make_smaller)
 
-    def __init__(self, device: Device = None, safety_margin: float | int = 0.05) -> None:
+    def __init__(self, device: DeviceLike = None, safety_margin: float | int = 0.05) -> None:
         on_cpu = self.backend is None or device in ("cpu", torch.device("cpu"))
         kind = "cpu" if self.backend is None or on_cpu else self.backend.device_types[0]
         self._named = device_of_type(device, kind)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from kpt_core.contract import Capability
 from kpt_core.errors import InputError, UnknownNameError
-from kpt_optimize.accelerator.backend import AcceleratorBackend
+from kpt_optimize.devices.backend import AcceleratorBackend
 from kpt_optimize.measure import device_of
 from kpt_optimize.rewrite import check_level, check_model
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from kpt_core.contract import Capability
 from kpt_core.errors import InputError
-from kpt_optimize.accelerator.devices import Peaks
+from kpt_optimize.devices.facts import Peaks
 from kpt_optimize.optimize import optimize
 from kpt_optimize.padding import advise
 from kpt_optimize.rewrite import LEVELS, check_max_error, check_objective, rewrites

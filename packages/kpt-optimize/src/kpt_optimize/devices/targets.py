@@ -13,8 +13,9 @@ from kpt_core.dispatch.candidates import candidate_of
 from kpt_core.errors import UnknownNameError
 from kpt_core.selection import Refused
 
-from .accelerator import AcceleratorBackend, Peaks
-from .accelerator.products import PRODUCTS
+from .backend import AcceleratorBackend
+from .facts import Peaks
+from .products import PRODUCTS
 
 #: The processor of this machine, which needs no name.
 CPU = "cpu"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kpt_core import InputError, UnknownNameError
-from kpt_optimize.accelerator import DeviceConfig
+from kpt_optimize.devices import DeviceConfig
 
 
 def test_the_default_changes_nothing():

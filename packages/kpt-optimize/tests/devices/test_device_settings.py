@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from kpt_optimize.accelerator import DeviceConfig, apply_settings
+from kpt_optimize.devices import DeviceConfig, apply_settings
 from simulated_cuda import FakeDevice, simulate
 
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from .backend import AcceleratorBackend
-from .config import Device
-from .devices import DeviceInfo
+from .config import DeviceLike
+from .facts import DeviceInfo
 
 
 class DeviceManager:
@@ -42,7 +42,7 @@ class DeviceManager:
         return None if best is None else torch.device(kind, best.index)
 
     @contextmanager
-    def on(self, device: Device) -> Iterator[torch.device]:
+    def on(self, device: DeviceLike) -> Iterator[torch.device]:
         """Have a device be the current one inside the block."""
         found = self._backend.device(device)
         with torch.get_device_module(found).device(found.index):

@@ -12,8 +12,8 @@ from kpt_core.contract import Backend, Capability
 from kpt_core.errors import InputError
 from kpt_optimize.padding import Padding, ShapeAdvice, advise, pad_model
 
-from .config import AppliedSettings, Device, DeviceConfig, apply_settings, device_of_type
-from .devices import DeviceInfo, MemoryStatistics, Peaks, live_state, memory_statistics
+from .config import AppliedSettings, DeviceConfig, DeviceLike, apply_settings, device_of_type
+from .facts import DeviceInfo, MemoryStatistics, Peaks, live_state, memory_statistics
 
 #: What versions of torch call the facts of `DeviceInfo`.
 _PROPERTIES = {
@@ -111,7 +111,7 @@ class AcceleratorBackend(Backend):
         capabilities: frozenset[Capability] = self.describe(properties)["capabilities"]
         return capabilities
 
-    def device(self, device: Device = None) -> torch.device:
+    def device(self, device: DeviceLike = None) -> torch.device:
         """Return a device with its index, by default the configuration's, else the current one.
 
         Raises:
@@ -130,7 +130,7 @@ class AcceleratorBackend(Backend):
             raise InputError(f"{kind}:{index} was asked for; torch sees {seen}")
         return torch.device(kind, index)
 
-    def device_info(self, device: Device = None, *, live: bool = True) -> DeviceInfo:
+    def device_info(self, device: DeviceLike = None, *, live: bool = True) -> DeviceInfo:
         """Return everything that torch and the driver tell of a device, an unsupported one too.
 
         Args:
@@ -158,7 +158,7 @@ class AcceleratorBackend(Backend):
             **self.describe(properties),
         )
 
-    def memory_stats(self, device: Device = None) -> MemoryStatistics:
+    def memory_stats(self, device: DeviceLike = None) -> MemoryStatistics:
         """Return the memory of a device, by default the configuration's, and of this process on it."""
         return memory_statistics(self.device(device))
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kpt_core import registry
-
-from .tuning.tables import processor
+from kpt_optimize.tuning.tables import processor
 
 #: Instruction sets worth naming, by how torch spells them.
 _INSTRUCTION_SETS = ("avx", "amx", "sve", "sme", "neon", "bf16", "i8mm", "dotprod", "asimd")

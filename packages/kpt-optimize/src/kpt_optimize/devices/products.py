@@ -4,7 +4,7 @@ A product is known here whether or not its vendor's backend is installed, so tha
 are of dense products, without structured sparsity; what a chip's code may use is the backend's to know.
 """
 
-from .devices import Peaks
+from .facts import Peaks
 
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet"
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet, half of its figures with sparsity"

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from kpt_optimize import machine
+from kpt_optimize.devices import machine
 
 
 def test_broken_driver_costs_a_note(monkeypatch):

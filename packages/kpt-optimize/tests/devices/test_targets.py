@@ -8,10 +8,10 @@ import torch
 
 import kpt_core
 from kpt_core import Kernel, UnknownNameError
-from kpt_optimize.accelerator import AcceleratorBackend, Peaks
-from kpt_optimize.accelerator.products import PRODUCTS
+from kpt_optimize.devices import AcceleratorBackend, Peaks
+from kpt_optimize.devices.products import PRODUCTS
+from kpt_optimize.devices.targets import chips, served, target_of
 from kpt_optimize.forecast import Step
-from kpt_optimize.targets import chips, served, target_of
 
 
 class Acme(AcceleratorBackend):
@@ -118,7 +118,7 @@ def test_products_and_chips_are_known_without_their_vendors_backend(vendor, prod
 
 def test_a_backend_that_is_installed_tells_of_its_products_itself(monkeypatch):
     own = {"acme": {"Acme One": Peaks("a1", 1, 1.0, 1.0, "another leaflet")}}
-    monkeypatch.setattr("kpt_optimize.targets.PRODUCTS", own)
+    monkeypatch.setattr("kpt_optimize.devices.targets.PRODUCTS", own)
     found = target_of("acme one")
     assert (found.product, found.peaks.memory, found.missing) == ("Acme One Pro", 80, None)
 

@@ -12,7 +12,7 @@ import torch
 
 from kpt_core.errors import InputError, UnknownNameError
 
-Device = int | str | torch.device | None
+DeviceLike = int | str | torch.device | None
 """A device of a backend: an index, `"cuda"`, `"cuda:1"`, a `torch.device`; None for the current one."""
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,7 +41,7 @@ class DeviceConfig:
 
     device_type: ClassVar[str] = "cuda"
 
-    device: Device = None
+    device: DeviceLike = None
     dtype: torch.dtype | str | None = None
     channels_last: bool = False
     pad: bool = False
@@ -81,7 +81,7 @@ class DeviceConfig:
         return cls(**settings)
 
 
-def device_of_type(device: Device, device_type: str) -> torch.device | None:
+def device_of_type(device: DeviceLike, device_type: str) -> torch.device | None:
     """Return a device as torch names it; None stays None.
 
     Raises:
@@ -208,7 +208,7 @@ def _set_deterministic(stack: ExitStack, required: bool) -> None:
         stack.callback(os.environ.pop, "CUBLAS_WORKSPACE_CONFIG", None)
 
 
-def _set_memory_fraction(stack: ExitStack, of: Any, fraction: float, device: Device) -> None:
+def _set_memory_fraction(stack: ExitStack, of: Any, fraction: float, device: DeviceLike) -> None:
     # torch takes neither a device without an index nor a whole number here.
     index = device.index if isinstance(device, torch.device) and device.index is not None else of.current_device()
     read = getattr(of, "get_per_process_memory_fraction", None)  # older versions of torch lack it
