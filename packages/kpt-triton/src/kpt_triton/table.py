@@ -1,11 +1,10 @@
-"""The kernels for Mixture-of-Experts as rows that a backend makes `kpt_core.Kernel` of: `Kernel(**row, requires=...)`.
+"""The kernels as rows that a backend makes `kpt_core.Kernel` of: `Kernel(**row, requires=...)`.
 
 Nothing is imported for it: a kernel's module is imported when it is chosen.
 """
 
 from typing import Any
 
-_HERE = "kpt_triton.moe"
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 
@@ -13,19 +12,20 @@ _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 def _row(
     op: str, module: str, aot: str, *, refusal: bool = False, configs: bool = False, **more: Any
 ) -> dict[str, Any]:
+    feature, _, name = op.partition(".")
+    here = f"kpt_triton.{feature}"
     row = {
         "op": op,
-        "forward": f"{_HERE}.{module}:forward",
-        "backward": f"{_HERE}.{module}:backward",
+        "forward": f"{here}.{module}:forward",
+        "backward": f"{here}.{module}:backward",
         "dtypes": _DTYPES,
         "deterministic": True,
-        "aot": f"{_HERE}.{aot}:AOT",
+        "aot": f"{here}.{aot}:AOT",
     }
-    name = op.partition(".")[2]
     if refusal:
-        row["unsupported"] = f"{_HERE}.refusals:{name}"
+        row["unsupported"] = f"{here}.refusals:{name}"
     if configs:
-        row["configs"] = f"{_HERE}.configs:{name}"
+        row["configs"] = f"{here}.configs:{name}"
     return row | more
 
 
@@ -41,4 +41,11 @@ KERNELS = (
         dtypes=_DTYPES | _FLOAT8,
     ),
     _row("moe.top_k_gating", "gating", "gating", refusal=True),
+    _row(
+        "fp8.quantize",
+        "quantize",
+        "quantize",
+        backward=None,
+        unsupported="kpt_triton.fp8.quantize:unsupported",
+    ),
 )
