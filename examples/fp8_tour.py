@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import kpt_core
+import kpt_optimize
 from kpt_fp8 import (
     NativeFP8Linear,
     calibrate,
@@ -174,7 +174,7 @@ def planning() -> None:
         saved = f"{plan.bytes_before - plan.bytes_after:,}"
         rows.append((f"{budget:.0%}", f"{len(plan.kept)} of 3", saved, f"{plan.error:.2%}"))
     table(*rows)
-    optimized = kpt_core.apply_plan(model, plan)
+    optimized = kpt_optimize.apply_plan(model, plan)
     changed = [name for name, _ in converted_layers(optimized.model)]
     optimized.revert()
     print(f"   applied: layers {', '.join(changed)}; reverted: {len(converted_layers(optimized.model))} are 8-bit\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-import kpt_core
+import kpt_optimize
 
 torch.manual_seed(0)
 config = OlmoeConfig(
@@ -16,13 +16,13 @@ config = OlmoeConfig(
 model = OlmoeForCausalLM(config).eval()
 example = {"input_ids": torch.randint(512, (4, 64))}
 
-result = kpt_core.optimize(model, level="balanced", objective="latency", example_inputs=example)
+result = kpt_optimize.optimize(model, level="balanced", objective="latency", example_inputs=example)
 print(result.plan)
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "plan.json"
     result.plan.save(path)
-    again = kpt_core.apply_plan(model, kpt_core.Plan.load(path))
+    again = kpt_optimize.apply_plan(model, kpt_optimize.Plan.load(path))
 
 with torch.no_grad():
     assert torch.equal(again.model(**example).logits, result.model(**example).logits)

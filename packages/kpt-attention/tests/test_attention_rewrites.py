@@ -1,4 +1,4 @@
-"""The rewrite of attention modules for `kpt_core.optimize`."""
+"""The rewrite of attention modules for `kpt_optimize.optimize`."""
 
 import pytest
 import torch

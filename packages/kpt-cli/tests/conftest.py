@@ -149,7 +149,7 @@ def optimized(tmp_path_factory, mixtral) -> dict:
 @pytest.fixture
 def quick_optimize(monkeypatch, optimized) -> Iterator[list[dict]]:
     """Give the plan of the one real run instead of measuring again; collects the arguments of each call."""
-    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
+    plan = kpt_optimize.Plan.load(optimized["folder"] / "plan.json")
     first, *others = plan.entries
     plan = replace(plan, entries=(replace(first, kept=True), *others))  # whatever pays on a machine with other work
     calls: list[dict] = []

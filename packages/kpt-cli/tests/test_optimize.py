@@ -42,7 +42,7 @@ class TestRealRun:
 
         result = kpt("optimize", mixtral, "-o", tmp_path / "plan.json")
         told = result.stdout.partition("To run it:\n\n")[2].replace("\n    ", "\n").strip()
-        plan = kpt_core.Plan.load(tmp_path / "plan.json")
+        plan = kpt_optimize.Plan.load(tmp_path / "plan.json")
         ids = torch.arange(16)[None]
         with torch.no_grad():
             before = AutoModelForCausalLM.from_pretrained(mixtral)(ids).logits
@@ -86,7 +86,7 @@ def test_text_shows_the_plan_and_how_to_keep_it(kpt, mixtral, quick_optimize):
 @pytest.mark.parametrize("kept", [True, False])
 def test_summary(kpt, mixtral, monkeypatch, kept):
     entry = PlanEntry("a.b", "moe.experts", "moe.experts", "pkg.mod:kernel", 2.0, 1e-3, kept, "the reason")
-    plan = kpt_core.Plan(
+    plan = kpt_optimize.Plan(
         model="M",
         level="balanced",
         objective="latency",
@@ -128,7 +128,8 @@ def test_a_verdict_tells_a_gain_in_words_and_a_busy_machine_once(kpt, mixtral, m
     entries = tuple(PlanEntry("a", "r", "o", "k", gain, 1e-3, False, reason, 0.01) for gain, reason in reasons.items())
     noisy = replace(entries[0], gain=1.5, noise=0.7, reason="too noisy for a figure (±93%)")
     note = "the machine is busy: measure again"
-    plan = kpt_core.Plan("M", "balanced", "latency", "cpu", 0.02, {}, (*entries, noisy), 1.0, 1.0, 1, 1, 0.0, note=note)
+    entries = *entries, noisy
+    plan = kpt_optimize.Plan("M", "balanced", "latency", "cpu", 0.02, {}, entries, 1.0, 1.0, 1, 1, 0.0, note=note)
     monkeypatch.setattr(kpt_optimize, "optimize", lambda model, **options: Optimized(model, plan))
     result = kpt("optimize", mixtral)
     assert result.exit_code == 0, result.output
@@ -142,7 +143,7 @@ def test_a_verdict_tells_a_gain_in_words_and_a_busy_machine_once(kpt, mixtral, m
 
 
 def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimized, monkeypatch):
-    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
+    plan = kpt_optimize.Plan.load(optimized["folder"] / "plan.json")
 
     def optimize(model, **options):
         print("a library prints")
@@ -155,7 +156,7 @@ def test_json_alone_is_on_stdout_whatever_libraries_print(kpt, mixtral, optimize
 
 
 def test_infinite_error_is_valid_json(kpt, mixtral, optimized, monkeypatch):
-    plan = kpt_core.Plan.load(optimized["folder"] / "plan.json")
+    plan = kpt_optimize.Plan.load(optimized["folder"] / "plan.json")
     plan = replace(plan, entries=(replace(plan.entries[0], error=float("inf")),))
     monkeypatch.setattr(kpt_optimize, "optimize", lambda model, **options: Optimized(model, plan))
     result = kpt("optimize", mixtral, "--json")

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import kpt_core
+import kpt_optimize
 from kpt_fp8 import convert_model_to_fp8
 from kpt_fp8.planner import Planning, plan_fp8
 from kpt_optimize import gain_of, interleaved_times, parameter_bytes
@@ -193,7 +193,7 @@ def main() -> None:
         models.append(converted)
         found.append(measure(model, where, f"all, {granularity}", converted, 37))
         planning = plan(model, where, [granularity])
-        applied = kpt_core.apply_plan(model, planning.plan).model
+        applied = kpt_optimize.apply_plan(model, planning.plan).model
         models.append(applied)
         found.append(measure(model, where, f"planned, {granularity}", applied, len(planning.plan.kept)))
         if found[-1].least_cosine < LEAST_COSINE:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import kpt_core
+import kpt_optimize
 from kpt_core import InputError, UnknownNameError
 from kpt_core.errors import warn_of_switch
 from kpt_fp8 import (
@@ -199,7 +199,7 @@ def test_a_plan_weighs_experts_beside_linear_layers(family):
     # What the plan says a conversion costs is what it costs.
     alone = plan_fp8(model, batches, max_error=1.0, granularities=["row"], include="experts")
     assert [entry.module for entry in alone.plan.kept] == [name]
-    converted = kpt_core.apply_plan(model, alone.plan).model
+    converted = kpt_optimize.apply_plan(model, alone.plan).model
     assert isinstance(converted.get_submodule(name), NativeFP8Experts)
     with torch.no_grad():
         pairs = [(converted(batch).logits.double(), model(batch).logits.double()) for batch in batches]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import kpt_core
+import kpt_optimize
 from test_rewrites import installed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -33,7 +33,7 @@ def encoder():
 @pytest.mark.parametrize("granularity", ["row", "128x128"])
 def test_planned_embeddings_keep_their_direction_and_their_ranking(encoder, granularity, installed):
     planning = minilm.plan(encoder, WHERE, [granularity])
-    applied = kpt_core.apply_plan(encoder, planning.plan)
+    applied = kpt_optimize.apply_plan(encoder, planning.plan)
     kept = {entry.module for entry in planning.plan.kept}
     told = minilm.measure(encoder, WHERE, granularity, applied.model, len(kept))
     assert told.least_cosine >= minilm.LEAST_COSINE

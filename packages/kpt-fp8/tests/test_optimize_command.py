@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-import kpt_core
+import kpt_optimize
 from kpt_fp8 import NativeFP8Linear
 from test_rewrites import installed
 
@@ -56,7 +56,7 @@ def test_memory_is_saved_where_the_budget_allows_and_given_back(llama, tmp_path,
     ids = torch.arange(16)[None]
     with torch.no_grad():
         before = model(ids).logits
-        applied = kpt_core.apply_plan(model, tmp_path / "plan.json", inplace=True)
+        applied = kpt_optimize.apply_plan(model, tmp_path / "plan.json", inplace=True)
         converted = {name for name, each in model.named_modules() if isinstance(each, NativeFP8Linear)}
         assert converted == kept
         after = model(ids).logits

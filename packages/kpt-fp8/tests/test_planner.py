@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import kpt_core
 import kpt_optimize
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8 import NativeFP8Linear
@@ -80,7 +79,7 @@ def test_a_plan_keeps_the_budget_and_uses_it(model, budget, installed):
     assert kept == [f"layers.{number}" for number in range(planning.chosen)]
     assert (len(kept) == 0) == (budget == 0.0)
     assert (len(kept) == 8) == (budget == 0.1)
-    applied = kpt_core.apply_plan(model, planning.plan)
+    applied = kpt_optimize.apply_plan(model, planning.plan)
     error = error_of(model, applied.model)
     assert error <= budget
     assert planning.plan.error == pytest.approx(error, rel=1e-3, abs=1e-9)
@@ -91,7 +90,7 @@ def test_a_plan_keeps_the_budget_and_uses_it(model, budget, installed):
             replace(entry, kept=entry.kept or entry.module == f"layers.{planning.chosen}")
             for entry in planning.plan.entries
         ]
-        beyond = kpt_core.apply_plan(model, replace(planning.plan, entries=tuple(more)))
+        beyond = kpt_optimize.apply_plan(model, replace(planning.plan, entries=tuple(more)))
         assert error_of(model, beyond.model) > budget
 
 
@@ -159,7 +158,7 @@ def test_the_plan_is_the_cores_and_goes_there_and_back(model, installed, tmp_pat
     assert model.training
     assert not any(module._forward_hooks for module in model.modules())
     planning.plan.save(tmp_path / "plan.json")
-    applied = kpt_core.apply_plan(model, tmp_path / "plan.json")
+    applied = kpt_optimize.apply_plan(model, tmp_path / "plan.json")
     plan = applied.plan
     assert plan == planning.plan
     assert {entry.rewrite for entry in plan.entries} <= {"fp8.linear", "fp8.linear_128x128"}

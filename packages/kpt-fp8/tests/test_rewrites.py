@@ -131,7 +131,7 @@ def test_optimize_for_memory_keeps_what_the_budget_allows(installed, tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kept = {}
     for level in ("conservative", "balanced", "aggressive"):
-        optimized = kpt_core.optimize(model, level, "memory", example_inputs=x)
+        optimized = kpt_optimize.optimize(model, level, "memory", example_inputs=x)
         kept[level] = {entry.module for entry in optimized.plan.kept}
         assert {entry.op for entry in optimized.plan.entries} <= {"fp8.linear"}
         for entry in optimized.plan.kept:
@@ -142,14 +142,14 @@ def test_optimize_for_memory_keeps_what_the_budget_allows(installed, tmp_path):
     assert kept["conservative"] == set()
     # A budget of its own: by the 2 % of the level two of three layers stay.
     assert kept["balanced"] == {"0", "2", "4"}
-    strict = kpt_core.optimize(model, "balanced", "memory", example_inputs=x, max_error=2e-2).plan
+    strict = kpt_optimize.optimize(model, "balanced", "memory", example_inputs=x, max_error=2e-2).plan
     assert {entry.module for entry in strict.kept} == {"0", "2"}
     assert kept["aggressive"] == {"0", "2", "4"}
     assert optimized.plan.bytes_after < 0.3 * optimized.plan.bytes_before
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     optimized.plan.save(tmp_path / "plan.json")
-    applied = kpt_core.apply_plan(model, tmp_path / "plan.json")
+    applied = kpt_optimize.apply_plan(model, tmp_path / "plan.json")
     with torch.no_grad():
         assert torch.equal(applied.model(x), optimized.model(x))
         applied.revert("2")
@@ -179,7 +179,7 @@ def slow_linear(monkeypatch, cpu_clock):
 
 def test_optimize_for_latency_takes_back_what_is_slower(installed, cpu_clock):
     # A row of float32 is read faster than it is decoded here.
-    plan = kpt_core.optimize(model_of(), "balanced", example_inputs=torch.randn(1, 64)).plan
+    plan = kpt_optimize.optimize(model_of(), "balanced", example_inputs=torch.randn(1, 64)).plan
     assert plan.entries
     for entry in plan.entries:
         assert not entry.kept
@@ -190,7 +190,7 @@ def test_optimize_for_latency_takes_back_what_is_slower(installed, cpu_clock):
 def test_optimize_for_latency_keeps_what_is_faster(installed, slow_linear):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).eval()
-    plan = kpt_core.optimize(model, "aggressive", example_inputs=torch.randn(128, 512)).plan
+    plan = kpt_optimize.optimize(model, "aggressive", example_inputs=torch.randn(128, 512)).plan
     assert {entry.module for entry in plan.kept if entry.rewrite == "fp8.linear"} == {"0", "1"}
     assert all(entry.gain > 1 for entry in plan.kept)
     assert plan.gain > 1
@@ -200,7 +200,7 @@ def test_a_weight_with_nan_is_a_sentence_in_the_plan(installed):
     model = model_of()
     with torch.no_grad():
         model[4].weight[3, 3] = float("nan")
-    entries = kpt_core.optimize(model, "balanced", "memory", example_inputs=torch.randn(4, 64)).plan.entries
+    entries = kpt_optimize.optimize(model, "balanced", "memory", example_inputs=torch.randn(4, 64)).plan.entries
     last = next(entry for entry in entries if entry.module == "4")
     assert not last.kept
     assert "NaN" in last.reason

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import kpt_core
 import kpt_core.registry
-from kpt_core import InputError, PluginWarning, apply_plan, optimize
-from kpt_optimize import Site, relative_error, rewrites, rounding
+from kpt_core import InputError, PluginWarning
+from kpt_optimize import Site, apply_plan, optimize, relative_error, rewrites, rounding
 from kpt_optimize.changes import Changes
 from plugins import entry_points_in
 from plugins import install as install_plugin

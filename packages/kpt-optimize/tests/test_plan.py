@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kpt_core import InputError, Plan
-from kpt_optimize import Budget, PlanEntry
+from kpt_core import InputError
+from kpt_optimize import Budget, Plan, PlanEntry
 
 ENTRY = PlanEntry("layers.0.experts", "moe.experts", "moe.experts", "reference", 1.25, 1e-7, True, "1.25x faster")
 PLAN = Plan(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kpt_core
+import kpt_optimize
 import tuning_kernels
 from kpt_core import Backend, InputError, UnknownNameError
 from kpt_core.policy import next_power_of_two
@@ -91,7 +92,7 @@ def test_unknown_names_offer_the_nearest() -> None:
 
 def test_ops_without_cases_are_named(add: Add) -> None:
     add(two())
-    found = kpt_core.tune(["sample.scale", "tuning.product"], cases=["few"])
+    found = kpt_optimize.tune(["sample.scale", "tuning.product"], cases=["few"])
     assert list(found.skipped) == ["sample.scale"]
     assert len(found.entries) == 1
     assert tune("tuning.composed", training=True).skipped == {

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from clock import CLOCK
 from kpt_core import Call, Kernel, Op, Refusal, explain, op
-from kpt_core import tune as run_tune
 from kpt_core.policy import next_power_of_two
 from kpt_optimize import cases
+from kpt_optimize import tune as run_tune
 from kpt_optimize.cases import Case, CaseTable
 from kpt_optimize.tuning.run import Tuning
 from loopback import Loopback

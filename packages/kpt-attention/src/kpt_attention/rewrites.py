@@ -1,4 +1,4 @@
-"""What `kpt_core.optimize` may do to the attention of a Hugging Face model: serve it by `attention.dense`."""
+"""What `kpt_optimize.optimize` may do to the attention of a Hugging Face model: serve it by `attention.dense`."""
 
 import copy
 import inspect

@@ -7,7 +7,7 @@ import pytest
 import torch
 from markupsafe import escape
 
-import kpt_core
+import kpt_optimize
 from kpt_cli.demo import KIND, QUICK, report, run
 from kpt_cli.demo.measure import TRAINING, of_times
 
@@ -142,7 +142,7 @@ def test_the_last_step_works_as_it_is_shown(page, quick_run, kpt, tmp_path, monk
     assert done.exit_code == 0, done.output
     names = {}
     exec(step["program"], names)
-    kept = kpt_core.Plan.load("my-plan.json").kept
+    kept = kpt_optimize.Plan.load("my-plan.json").kept
     assert names["model"](torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     assert (names["model"].model.layers[0].mlp.experts.config._experts_implementation == "kpt") == any(
         (entry.module, entry.rewrite) == ("model.layers.0.mlp.experts", "moe.experts") for entry in kept
@@ -178,11 +178,11 @@ def test_model_and_tokenizer_load_and_write(quick_run):
 def test_plan_loads_and_applies(quick_run):
     from transformers import AutoModelForCausalLM
 
-    plan = kpt_core.Plan.load(quick_run.folder / "plan.json")
+    plan = kpt_optimize.Plan.load(quick_run.folder / "plan.json")
     assert plan == quick_run.result["plan"]
     assert plan.entries
     model = AutoModelForCausalLM.from_pretrained(quick_run.folder / "model")
-    kpt_core.apply_plan(model, plan)
+    kpt_optimize.apply_plan(model, plan)
 
 
 def test_tables_for_people_and_an_earlier_demo_is_replaced(kpt, quick_run, tmp_path, monkeypatch):

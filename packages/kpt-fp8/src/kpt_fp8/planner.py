@@ -55,7 +55,7 @@ class Planning:
     """A plan, and what it was made from.
 
     Attributes:
-        plan: `kpt_core.apply_plan(model, planning.plan)` converts a model by it; `plan.save` writes the file that
+        plan: `kpt_optimize.apply_plan(model, planning.plan)` converts a model by it; `plan.save` writes the file that
             `apply_plan` reads. It has an entry for each layer and granularity. Its errors are
             `|after - before| / |before|` of the worst row of the model's output; a layer's is that with this layer
             alone.

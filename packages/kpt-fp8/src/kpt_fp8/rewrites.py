@@ -1,4 +1,4 @@
-"""What `kpt_core.optimize` may do to linear layers and experts of a model: hold their weights in 8 bits."""
+"""What `kpt_optimize.optimize` may do to linear layers and experts of a model: hold their weights in 8 bits."""
 
 import inspect
 import re

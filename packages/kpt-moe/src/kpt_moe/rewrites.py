@@ -1,4 +1,4 @@
-"""What `kpt_core.optimize` may do to the experts of a Hugging Face model."""
+"""What `kpt_optimize.optimize` may do to the experts of a Hugging Face model."""
 
 import copy
 from collections.abc import Iterator

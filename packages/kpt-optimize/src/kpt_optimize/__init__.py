@@ -23,6 +23,7 @@ from .trial import (
     repeatable,
     setback,
 )
+from .tuning.run import tune
 
 __version__ = "0.1.0"
 
@@ -65,4 +66,5 @@ __all__ = [
     "rounding",
     "setback",
     "table",
+    "tune",
 ]

@@ -38,7 +38,7 @@ class ModelOptimizer:
     Every step is tried on the sample inputs on top of the steps kept before: its result is compared with the
     original's, the two are timed in turn, and it is kept only if it is within the error budget and better by more than
     the noise. Without sample inputs no step is tried, and the report recommends.
-    First come the rewrites of `kpt_core.optimize`, module by module; then steps for the whole model:
+    First come the rewrites of `kpt_optimize.optimize`, module by module; then steps for the whole model:
 
     - `conservative` (same numerics class): `rewrites`, `channels_last`, `padding` (inference), `compile` in mode
       `default`, `fused_optimizer` (training).
