@@ -45,9 +45,16 @@ CALLS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "FP8 product, scales of rows": ("fp8.scaled_mm", _ROWS, False),
     "the same in fnuz": ("fp8.scaled_mm", {**_ROWS, "format": _FNUZ, "other": _FNUZ}, False),
     "FP8 product, blocks": (
-        "fp8.scaled_mm", {**_ROWS, "inner": 256, "granularity_a": "1x128", "granularity_b": "128x128"}, False,
+        "fp8.scaled_mm", {**_ROWS, "inner": 512, "granularity_a": "1x128", "granularity_b": "128x128"}, False,
+    ),
+    "FP8 product, Microscaling": (
+        "fp8.scaled_mm",
+        {**_ROWS, "granularity_a": "1x32", "granularity_b": "1x32", "scale_dtype": torch.float8_e8m0fnu}, False,
     ),
     "FP8 linear layer, weights alone": ("fp8.linear", _ROWS, False),
+    "FP8 linear layer, DeepSeek's blocks": (
+        "fp8.linear", {**_ROWS, "inner": 512, "granularity": "128x128", "activations": "1x128"}, False,
+    ),
     "quantising to FP8": ("fp8.quantize", {"rows": 64, "inner": 64, "granularity": "row"}, False),
     "experts, training": ("moe.experts", _EXPERTS, True),
     "experts in FP8": ("moe.experts", {**_EXPERTS, "up_scheme": "row", "down_scheme": "row"}, False),
@@ -80,6 +87,7 @@ _NAMES = {
     "paged": "sequence by sequence",
     "experts_grouped": "by parts",
     "gpu_linear": "16-bit products",
+    "gpu_scaled_mm_wide": "16-bit products",
     "gpu_merge": "a dozen launches",
 }
 
@@ -99,7 +107,7 @@ def name_of(found: Served, vendor: str) -> str:
     if found.kernel is None:
         return "**slow**: reference"
     module = found.kernel.forward.partition(":")[0].rpartition(".")[2]
-    if module == "gpu_scaled_mm":
+    if module in ("gpu_scaled_mm", "gpu_scaled_mm_blocks"):
         return "hipBLASLt" if vendor == "amd" else "cuBLASLt"
     if module == "gpu_paged" and not found.kernel.forward.endswith(":forward"):
         return "all prefills at once" if found.kernel.forward.endswith(":prefill") else "one launch each"

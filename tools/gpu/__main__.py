@@ -28,7 +28,8 @@ COMMANDS = {"prove": 8.5, "suite": 3.0, "tune": 8.0}
 _HELP = """prove: each kernel's numbers, its programs' times, A and B, what users call, and KPT beside its peers;
 suite: the conformance suite on a few trials of each check, all small cases of its values, and kpt-triton's tests;
 tune: tune the kernels for this device, for a table to ship."""
-_TINY_SUITE = "(values and small and float32) or declaration"
+#: Products by blocks are the vendor's library's, which is not here.
+_TINY_SUITE = "((values and small and float32) or declaration) and not gpu_scaled_mm_blocks"
 #: Seconds beyond its time until a process is ended: a hung test has ended itself before.
 _GRACE = 30.0
 

@@ -122,7 +122,7 @@ def test_statistics_are_bytes_and_errors_that_were_counted(model):
 @pytest.mark.parametrize(
     ("target", "dtype", "settings", "reason"),
     [
-        ("H100", torch.float32, {}, "x in torch.float32"),
+        ("H100", torch.float32, {"granularity": "row"}, "a result in torch.float32"),
         ("L4", torch.bfloat16, {"granularity": "row"}, "from sm90 on"),
         ("H100", torch.bfloat16, {"activations": "none"}, "its activations stay in 16 bits"),
         ("H100", torch.bfloat16, {"min_features": 10}, "in multiples of 16"),

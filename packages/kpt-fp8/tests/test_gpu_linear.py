@@ -53,6 +53,23 @@ def test_a_result_and_its_gradients_are_rounded_once(granularity: str, dtype: to
         assert error <= 1.02 * least
 
 
+@pytest.mark.parametrize("granularity", ["row", "tensor", *BLOCKS])
+def test_float32_is_as_exact_as_the_reference(granularity: str) -> None:
+    call = call_of(torch.float32, granularity=granularity)
+    assert gpu_linear.unsupported(call) is None
+    truth = truth_of(call)
+    want = linear.run_reference(truth)
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+    made = gpu_linear.backward(call._replace(needs=("x", "bias")), (), grad)
+    x = truth.x.clone().requires_grad_()
+    linear.run_reference(truth._replace(x=x)).backward(grad.double())
+    assert x.grad is not None
+    reference = linear.run_reference(call)
+    assert errors(gpu_linear.forward(call), call, want)[0] <= 1.3 * errors(reference, call, want)[0]
+    torch.testing.assert_close(made["x"].double(), x.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made["bias"].double(), grad.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @pytest.mark.parametrize("static", [False, True])
 def test_quantised_activations_are_multiplied_as_8_bit_numbers(granularity: str, static: bool) -> None:
@@ -67,9 +84,9 @@ def test_quantised_activations_are_multiplied_as_8_bit_numbers(granularity: str,
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ({"dtype": torch.float32}, "x in torch.float32; this kernel multiplies 16-bit numbers"),
+        ({"dtype": torch.float64}, "x in float64; this kernel multiplies 16-bit numbers and float32"),
         ({"rows": 0}, "nothing to compute"),
-        ({"activations": "1x128", "granularity": "128x128"}, "activations by 1x128 and a weight by 128x128"),
+        ({"activations": "1x128", "granularity": "1x128"}, "activations by 1x128 and a weight by 1x128"),
         ({"activations": "row", "granularity": "tensor"}, "activations by row and a weight by tensor"),
     ],
 )

@@ -33,6 +33,22 @@ _CUBLASLT = (
         dtypes={"bfloat16", *_FP8},
         priority=20,
     ),
+    Kernel(
+        "fp8.scaled_mm",
+        forward=f"{_LIBRARY}_blocks:forward",
+        unsupported=f"{_LIBRARY}_blocks:unsupported",
+        requires={"fp8_e4m3fn", "wgmma"},
+        dtypes={"float32", "bfloat16", "float8_e4m3fn"},
+        priority=20,
+    ),
+    Kernel(
+        "fp8.scaled_mm",
+        forward=f"{_LIBRARY}_blocks:forward_of_mx",
+        unsupported=f"{_LIBRARY}_blocks:unsupported_but_mx",
+        requires={"fp8_e4m3fn", "mxfp8"},
+        dtypes={"float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu"},
+        priority=20,
+    ),
 )
 
 

@@ -63,8 +63,8 @@ class FP8Compiler:
     ) -> "FP8InferenceEngine":
         """Copy a model with its linear layers in FP8; the copy goes to the device, the model stays as it is.
 
-        A `FallbackWarning` tells of layers whose 8-bit numbers the product would not multiply; those of float32 models
-        are of them, since GPUs multiply quantised activations of 16 bits: `model.bfloat16()` first.
+        A `FallbackWarning` tells of layers whose 8-bit numbers the product would not multiply; with scales of rows
+        those of float32 models are of them, since such products give 16 bits: `model.bfloat16()` first.
 
         Args:
             model: with layers `nn.Linear`.

@@ -15,8 +15,8 @@ from kpt_optimize.devices.targets import Target, served
 if TYPE_CHECKING:
     from kpt_fp8 import NativeFP8Linear
 
-#: By op, the module that serves it by 8-bit products.
-_SERVED_BY = {"fp8.linear": "gpu_linear", "fp8.scaled_mm": "gpu_scaled_mm"}
+#: By op, the modules that serve it by 8-bit products.
+_SERVED_BY = {"fp8.linear": ("gpu_linear",), "fp8.scaled_mm": ("gpu_scaled_mm", "gpu_scaled_mm_blocks")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,12 @@ def refusal(layer: "NativeFP8Linear", target: Target) -> str:
     for name, (args, options) in arguments.items():
         op = get_op(name)
         found = served(op, op.bind(*args, **options), target)
-        if found.kernel is None or _SERVED_BY[name] not in found.kernel.forward:
-            told = [each.reason for each in found.refusals if _SERVED_BY[name] in (each.kernel or "")]
+        if found.kernel is None or _module(found.kernel.forward) not in _SERVED_BY[name]:
+            told = [each.reason for each in found.refusals if _module(each.kernel or "") in _SERVED_BY[name]]
             return "; ".join(told) or f"no kernel of {name} is for it"
     return ""
+
+
+def _module(kernel: str) -> str:
+    """Return the name of a kernel's module."""
+    return kernel.partition(":")[0].rpartition(".")[2]

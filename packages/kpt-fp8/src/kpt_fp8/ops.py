@@ -31,6 +31,13 @@ KERNELS = (
         priority=10,
         composed_of=("fp8.quantize", "fp8.dequantize", "fp8.scaled_mm"),
     ),
+    Kernel(
+        "fp8.scaled_mm",
+        forward=f"{_HERE}.gpu_scaled_mm_wide:forward",
+        unsupported=f"{_HERE}.gpu_scaled_mm_wide:unsupported",
+        requires={GPU},
+        priority=10,
+    ),
     Kernel("fp8.scaled_mm", forward=f"{_HERE}.scaled_mm:forward", requires=_HOST, deterministic=True),
 )
 

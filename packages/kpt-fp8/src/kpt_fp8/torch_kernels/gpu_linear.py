@@ -1,5 +1,7 @@
 """`fp8.linear` on GPUs by products of 16-bit numbers with sums in float32: codes are such numbers already.
 
+Beside x in float32 they are widened to that, and torch's own setting says how it is multiplied.
+
 One scale for a tensor or a row multiplies the sums, and the product is exact up to them. Scales of blocks are part of
 the weight, which no 16-bit number is then: it is taken apart into two of bfloat16, whose products are added. Quantised
 activations are multiplied by `fp8.scaled_mm`, which the vendor's library serves.
@@ -15,6 +17,10 @@ from kpt_fp8.quantize import quantize
 from kpt_fp8.scaled_mm import scaled_mm
 from kpt_fp8.scales import BLOCKS
 
+from .gpu_sums import apart, sums
+
+#: What shares the scales of activations and weight that `fp8.scaled_mm` has kernels for.
+_MULTIPLIED = (("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"))
 #: What shares a scale that may multiply the sums.
 _OUTSIDE = tuple(name for name, (_, columns) in BLOCKS.items() if columns is None)
 
@@ -22,18 +28,21 @@ _OUTSIDE = tuple(name for name, (_, columns) in BLOCKS.items() if columns is Non
 def unsupported(call: Call) -> Refusal | str | None:
     """Return why it does not take a call."""
     x, by = call.x, call.granularity
-    if x.dtype.itemsize != 2:
-        return Refusal("x in {dtype}; this kernel multiplies 16-bit numbers", dtype=x.dtype)
+    if x.dtype is torch.float64:
+        return "x in float64; this kernel multiplies 16-bit numbers and float32"
     if not (x.numel() and call.weight.numel()):
         return "there is nothing to compute"
     if call.scale.dtype is torch.float64:
         return "scales in float64; this kernel sums in float32"
     if call.activations == NONE:
-        if by not in _OUTSIDE and x.dtype is not torch.bfloat16:
+        if by not in _OUTSIDE and x.dtype is torch.float16:
             return Refusal("x in {dtype} and scales of blocks; needs bfloat16, whose range they fit", dtype=x.dtype)
         return None
-    if call.activations != by or by not in _OUTSIDE:
-        return Refusal("activations by {a} and a weight by {b}; needs row or tensor of both", a=call.activations, b=by)
+    if (call.activations, by) not in _MULTIPLIED:
+        return Refusal(
+            "activations by {a} and a weight by {b}; needs row or tensor of both, or 1x128 and 128x128",
+            a=call.activations, b=by,
+        )  # fmt: skip
     return None
 
 
@@ -49,18 +58,20 @@ def forward(call: Call) -> Tensor:
             scale_rounding=call.activation_rounding,
         )
         product = scaled_mm(
-            codes, weight.t(), own.float(), scale, bias, granularity_a=call.activations, granularity_b=call.granularity,
-            out_dtype=x.dtype,
+            codes, weight.t(), own.float(), scale.t() if scale.dim() == 2 else scale, bias,
+            granularity_a=call.activations, granularity_b=call.granularity, out_dtype=x.dtype,
         )  # fmt: skip
         # What is not finite leaves NaN.
         product += (x - x).sum(1, keepdim=True)
         return product
     out: Tensor
     if call.granularity in _OUTSIDE:
-        out = _sums(x, weight.to(x.dtype).t()) * scale
+        out = sums(x, weight.to(x.dtype).t()) * scale
+    elif x.dtype is torch.float32:
+        out = x @ dequantize(weight, scale, granularity=call.granularity, dtype=torch.float32).t()
     else:
-        high, low = _apart(dequantize(weight, scale, granularity=call.granularity, dtype=torch.float32))
-        out = _sums(x, high.t()) + _sums(x, low.t())
+        high, low = apart(dequantize(weight, scale, granularity=call.granularity, dtype=torch.float32))
+        out = sums(x, high.t()) + sums(x, low.t())
     if bias is not None:
         out = out + bias
     return out.to(x.dtype)
@@ -73,11 +84,11 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, T
         scale = call.scale.float()
         if call.granularity in _OUTSIDE and grad.dtype is torch.bfloat16:
             codes = call.weight.to(grad.dtype)
-            high, low = _apart(grad.float() * scale)
-            found = _sums(high, codes) + _sums(low, codes)
+            high, low = apart(grad.float() * scale)
+            found = sums(high, codes) + sums(low, codes)
         elif grad.dtype is torch.bfloat16:
-            high, low = _apart(dequantize(call.weight, scale, granularity=call.granularity, dtype=torch.float32))
-            found = _sums(grad, high) + _sums(grad, low)
+            high, low = apart(dequantize(call.weight, scale, granularity=call.granularity, dtype=torch.float32))
+            found = sums(grad, high) + sums(grad, low)
         else:  # scales may lead out of the range of float16
             numbers = dequantize(call.weight, scale, granularity=call.granularity, dtype=torch.float32)
             found = grad.float() @ numbers
@@ -85,17 +96,3 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, T
     if "bias" in call.needs:
         gradients["bias"] = grad.float().sum(0).to(grad.dtype)
     return gradients
-
-
-def _apart(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of bfloat16 whose sum is float32 numbers up to 2**-17 of them."""
-    high = numbers.bfloat16()
-    return high, (numbers - high.float()).bfloat16()
-
-
-def _sums(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` in float32, of 16-bit numbers whose products tensor cores take where torch says so."""
-    if a.is_cuda:
-        product: Tensor = torch.mm(a, b, out_dtype=torch.float32)
-        return product
-    return a.float() @ b.float()

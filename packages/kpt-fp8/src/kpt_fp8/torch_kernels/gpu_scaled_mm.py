@@ -72,8 +72,8 @@ def unsupported_of_fnuz(call: Call) -> Refusal | str | None:
 def _unsupported(call: Call, formats: tuple[torch.dtype, ...]) -> Refusal | str | None:
     a, b, by = call.a, call.b, call.granularity_a
     if a.dtype not in formats or b.dtype not in formats:
-        has = " and ".join(map(_short, formats))
-        return Refusal("{a} by {b}; this kernel multiplies {has}", a=_short(a.dtype), b=_short(b.dtype), has=has)
+        has = " and ".join(map(short, formats))
+        return Refusal("{a} by {b}; this kernel multiplies {has}", a=short(a.dtype), b=short(b.dtype), has=has)
     if by != call.granularity_b or by not in _RESULTS:
         return Refusal("scales by {a} and {b}; needs one for each tensor, or each row", a=by, b=call.granularity_b)
     if call.scale_a.dtype is not torch.float32 or call.scale_b.dtype is not torch.float32:
@@ -105,5 +105,6 @@ def _adds(bias: Tensor, out: torch.dtype) -> bool:
     return bias.dtype is out and out.itemsize == 2
 
 
-def _short(dtype: object) -> str:
+def short(dtype: object) -> str:
+    """Return a dtype's name without the module's."""
     return str(dtype).removeprefix("torch.")
