@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kpt_core
 from kpt_attention.cases import DENSE
@@ -68,7 +70,7 @@ def results(call: Call, function: Callable[[Call], Any]) -> dict[str, Tensor]:
 
 
 def by_flex(call: Call) -> Any:
-    out, lse = gpu_flex.attend(call, flex.flex_attention)
+    out, lse = gpu_flex.attend(call, gpu_flex.lists_of(call), flex.flex_attention)
     return out, lse if call.return_lse else None
 
 
@@ -112,8 +114,74 @@ def test_one_program_serves_all_lengths_forward_and_backward() -> None:
         )
         call = dense.bind(**made)
         assert_equals_reference(call, gpu_flex._compiled(gpu_flex._kind(call), "eager"))
-    # One block of keys is a size of its own.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+    # Lists and attention are two programs, and one block of keys is a size of its own.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4
+
+
+def test_layers_that_share_a_plan_look_for_its_blocks_once() -> None:
+    found: list[Call] = []
+
+    def find(call: Call) -> gpu_flex.Lists | None:
+        found.append(call)
+        return gpu_flex.lists_of(call)
+
+    call, other = call_of("window"), call_of("blocks")
+    first = gpu_flex._once(call, find)
+    assert gpu_flex._once(call._replace(q=call.q.clone(), v=call.v.clone()), find) is first
+    assert len(found) == 1
+    gpu_flex._once(call._replace(q=call.q[:, :, :-1], position=1), find)  # other sizes
+    gpu_flex._once(other, find)
+    gpu_flex._once(other._replace(block_bits=other.block_bits.clone()), find)
+    assert len(found) == 4
+    call.intervals[..., 0] = 0  # what was written to is another plan
+    again = gpu_flex._once(call, find)
+    assert len(found) == 5
+    assert first is not None
+    assert again is not None
+    assert not all(map(torch.equal, first[0], again[0]))
+    with torch.inference_mode():  # of which torch keeps no account
+        told = call._replace(intervals=call.intervals.clone())
+        gpu_flex._once(told, find), gpu_flex._once(told, find)
+    assert len(found) == 7
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device would be asked to do: operations that give new storage, or write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given]
+        if (made and "empty" not in func.__name__) or func._schema.is_mutable:
+            self.names.append(func.__name__)
+        return out
+
+
+def one_launch(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """Take the place of FlexAttention's one program."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), q[..., 0].float()
+
+
+@pytest.mark.parametrize("mask", ["causal", "none", "window", "documents", "blocks"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_layer_of_1024_tokens_is_at_most_twelve_launches(mask: str, training: bool) -> None:
+    sizes = {"queries": 1024, "keys": 1024, "batch": 1, "kv_heads": 2, "groups": 2, "head_dim": 64, "value_dim": 64}
+    call = dense.bind(
+        **DENSE.arguments(Case(name="", sizes={**sizes, "mask": mask, "return_lse": False}), dtype=torch.bfloat16)
+    )
+    leaves = {name: getattr(call, name).requires_grad_(training) for name in "qkv"}
+    call = call._replace(**leaves)
+    plain = mask in ("causal", "none")
+    lists = None if plain else gpu_flex.lists_of(call)  # of the plan, once for all layers
+    with Launches() as counted:
+        out = gpu_sdpa.forward(call)[0] if plain else gpu_flex.attend(call, lists, one_launch)[0]
+        if training:
+            torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+    assert 1 <= len(counted.names) <= 12, counted.names
 
 
 @pytest.fixture

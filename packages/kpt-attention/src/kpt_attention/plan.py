@@ -1,6 +1,6 @@
 """A mask as tensors and numbers, which every kernel takes: nothing, causality, intervals of keys, or live blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -322,16 +322,32 @@ def to_block_mask(plan: Plan, queries: int, keys: int, device: torch.device | No
     Raises:
         InputError: the plan is for other lengths.
     """
+    plan = plan.fitted(queries, keys)
+    return block_mask_of(plan, block_lists(plan, queries, keys, device), queries, keys)
+
+
+def block_lists(plan: Plan, queries: int, keys: int, device: torch.device | None = None) -> list[Tensor]:
+    """Return the lists of a mask of FlexAttention, for queries then for keys; arguments as of `to_block_mask`.
+
+    Of each line of blocks how many are partly live, int32 `[B or 1, H or 1, lines]`, and which, `[..., blocks]`; and
+    likewise of those that are live as a whole.
+    """
+    states, found = live_blocks(plan, queries, keys, device=device), []
+    for lines in (states, states.mT.contiguous()):
+        for state in (PARTIAL, FULL):
+            chosen = lines == state
+            order = (~chosen).int().sort(dim=-1, stable=True).indices.int()
+            found += [chosen.sum(-1, dtype=torch.int32), order]
+    return found
+
+
+def block_mask_of(plan: Plan, lists: Sequence[Tensor], queries: int, keys: int) -> Any:
+    """Return the mask of FlexAttention of a plan and its `block_lists`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    plan = plan.fitted(queries, keys)
-    states, block_bits = live_blocks(plan, queries, keys, device=device), plan.block_bits
+    block_bits = plan.block_bits
     if block_bits is not None and block_bits.shape[0] == 0:  # made by hand: the function reads some in dead blocks, too
         block_bits = block_bits.new_zeros((1, *block_bits.shape[1:]))
-
-    def listed(state: int) -> tuple[Tensor, Tensor]:
-        chosen = states == state
-        return chosen.sum(-1, dtype=torch.int32), (~chosen).int().sort(dim=-1, stable=True).indices.int()
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         found = (q == q) & (k == k)
@@ -350,8 +366,7 @@ def to_block_mask(plan: Plan, queries: int, keys: int, device: torch.device | No
             found = found & ((places == 1) | ((places > 1) & ((byte >> (k % 8)) & 1).bool()))
         return found
 
-    partial, full = listed(PARTIAL), listed(FULL)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(queries, keys))
+    return BlockMask((queries, keys), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
 
 
 def _at(index: Tensor, of: Tensor, dim: int) -> Tensor:

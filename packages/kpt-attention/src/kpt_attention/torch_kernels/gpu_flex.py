@@ -1,22 +1,27 @@
 """`attention.dense` on GPUs by PyTorch's FlexAttention, compiled: any mask, whatever changes scores, the log-sum-exp.
 
-The mask is the plan's: blocks that are dead cost nothing, full ones no mask. One program serves all lengths.
+The mask is the plan's: blocks that are dead cost nothing, full ones no mask. One program serves all lengths. Which
+blocks these are is found by another one, once for all layers that share a plan.
 """
 
 import math
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kpt_attention.dense import scale_of, wide_dtype
-from kpt_attention.plan import BLOCK, Plan, to_block_mask
+from kpt_attention.plan import BLOCK, Plan, block_lists, block_mask_of
 from kpt_core import Call, Refusal
 
+#: `kpt_attention.plan.block_lists`, and the keys that nobody sees, if there are any.
+Lists = tuple[list[Tensor], Tensor | None]
 #: Dimensions that its programs are made for.
 _LEAST_DIM, _MOST_DIM = 16, 256
 #: Programs of one kind of call: of each dtype, with gradients and without, of static sizes first.
@@ -61,15 +66,24 @@ def forward(call: Call) -> Any:
     return out, lse if call.return_lse else None
 
 
-def attend(call: Call, flex_attention: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+def lists_of(call: Call) -> Lists | None:
+    """Return the lists of live blocks, and which keys nobody sees; None if everybody sees all."""
+    if not (call.causal or call.intervals is not None or call.blocks is not None):
+        return None
+    return block_lists(_plan(call), call.q.shape[2], call.k.shape[2], call.q.device), _unseen(call)
+
+
+def _plan(call: Call) -> Plan:
+    return Plan(call.causal, call.position, call.intervals, call.blocks, call.block_bits)
+
+
+def attend(call: Call, lists: Lists | None, flex_attention: Callable[..., Any]) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp by a function that takes what torch's `flex_attention` takes."""
     q, k, v = call.q, call.k, call.v
-    queries, keys = q.shape[2], k.shape[2]
     mask = None
-    if call.causal or call.intervals is not None or call.blocks is not None:
-        plan = Plan(call.causal, call.position, call.intervals, call.blocks, call.block_bits)
-        mask = to_block_mask(plan, queries, keys, q.device)
-        hidden = _unseen(call)
+    if lists is not None:
+        mask = block_mask_of(_plan(call), lists[0], q.shape[2], k.shape[2])
+        hidden = lists[1]
         if hidden is not None:  # it multiplies them by zero, and NaN would stay
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     out, lse = flex_attention(
@@ -160,24 +174,59 @@ def _kind(call: Call) -> tuple[object, ...]:
 
 @cache
 def _compiled(kind: tuple[object, ...], backend: str = "inductor") -> Callable[[Call], tuple[Tensor, Tensor]]:
-    """Return `attend` compiled whole, the lists of blocks too, for calls of one kind, whatever their sizes."""
+    """Return `lists_of` and `attend`, each compiled whole, for calls of one kind, whatever their sizes."""
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    def program(call: Call) -> Any:
-        return attend(call, flex_attention)
+    def program(call: Call, lists: Lists | None) -> Any:
+        return attend(call, lists, flex_attention)
 
-    # Torch counts recompilations by a function's code: each kind has its own.
-    own = types.FunctionType(program.__code__.replace(), program.__globals__, closure=program.__closure__)
-    made = torch.compile(own, dynamic=True, fullgraph=True, backend=backend)
+    def listing(call: Call) -> Any:
+        return lists_of(call)
+
+    find, run = _of_its_own(listing, backend), _of_its_own(program, backend)
     # Numbers are part of a program. Past its limit torch would have all scores in memory without a word.
     settings = {"recompile_limit": _MOST_PROGRAMS, "fail_on_recompile_limit_hit": True, "specialize_float": True}
 
-    def run(call: Call) -> Any:
+    def attend_to(call: Call) -> Any:
         with config.patch(settings), _transforms_again():
-            return made(call)
+            return run(call, _once(call, find))
 
-    return run
+    return attend_to
+
+
+def _of_its_own(program: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Return a compiled copy of a function: torch counts recompilations by code, and each kind of call has its own."""
+    own = types.FunctionType(program.__code__.replace(), program.__globals__, closure=program.__closure__)
+    return torch.compile(own, dynamic=True, fullgraph=True, backend=backend)
+
+
+#: By a tensor of a plan: by sizes and stream, the versions of all its tensors, the others, and the lists.
+_known: MutableMapping[Tensor, dict[object, Any]] = WeakIdKeyDictionary()
+
+
+def _once(call: Call, find: Callable[[Call], Lists | None]) -> Lists | None:
+    """Return the lists of a call's plan, found anew where a tensor of it is another or was written to.
+
+    Nothing is kept of what a CUDA graph holds, whose replays read what the tensors have then; nor of inference tensors,
+    of which torch does not tell whether they were written to; nor where the plan has no tensor.
+    """
+    tensors = [each for each in (call.intervals, call.blocks, call.block_bits) if each is not None]
+    if not tensors or any(each.is_inference() for each in tensors) or type(tensors[0]) is not Tensor:
+        return find(call)
+    stream = 0
+    if call.q.device.type != "cpu":
+        module = torch.get_device_module(call.q.device)
+        if call.q.is_cuda and module.is_current_stream_capturing():
+            return find(call)
+        stream = module.current_stream(call.q.device).stream_id
+    sizes = call.causal, call.position, call.q.shape[1:3], call.k.shape[1:3], call.q.device, stream
+    kept, versions = _known.setdefault(tensors[0], {}), [each._version for each in tensors]
+    before, others, lists = kept.get(sizes, (None, (), None))
+    if before != versions or any(one() is not other for one, other in zip(others, tensors[1:], strict=True)):
+        lists = find(call)
+        kept[sizes] = versions, [weakref.ref(each) for each in tensors[1:]], lists
+    return lists
 
 
 def _transforms_again() -> AbstractContextManager[object]:
