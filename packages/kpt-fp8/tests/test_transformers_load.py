@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import kpt_core
 from checkpoint_files import VARIANTS, change, quantized, tensors_of
 from kpt_core import InputError
 from kpt_fp8 import FP8Tensor, NativeFP8Linear
@@ -160,6 +161,29 @@ def test_one_number_may_have_any_shape(kind, variant, shape, models, tmp_path):
     scales = {name: each for name, each in tensors_of(tmp_path / "out").items() if "scale" in name}
     change(tmp_path / "out", {name: each.reshape(shape) for name, each in scales.items()})
     assert torch.equal(logits(load(tmp_path / "out")), expected)
+
+
+@pytest.mark.parametrize("variant", ["ct-channel", "fp8-tensor-static", "fp8-block", "ct-weight-only"])
+def test_where_fnuz_alone_is_multiplied_codes_become_those_with_the_same_numbers(
+    variant, models, tmp_path, monkeypatch
+):
+    quantized(tmp_path / "out", models["llama on disk"], variant)
+    usual = load(tmp_path / "out")
+    backend = kpt_core.backends()["torch"]
+    found = backend.capabilities(torch.device("cpu")) | {"fp8_e4m3fnuz"}  # as on gfx942
+    monkeypatch.setattr(type(backend), "capabilities", lambda self, device: found)
+    loaded = load(tmp_path / "out")
+    pairs = [
+        (each, usual.get_submodule(name)) for name, each in loaded.named_modules() if isinstance(each, NativeFP8Linear)
+    ]
+    assert pairs
+    for one, other in pairs:
+        wanted = other.weight.codes.dtype if variant == "ct-weight-only" else torch.float8_e4m3fnuz
+        assert one.weight.codes.dtype is wanted
+        torch.testing.assert_close(one.weight.dequantize(), other.weight.dequantize(), rtol=0, atol=0)
+        assert variant == "ct-weight-only" or one.activation_dtype is torch.float8_e4m3fnuz
+    # Static scales give the same codes; computed ones are by 240 for 448, so each quantises in its own way.
+    assert sqnr(logits(loaded), logits(usual)) > (60 if variant in ("fp8-tensor-static", "ct-weight-only") else 12)
 
 
 def test_what_the_files_do_not_fill_is_named(models, tmp_path):

@@ -366,7 +366,8 @@ def block_mask_of(plan: Plan, lists: Sequence[Tensor], queries: int, keys: int) 
             found = found & ((places == 1) | ((places > 1) & ((byte >> (k % 8)) & 1).bool()))
         return found
 
-    return BlockMask((queries, keys), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
+    made: Any = BlockMask  # of whose arguments newer torches have more
+    return made((queries, keys), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
 
 
 def _at(index: Tensor, of: Tensor, dim: int) -> Tensor:

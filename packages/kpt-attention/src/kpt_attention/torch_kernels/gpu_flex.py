@@ -223,10 +223,11 @@ def _once(call: Call, find: Callable[[Call], Lists | None]) -> Lists | None:
     sizes = call.causal, call.position, call.q.shape[1:3], call.k.shape[1:3], call.q.device, stream
     kept, versions = _known.setdefault(tensors[0], {}), [each._version for each in tensors]
     before, others, lists = kept.get(sizes, (None, (), None))
+    found: Lists | None = lists
     if before != versions or any(one() is not other for one, other in zip(others, tensors[1:], strict=True)):
-        lists = find(call)
-        kept[sizes] = versions, [weakref.ref(each) for each in tensors[1:]], lists
-    return lists
+        found = find(call)
+        kept[sizes] = versions, [weakref.ref(each) for each in tensors[1:]], found
+    return found
 
 
 def _transforms_again() -> AbstractContextManager[object]:

@@ -49,7 +49,7 @@ def same_numbers(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[Qu
         done.append(f"the scale repeated per {scheme.granularity}")
     if codes.dtype is not scheme.dtype:
         zeros = int(torch.count_nonzero(codes.view(torch.uint8) == _MINUS_ZERO))
-        codes, scale = _recoded(codes, scale, scheme.dtype)
+        codes, scale = recoded(codes, scale, scheme.dtype)
         if zeros:  # in e4m3fn alone: in fnuz that code is NaN
             done.append(f"{zeros} minus zeros as zeros")
         done.append(f"codes of {scheme.dtype} with scales times {'2' if FORMATS[scheme.dtype].bias == 8 else '1/2'}")
@@ -68,8 +68,12 @@ def _finer(weight: QuantizedWeight, granularity: str) -> Tensor:
     return weight.scale.expand(-(-rows // 128), -(-columns // 128)).clone()
 
 
-def _recoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of e4m3fn as e4m3fnuz, whose exponent has a bias that is one more, or the other way round."""
+def recoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return codes of e4m3fn as e4m3fnuz, whose exponent has a bias that is one more, or the other way round.
+
+    Raises:
+        Inexact: they can't be written so.
+    """
     pair = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     if codes.dtype not in pair or dtype not in pair:
         raise Inexact(f"its codes are {codes.dtype}, not {dtype}")

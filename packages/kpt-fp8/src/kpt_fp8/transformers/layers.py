@@ -1,6 +1,7 @@
 """The modules that a checkpoint's tensors are loaded into."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 
+import kpt_core
 from kpt_core import InputError
+from kpt_fp8.checkpoints.changing import Inexact, recoded
 from kpt_fp8.checkpoints.folder import Stored
 from kpt_fp8.checkpoints.formats import Format
 from kpt_fp8.checkpoints.scheme import QuantizedWeight, Scheme
@@ -43,7 +46,11 @@ class StoredLinear(nn.Module):
         self.scheme = scheme
 
     def native(self, name: str, activations: bool) -> NativeFP8Linear:
-        """Return the layer that runs, of the same memory; raise `InputError` where its tensors are not sound."""
+        """Return the layer that runs, of the same memory; raise `InputError` where its tensors are not sound.
+
+        Where the device multiplies e4m3fnuz alone, and activations are quantised, its codes become those: the same
+        numbers with scales twice as large.
+        """
         codes, scale, *given = (getattr(self, name).detach() for name in self.stored)
         if codes.is_meta:
             raise InputError(
@@ -57,6 +64,10 @@ class StoredLinear(nn.Module):
         own = own if activations else None
         held = FP8Tensor(codes, scale, granularity, self.dtype)
         used = self.scheme.activations if activations else NONE
+        if used != NONE and codes.dtype is torch.float8_e4m3fn and multiplies_fnuz_alone(codes.device):
+            with suppress(Inexact):  # else 16-bit products serve
+                held = FP8Tensor(*recoded(codes, scale, torch.float8_e4m3fnuz), granularity, self.dtype)
+                own = None if own is None else own * 2
         bound = self.scheme.bound if activations else None
         return NativeFP8Linear.from_fp8(held, self.bias, activations=used, input_scale=own, input_bound=bound)
 
@@ -140,6 +151,15 @@ class StoredExperts(FP8Experts):
             )
         ]
         return products[0] if parts == 1 else torch.cat(products, -1)
+
+
+def multiplies_fnuz_alone(device: torch.device) -> bool:
+    """Tell whether a device has 8-bit products of e4m3fnuz, and none of e4m3fn: AMD's MI300 (gfx942)."""
+    found: set[str] = set()
+    for backend in kpt_core.backends().values():
+        if backend.serves(device.type) and backend.unavailable() is None:
+            found |= backend.capabilities(device)
+    return "fp8_e4m3fnuz" in found and "fp8_e4m3fn" not in found
 
 
 def _refuse_adapters(experts: nn.Module, _: object) -> None:
