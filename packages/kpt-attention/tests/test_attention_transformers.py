@@ -16,7 +16,7 @@ from kpt_attention import attention
 from kpt_attention import causal as kpt_causal
 from kpt_attention.transformers import enable_continuous_batching, kpt_attention_forward  # registers "kpt", too
 from kpt_core import InputError, KptWarning, record
-from kpt_core.errors import SwitchWatch
+from kpt_core.shared_config import SwitchWatch
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

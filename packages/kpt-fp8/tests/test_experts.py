@@ -8,7 +8,7 @@ from torch import nn
 
 import kpt_optimize
 from kpt_core import InputError, UnknownNameError
-from kpt_core.errors import warn_of_switch
+from kpt_core.shared_config import warn_of_switch
 from kpt_fp8 import (
     FP8InferenceEngine,
     FP8Tensor,

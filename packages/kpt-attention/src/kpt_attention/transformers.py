@@ -28,7 +28,8 @@ from transformers.masking_utils import (
 )
 
 from kpt_core import InputError, KptWarning
-from kpt_core.errors import warn_caller, warn_of_switch
+from kpt_core.errors import warn_caller
+from kpt_core.shared_config import warn_of_switch
 
 from .dense import dense
 from .mask_algebra import Mask
@@ -132,7 +133,7 @@ def kpt_attention_forward(
     Raises:
         InputError: an argument may change the scores in a way that is unknown, or asks for what is not there.
     """
-    warn_of_switch(module, "_attn_implementation", NAME)
+    warn_of_switch(module, "_attn_implementation", NAME, getattr(module, "layer_idx", None))
     indices, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     passing = type(module).__module__
     for name, given in kwargs.items():

@@ -12,7 +12,7 @@ from kpt_cli.errors import CliError
 from kpt_cli.validate.models import Arm
 from kpt_cli.validate.observing import widened
 from kpt_cli.validate.replaying import record, replay
-from kpt_core.errors import SwitchWatch
+from kpt_core.shared_config import SwitchWatch
 from kpt_moe import MoEConfig, MoELayer
 
 REFERENCE = Arm.parse("reference")

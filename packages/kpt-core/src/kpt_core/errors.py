@@ -1,10 +1,8 @@
 """Every error and warning that KPT raises, in one hierarchy."""
 
 import difflib
-import gc
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -94,73 +92,6 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     while frame.f_back is not None and _lies_between(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
-
-
-class SwitchWatch:
-    """A forward pre-hook that warns once where its module's config no longer says what it said; may be lost."""
-
-    def __init__(self, attribute: str, name: str) -> None:
-        self.attribute, self.name, self.told = attribute, name, False
-
-    def __call__(self, module: Any, args: Any) -> None:
-        """Look at the module's config; of what another model did, warn."""
-        if torch.compiler.is_compiling() or self.told:
-            return
-        now = getattr(module.config, self.attribute, None)
-        if now == self.name:
-            return
-        self.told = True
-        models = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)
-                  and hasattr(type(each), "from_pretrained")]  # fmt: skip
-        holders = [each for each in models if each.__dict__.get("config") is module.config]
-        own = {each for holder in holders if module in (inside := set(holder.modules())) for each in inside}
-        others = [each for each in holders if each not in own]
-        for each in own:
-            for hook in each._forward_pre_hooks.values():
-                if isinstance(hook, SwitchWatch) and hook.attribute == self.attribute:
-                    hook.told = True
-        if others:
-            warn_caller(
-                f"{type(module).__name__} is no longer served by KPT: its config's {self.attribute} was {self.name!r} "
-                f"and is {now!r}, and {type(others[0]).__name__} has the same config, which transformers keeps for all "
-                "models that are made from it: give each model a copy.deepcopy(config)",
-                KptWarning,
-            )
-
-
-#: By the identity of a config and the attribute: the config, and the layer whose modules watch it for all.
-_watched: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}
-
-
-def warn_of_switch(module: torch.nn.Module, attribute: str, name: str) -> None:
-    """Let a Hugging Face module that KPT serves warn, once, where another model switches it off by their common config.
-
-    Of the layers of a model one looks: a hook takes a module off torch's short way, which decoding would feel.
-
-    Args:
-        module: has a `config`.
-        attribute: of the config, which says by whom the module is served, as `_attn_implementation`.
-        name: KPT's name there.
-    """
-    if torch.compiler.is_compiling():
-        return
-    config = getattr(module, "config", None)
-    kept, layer = _watched.get((id(config), attribute), (None, None)), getattr(module, "layer_idx", None)
-    if layer is not None and kept[0] is not None and kept[0]() is config and kept[1] != layer:
-        return
-    watches = (each for each in module._forward_pre_hooks.values() if type(each) is SwitchWatch)
-    known = next((each for each in watches if each.attribute == attribute), None)
-    if known is not None and not known.told:  # each call comes by here, and to read a config takes microseconds
-        return
-    if getattr(config, attribute, None) != name:
-        return
-    if known is not None:
-        known.told = False
-        return
-    module.register_forward_pre_hook(SwitchWatch(attribute, name))
-    if layer is not None:
-        key = id(config), attribute
-        _watched[key] = weakref.ref(config, lambda _: _watched.pop(key, None)), layer
 
 
 def _lies_between(frame: FrameType) -> bool:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_core.errors import SwitchWatch
+from kpt_core.shared_config import SwitchWatch
 
 from .experts import is_fused_experts
 from .formats import DTYPES, NAMES_OF_DTYPES

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError
-from kpt_core.errors import warn_of_switch
+from kpt_core.shared_config import warn_of_switch
 from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
 from kpt_moe._pairs import SortedPairs
 from kpt_moe._scales import SCALE_BLOCK, SCALE_DTYPES, in_blocks
@@ -38,7 +38,7 @@ def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     Returns:
         `[tokens, hidden_size]` of hidden_states' dtype.
     """
-    warn_of_switch(self, "_experts_implementation", NAME)
+    warn_of_switch(self, "_experts_implementation", NAME, getattr(self, "layer_idx", None))
     module: Any = self
     x = hidden_states.to(module.down_proj.dtype)
     options: dict[str, Any] = {ours: getattr(module, theirs) for ours, theirs in parameter_names(module).items()}
@@ -79,7 +79,7 @@ def kpt_fp8_experts_forward(
     Raises:
         InputError: the weights or their scales are in another format.
     """
-    warn_of_switch(self, "_experts_implementation", NAME)
+    warn_of_switch(self, "_experts_implementation", NAME, getattr(self, "layer_idx", None))
     module: Any = self
     for adapted, held in getattr(module, "parametrizations", {}).items():
         if held.original.dtype in FLOAT8:
