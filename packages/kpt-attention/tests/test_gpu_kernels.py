@@ -25,7 +25,16 @@ SMALL = {case.name: case for case in DENSE.cases if not (case.model or case.larg
 OF_FLEX = (
     *("full", "decode past many keys, left padding", "causal from the start", "more queries than keys", "documents"),
     *("two intervals", "blocks", "blocks by head", "nothing seen", "nothing seen but the sink", "softcap and a bias"),
-    *("bias of keys", "alibi", "relative bias", "sinks", "groups of heads, output alone", "scaled"),
+    *(
+        "dropout",
+        "dropout of a drawn seed",
+        "bias of keys",
+        "alibi",
+        "relative bias",
+        "sinks",
+        "groups of heads, output alone",
+        "scaled",
+    ),
 )
 
 
@@ -70,7 +79,7 @@ def results(call: Call, function: Callable[[Call], Any]) -> dict[str, Tensor]:
 
 
 def by_flex(call: Call) -> Any:
-    out, lse = gpu_flex.attend(call, gpu_flex.lists_of(call), flex.flex_attention)
+    out, lse = gpu_flex.attend(call, gpu_flex.lists_of(call), flex.flex_attention, gpu_flex.begin_of(call))
     return out, lse if call.return_lse else None
 
 
@@ -88,6 +97,12 @@ def test_flex_gives_the_references_numbers_and_gradients(case: str) -> None:
     call = call_of(case)
     assert gpu_flex.unsupported(on_a_gpu(call)) is None
     assert_equals_reference(call, by_flex)
+
+
+@eagerly
+@pytest.mark.parametrize("case", ["sinks", "nothing seen", "softcap and a bias", "documents", "blocks by head"])
+def test_dropout_goes_with_all_else(case: str) -> None:
+    assert_equals_reference(call_of(case, dropout=0.6, seed=2**61 + 5, offset=7), by_flex)
 
 
 @eagerly
@@ -275,8 +290,7 @@ def test_sdpa_rounds_no_bias_and_gives_no_row_that_sees_nothing() -> None:
     assert "every query at a key" in str(gpu_sdpa.unsupported(early))
 
 
-def test_no_dropout_and_no_small_heads_for_flex() -> None:
-    assert "no dropout" in str(gpu_flex.unsupported(on_a_gpu(call_of("dropout"))))
+def test_no_small_heads_for_flex() -> None:
     assert "dims 8 and 8" in str(gpu_flex.unsupported(call_of("causal")._replace(q=torch.zeros(2, 2, 24, 8))))
 
 

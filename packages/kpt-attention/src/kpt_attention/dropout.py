@@ -38,7 +38,21 @@ def kept(rate: float, seed: int | Tensor, offset: int, rows: Tensor, columns: Te
         rows: number of a sequence's, head's and query's row among all of the call.
         columns: keys.
     """
-    start = torch.as_tensor(seed, dtype=torch.int64, device=rows.device) * _INCREMENT
-    start = _mixed(start + torch.as_tensor(offset, dtype=torch.int64, device=rows.device))
+    return kept_from(least_of(rate), start_of(seed, offset, rows.device), rows, columns)
+
+
+def least_of(rate: float) -> int:
+    """Return the least number of 24 bits that is kept."""
+    return int(rate * (1 << 24))
+
+
+def start_of(seed: int | Tensor, offset: int, device: torch.device) -> Tensor:
+    """Return where the generator begins, int64 `[]`: made on the device, which nothing is copied to."""
+    given = seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=device)
+    return _mixed(given.to(device, torch.int64) * _INCREMENT + offset)
+
+
+def kept_from(least: int, start: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return what `kept` does, from `least_of` and `start_of`."""
     drawn = _mixed(_mixed(start + rows * _INCREMENT) + columns * _INCREMENT)
-    return _shifted(drawn, 40) >= int(rate * (1 << 24))
+    return _shifted(drawn, 40) >= least

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kpt_attention.dense import scale_of, wide_dtype
+from kpt_attention.dropout import kept_from, least_of, seed_of, start_of
 from kpt_attention.plan import BLOCK, Plan, block_lists, block_mask_of
 from kpt_core import Call, Refusal
 
@@ -44,8 +45,6 @@ else:
 def unsupported(call: Call) -> Refusal | str | None:
     """Return why FlexAttention does not take a call."""
     q, v = call.q, call.v
-    if call.dropout:
-        return "FlexAttention has no dropout"
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (q, call.k, v))):
         return "tensors of torch.func; FlexAttention is compiled, and its compiler takes none"
     if q.dtype is torch.float64:
@@ -73,12 +72,23 @@ def lists_of(call: Call) -> Lists | None:
     return block_lists(_plan(call), call.q.shape[2], call.k.shape[2], call.q.device), _unseen(call)
 
 
+def begin_of(call: Call) -> Tensor | None:
+    """Return where dropout's generator begins; None without dropout."""
+    return start_of(seed_of(call), call.offset, call.q.device) if call.dropout else None
+
+
 def _plan(call: Call) -> Plan:
     return Plan(call.causal, call.position, call.intervals, call.blocks, call.block_bits)
 
 
-def attend(call: Call, lists: Lists | None, flex_attention: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp by a function that takes what torch's `flex_attention` takes."""
+def attend(
+    call: Call, lists: Lists | None, flex_attention: Callable[..., Any], start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp by a function that takes what torch's `flex_attention` takes.
+
+    Dropout is a second attention, to what is kept alone: its output is what the first one's would be but for the sum
+    that it is divided by, and the two log-sum-exps tell by how much. `start` is where its generator begins.
+    """
     q, k, v = call.q, call.k, call.v
     mask = None
     if lists is not None:
@@ -86,27 +96,33 @@ def attend(call: Call, lists: Lists | None, flex_attention: Callable[..., Any]) 
         hidden = lists[1]
         if hidden is not None:  # it multiplies them by zero, and NaN would stay
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    out, lse = flex_attention(
-        q, k, v, score_mod=_score_mod(call), block_mask=mask, scale=scale_of(call),
-        enable_gqa=q.shape[1] != k.shape[1], **_WITH_LSE,
-    )  # fmt: skip
-    wide = wide_dtype(q.dtype)
-    lse = (lse if isinstance(lse, Tensor) else lse.lse).to(wide)
-    if call.sinks is not None:
-        # One more key of which the value is zero: what the others weigh shrinks.
-        sinks = call.sinks.to(wide)[:, None]
-        dead = lse == -math.inf
-        weight = (lse.masked_fill(dead, 0) - sinks).sigmoid().masked_fill(dead, 0)
+    wide, how = (
+        wide_dtype(q.dtype),
+        {"block_mask": mask, "scale": scale_of(call), "enable_gqa": q.shape[1] != k.shape[1]},
+    )
+
+    def attended(values: Tensor, begin: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = flex_attention(q, k, values, score_mod=_score_mod(call, begin), **how, **_WITH_LSE)
+        return out, (lse if isinstance(lse, Tensor) else lse.lse).to(wide)
+
+    out, own = attended(v, start)
+    # Of what is not dropped, too, the log-sum-exp alone is asked for.
+    lse = own if start is None else attended(v[..., :_LEAST_DIM], None)[1]
+    if call.sinks is not None:  # one more key of which the value is zero
+        lse = torch.logaddexp(lse, call.sinks.to(wide)[:, None].expand_as(lse))
+    if lse is not own:
+        dead = own == -math.inf
+        weight = (own.masked_fill(dead, 0) - lse.masked_fill(dead, 0)).exp().masked_fill(dead, 0) / (1 - call.dropout)
         out = (out.to(wide) * weight.unsqueeze(-1)).to(q.dtype)
-        lse = torch.logaddexp(lse, sinks.expand_as(lse))
     return out.contiguous(), lse.contiguous()
 
 
-def _score_mod(call: Call) -> Callable[..., Tensor] | None:
-    """Return the function of a score, if anything changes it: cap first, then what is added."""
+def _score_mod(call: Call, start: Tensor | None) -> Callable[..., Tensor] | None:
+    """Return the function of a score, if anything changes it: cap first, then what is added, then what is dropped."""
     slopes, table, bias = call.alibi_slopes, call.relative_bias, call.bias
-    if not call.softcap and slopes is None and table is None and bias is None:
+    if not call.softcap and slopes is None and table is None and bias is None and start is None:
         return None
+    (heads, queries), least = call.q.shape[1:3], least_of(call.dropout)
     # A tensor, since compilers make another program for each number.
     softcap = call.q.new_full((), call.softcap, dtype=torch.float32) if call.softcap else None
     position, far = call.position, 0 if table is None else table.shape[1] // 2
@@ -122,6 +138,9 @@ def _score_mod(call: Call) -> Callable[..., Tensor] | None:
         if bias is not None:
             at = (each if size > 1 else each * 0 for each, size in zip((b, h, q, k), bias.shape, strict=True))
             score = score + bias[tuple(at)]
+        if start is not None:
+            row = (b.long() * heads + h) * queries + q
+            score = torch.where(kept_from(least, start, row, k.long()), score, -math.inf)
         return score
 
     return score_mod
@@ -169,7 +188,8 @@ def _any_row(bits: Tensor) -> Tensor:
 def _kind(call: Call) -> tuple[object, ...]:
     """Return what makes another program of a call, but for dtypes and sizes; numbers are part of a program."""
     given = ("intervals", "blocks", "alibi_slopes", "relative_bias", "bias", "sinks")
-    return scale_of(call), call.causal, bool(call.softcap), *(getattr(call, name) is not None for name in given)
+    numbers = scale_of(call), call.causal, bool(call.softcap), call.dropout
+    return *numbers, *(getattr(call, name) is not None for name in given)
 
 
 @cache
@@ -178,8 +198,8 @@ def _compiled(kind: tuple[object, ...], backend: str = "inductor") -> Callable[[
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    def program(call: Call, lists: Lists | None) -> Any:
-        return attend(call, lists, flex_attention)
+    def program(call: Call, lists: Lists | None, start: Tensor | None) -> Any:
+        return attend(call, lists, flex_attention, start)
 
     def listing(call: Call) -> Any:
         return lists_of(call)
@@ -189,8 +209,10 @@ def _compiled(kind: tuple[object, ...], backend: str = "inductor") -> Callable[[
     settings = {"recompile_limit": _MOST_PROGRAMS, "fail_on_recompile_limit_hit": True, "specialize_float": True}
 
     def attend_to(call: Call) -> Any:
+        start = begin_of(call)
+        call = call._replace(seed=0, offset=0, drawn_seed=None)  # a program each, if they were a part of it
         with config.patch(settings), _transforms_again():
-            return run(call, _once(call, find))
+            return run(call, _once(call, find), start)
 
     return attend_to
 
