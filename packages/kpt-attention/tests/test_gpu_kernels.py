@@ -1,5 +1,6 @@
 """PyTorch's fused kernels behind `attention.dense` on GPUs: numbers of the same functions on a CPU, and refusals."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from kpt_attention.cases import DENSE
 from kpt_attention.cases.paged import PAGED, UPDATE_CACHE
 from kpt_attention.dense import dense
 from kpt_attention.paged import paged, update_cache
+from kpt_attention.plan import allowed_keys
 from kpt_attention.torch_kernels import gpu_flex, gpu_paged, gpu_sdpa
 from kpt_core import Call
 from kpt_optimize.cases import Case
@@ -145,19 +147,41 @@ def test_layers_that_share_a_plan_look_for_its_blocks_once() -> None:
     assert gpu_flex._once(call._replace(q=call.q.clone(), v=call.v.clone()), find) is first
     assert len(found) == 1
     gpu_flex._once(call._replace(q=call.q[:, :, :-1], position=1), find)  # other sizes
+    gpu_flex._once(call._replace(position=call.position + 1), find)
     gpu_flex._once(other, find)
     gpu_flex._once(other._replace(block_bits=other.block_bits.clone()), find)
-    assert len(found) == 4
+    assert len(found) == 5
     call.intervals[..., 0] = 0  # what was written to is another plan
     again = gpu_flex._once(call, find)
-    assert len(found) == 5
+    assert len(found) == 6
     assert first is not None
     assert again is not None
     assert not all(map(torch.equal, first[0], again[0]))
     with torch.inference_mode():  # of which torch keeps no account
         told = call._replace(intervals=call.intervals.clone())
         gpu_flex._once(told, find), gpu_flex._once(told, find)
-    assert len(found) == 7
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize(
+    "mask", ["causal", "window", "documents", "padding", "two intervals", "blocks", "blocks by head"]
+)
+@pytest.mark.parametrize(("queries", "keys"), [(384, 384), (256, 640)])
+def test_the_blocks_that_are_visited_are_those_that_torch_finds(mask: str, queries: int, keys: int) -> None:
+    sizes = {"queries": queries, "keys": keys, "batch": 2, "kv_heads": 1, "groups": 3, "mask": mask}
+    call = dense.bind(**DENSE.arguments(Case(name="", sizes=sizes), dtype=torch.float32))
+    plan = gpu_flex._plan(call)
+    seen = allowed_keys(plan, range(queries), range(keys), torch.device("cpu")).expand(2, 3, queries, keys)
+    theirs = flex.create_block_mask(lambda b, h, q, k: seen[b, h, q, k], 2, 3, queries, keys, device="cpu")
+    ours = gpu_flex.lists_of(call)
+    assert ours is not None
+    names = [f"{full}{of}" for of in ("kv", "q") for full in ("", "full_")]
+    for name, counts, indices in zip(names, ours[0][::2], ours[0][1::2], strict=True):
+        wanted, places = (getattr(theirs, f"{name}_{of}") for of in ("num_blocks", "indices"))
+        torch.testing.assert_close(counts.expand_as(wanted), wanted)
+        own = indices.expand_as(places)
+        for line in itertools.product(*map(range, wanted.shape)):
+            assert own[line][: wanted[line]].tolist() == places[line][: wanted[line]].tolist()
 
 
 class Launches(TorchDispatchMode):
