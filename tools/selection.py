@@ -36,6 +36,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "a bias, all keys": ("attention.dense", {**_LONG, "added": "bias"}, False),
     "dropout, training": ("attention.dense", {**_LONG, "mask": "causal", "dropout": 0.1, "seed": 1}, True),
     "pages, a step of decoding": ("attention.paged", _PAGES, False),
+    "pages, a tree of guesses": ("attention.paged", {**_PAGES, "queries": 9, "mask": "tree"}, False),
     "pages, prefills": ("attention.paged", {**_PAGES, "queries": 9}, False),
     "writing into pages": ("attention.update_cache", {"kv_heads": 2, "head_dim": 64, "value_dim": 64}, False),
     "merging two parts of attention, training": ("attention.merge", {"value_dim": 64}, True),

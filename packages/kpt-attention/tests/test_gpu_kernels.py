@@ -336,11 +336,7 @@ def test_groups_are_repeated_where_the_kernel_knows_none(monkeypatch: pytest.Mon
 STEPS = {case.name: case for case in PAGED.cases if not case.model and case.sizes.get("queries", 1) == 1}
 
 
-PREFILLS = {
-    case.name: case
-    for case in PAGED.cases
-    if case.sizes.get("queries", 1) > 1 and not {"alibi", "bias", "mask"} & case.sizes.keys()
-}
+PREFILLS = {case.name: case for case in PAGED.cases if case.sizes.get("queries", 1) > 1}
 OVER_PAGES = [
     *(
         pytest.param(case, gpu_paged.unsupported, gpu_paged.forward, id=case.name)
@@ -372,6 +368,8 @@ def test_a_step_over_pages_leaves_prefills_and_what_is_too_much_to_others(monkey
     assert "several queries" in str(gpu_paged.unsupported(paged.bind(**PAGED.arguments(several))))
     monkeypatch.setattr(gpu_paged, "_MOST_BYTES", 1000)
     assert "GiB at once" in str(gpu_paged.unsupported(paged.bind(**PAGED.arguments(STEPS["a step"]))))
+    monkeypatch.setattr(gpu_paged, "_MOST_ADDED", 1000)
+    assert "added to scores" in str(gpu_paged.unsupported_prefill(paged.bind(**PAGED.arguments(PREFILLS["a tree"]))))
 
 
 @pytest.mark.parametrize("case", [case for case in UPDATE_CACHE.cases if not case.model], ids=lambda case: case.name)

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kpt_attention.dense import dense, wide_dtype
-from kpt_attention.paged import FP8, scale_of, spans, stored, visible
+from kpt_attention.paged import FP8, places, scale_of, spans, stored, visible
 from kpt_core import Call, Refusal
 
 #: Bytes that keys or values of all sequences may take when they are brought together.
 _MOST_BYTES = 4 << 30
+#: Likewise what is added to the scores of several queries of each sequence, by all sequences' keys.
+_MOST_ADDED = 1 << 30
 
 
 def unsupported(call: Call) -> Refusal | str | None:
@@ -31,9 +33,14 @@ def unsupported_prefill(call: Call) -> Refusal | str | None:
     """Return why the kernel for several queries of a sequence does not take a call."""
     if call.cu_seqlens_q is None:
         return "one query of each sequence; another kernel is for steps of decoding"
-    for name in ("alibi_slopes", "bias", "mask"):
-        if getattr(call, name) is not None:
-            return Refusal("{name} is given, beside several queries of a sequence", name=name)
+    if call.alibi_slopes is not None or call.bias is not None or call.mask is not None:
+        heads = 1 if call.alibi_slopes is None and (call.bias is None or call.bias.shape[0] == 1) else call.q.shape[1]
+        added = heads * len(call.q) * call.block_table.numel() * call.k_cache.shape[1] * 4
+        if added > _MOST_ADDED:
+            return Refusal(
+                "what is added to scores would take {added:.1f} GiB; at most {most:.0f} GiB", added=added / 2**30,
+                most=_MOST_ADDED / 2**30,
+            )  # fmt: skip
     return _too_much(call)
 
 
@@ -83,13 +90,34 @@ def prefill(call: Call) -> Any:
     if call.k_scale is not None:
         rows = rows * call.k_scale.to(dtype).repeat_interleave(heads)[:, None]
     out, lse = dense(
-        rows.transpose(0, 1)[None], k, v, intervals=intervals, sinks=call.sinks, return_lse=call.return_lse,
-        scale=call.scale, softcap=call.softcap,
+        rows.transpose(0, 1)[None], k, v, intervals=intervals, bias=_added(call, sequence), sinks=call.sinks,
+        return_lse=call.return_lse, scale=call.scale, softcap=call.softcap,
     )  # fmt: skip
     out = out[0].transpose(0, 1)
     if call.v_scale is not None:
         out = out * call.v_scale.to(dtype).repeat_interleave(heads)[:, None]
     return out.to(q.dtype).contiguous(), None if lse is None else lse[0].transpose(0, 1).contiguous()
+
+
+def _added(call: Call, sequence: Tensor) -> Tensor | None:
+    """Return what is added to the scores of all sequences' keys, `[1, Hq or 1, tokens, S * keys]`, if anything is."""
+    (sequences, pages), size, wide = call.block_table.shape, call.k_cache.shape[1], wide_dtype(call.q.dtype)
+    if call.alibi_slopes is None and call.bias is None and call.mask is None:
+        return None
+    place = torch.arange(pages * size, device=call.q.device)
+    own = torch.zeros((1, len(call.q), len(place)), dtype=wide, device=call.q.device)
+    if call.mask is not None:  # a tree's; it hides
+        own = own.masked_fill(~visible(call, place), -math.inf)
+    if call.bias is not None:
+        known = call.bias.to(wide)[..., : len(place)]  # no sequence has keys past those that it is for
+        own = own + F.pad(known, (0, len(place) - known.shape[2]))
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes.to(wide).expand(sequences, -1)[sequence].t()
+        own = own - slopes[..., None] * (place - places(call)[1][:, None]).abs()
+    # Each query's own keys are its sequence's; what others have no interval lets it see.
+    spread = own.new_zeros((own.shape[0], len(call.q), sequences, len(place)))
+    index = sequence[None, :, None, None].expand(own.shape[0], -1, 1, len(place))
+    return spread.scatter(2, index, own.unsqueeze(2)).flatten(2)[None]
 
 
 def _rows_of(cache: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
