@@ -37,6 +37,7 @@ def damaged(quantised, tmp_path):
 
 def test_the_names_of_formats_and_dtypes_are_those_of_the_package():
     assert tuple(checkpoints.FORMATS) == convert.FORMATS
+    assert tuple(checkpoints.PLAIN) == convert.PLAIN
 
 
 def test_quantised_for_the_first_time_says_what_each_weight_lost(kpt, llama, tmp_path):

@@ -1,4 +1,4 @@
-"""The command `kpt convert`: a checkpoint in another 8-bit format, or quantised for the first time."""
+"""The command `kpt convert`: a checkpoint in another 8-bit format, quantised for the first time, or in 16 bits."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,13 +12,17 @@ from .options import Json, one_of
 
 #: As kpt-fp8 has them, which is not imported to say so.
 FORMATS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao")
+#: Without quantisation.
+PLAIN = ("bfloat16", "float16", "float32")
 CODES = ("float8_e4m3fn", "float8_e4m3fnuz")
 
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Folder with config.json and weights in safetensors.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, new or empty.")],
-    to: Annotated[str, one_of("format", FORMATS, f"{', '.join(FORMATS)}.")],
+    to: Annotated[
+        str, one_of("format", (*FORMATS, *PLAIN), f"{', '.join(FORMATS)}; or without FP8 {', '.join(PLAIN)}.")
+    ],
     granularity: Annotated[str | None, typer.Option(help="A scale of a weight per tensor, row or 128x128.")] = None,
     activations: Annotated[str | None, typer.Option(help="Likewise per tensor, row or 1x128; or none.")] = None,
     dtype: Annotated[str | None, one_of("dtype", CODES, f"Of the codes: {' or '.join(CODES)}.")] = None,
@@ -30,7 +34,7 @@ def convert(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint in another FP8 format, or quantise one that is not, and say which weights are the same.
+    """Write a checkpoint in another FP8 format, quantise one that is not, or widen it, and say what is the same.
 
     What is left out stays as in IN, if the format takes that. OUT appears when all is done, or not at all.
     """

@@ -22,6 +22,7 @@ from .formats import Format, format_named, module_of
 from .scheme import NUMBERS, QuantizedWeight, Scheme
 from .soundness import require_sound
 from .staging import ShardWriter, check_target, copy_rest, staged, write_json
+from .widening import PLAIN, write_plain
 
 _OWNER = "convert_checkpoint"
 #: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers.
@@ -39,7 +40,7 @@ class CheckpointReport:
 
     Attributes:
         source, target: names of the formats; `unquantised` where weights were not.
-        scheme: how weights are quantised now.
+        scheme: how weights are quantised now; None where they are not any more.
         tensors: the quantised ones, in the order of the files.
         notes: what else changed, a sentence each.
         bytes: of all tensors now.
@@ -47,7 +48,7 @@ class CheckpointReport:
 
     source: str
     target: str
-    scheme: Scheme
+    scheme: Scheme | None
     tensors: list[ConvertedTensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     bytes: int = 0
@@ -59,22 +60,27 @@ class CheckpointReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        told = {"source": self.source, "target": self.target, "scheme": str(self.scheme), "bytes": self.bytes}
+        scheme = None if self.scheme is None else str(self.scheme)
+        told = {"source": self.source, "target": self.target, "scheme": scheme, "bytes": self.bytes}
         return {**told, "exact": self.exact, "tensors": [asdict(each) for each in self.tensors], "notes": self.notes}
 
     def __str__(self) -> str:
         exact = Counter(each.how for each in self.tensors if each.exact)
         anew = sorted((each for each in self.tensors if not each.exact), key=lambda each: each.sqnr or 0.0)
-        done = [f"quantised {len(anew)} weights, signal to noise {anew[0].sqnr or 0:.1f} dB or better"] if anew else []
+        verb = "widened" if self.scheme is None else "quantised"
+        done = [f"{verb} {len(anew)} weights, signal to noise {anew[0].sqnr or 0:.1f} dB or better"] if anew else []
         done += [f"kept {exact.total()} weights bit-exact"] if exact else []
         headline = f"{'; '.join(done) or 'no weights'}; {self.bytes / 2**20:.1f} MiB in all"
         wide = max((len(each.name) for each in anew), default=0)
         return "\n".join(
             [
-                f"{self.source} -> {self.target}: {self.scheme}",
+                f"{self.source} -> {self.target}{'' if self.scheme is None else f': {self.scheme}'}",
                 headline[0].upper() + headline[1:],
                 *(f"bit-exact: {count} weights, {how}" for how, count in exact.items()),
-                *(f"{each.name:<{wide}}  {each.how}, signal to noise {each.sqnr:.1f} dB" for each in anew),
+                *(
+                    f"{each.name:<{wide}}  {each.how}, signal to noise {each.sqnr:.1f} dB"
+                    for each in (anew if self.scheme is not None else ())  # which all are alike
+                ),
                 *self.notes,
             ]
         )
@@ -95,7 +101,7 @@ def convert_checkpoint(
     max_shard_bytes: int = _SHARD,
     progress: Progress | None = None,
 ) -> CheckpointReport:
-    """Write a checkpoint in another format; or quantise one that is not, matrix by matrix.
+    """Write a checkpoint in another format; quantise one that is not, matrix by matrix; or undo it.
 
     Tensors are read, converted and written one after the other; in memory is no more than one file that is written.
     The target appears when all is done, or not at all. Where a weight can be written with the same numbers, it is.
@@ -103,7 +109,8 @@ def convert_checkpoint(
     Args:
         source: a folder with config.json and weights in safetensors.
         target: a new or empty folder.
-        to: `fp8`, `compressed-tensors`, `fbgemm_fp8`, `modelopt` or `torchao`.
+        to: `fp8`, `compressed-tensors`, `fbgemm_fp8`, `modelopt` or `torchao`; or `bfloat16`, `float16` or `float32`
+            for a checkpoint without quantisation, for which nothing is asked beneath but `max_shard_bytes`.
         granularity: what shares a scale of a weight: `tensor`, `row` or `128x128`. None: as in the source, if the
             format takes that; else what is usual there.
         activations: what readers quantise activations by: `none`, `tensor`, `row` or `1x128`. None: as in the source,
@@ -125,6 +132,16 @@ def convert_checkpoint(
             written.
         UnknownNameError: no such format.
     """
+    if to in PLAIN:
+        asked = [granularity, activations, dtype, scale_dtype, input_scales, requantize or None]
+        if any(each is not None for each in asked) or exclude is not LEFT:
+            raise InputError(f"{_OWNER}: to={to!r} is without quantisation: leave out what says how to quantise")
+        folder = CheckpointFolder(source)
+        real = check_target(folder.path, Path(target))
+        contents = describe(folder)
+        contents.require_good()
+        found = write_plain(_OWNER, contents, real, to, max_shard_bytes, progress)
+        return CheckpointReport(contents.format.name if contents.format else "unquantised", to, None, *found)
     form = format_named(to)
     excluded = patterns(_OWNER, "exclude", exclude) or ()
     folder = CheckpointFolder(source)

@@ -1,0 +1,95 @@
+"""FP8 checkpoints as plain ones, of bfloat16 for instance: what every library reads, and fine-tuning begins with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kpt_core import InputError
+from kpt_fp8.conversion import Progress
+from kpt_fp8.quality import QualityMeter
+
+from .changing import ConvertedTensor
+from .contents import Contents
+from .folder import CONFIG, TensorReader
+from .soundness import require_sound
+from .staging import ShardWriter, copy_rest, staged, write_json
+
+#: What weights may become that are no longer quantised.
+PLAIN = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: How names of tensors end that scale caches of attention, which a plain checkpoint has no place for.
+_OF_CACHES = ("k_scale", "v_scale", "kv_scale")
+
+
+def write_plain(
+    owner: str, contents: Contents, target: Path, to: str, max_shard_bytes: int, progress: Progress | None
+) -> tuple[list[ConvertedTensor], list[str], int]:
+    """Write a quantised checkpoint without quantisation, tensor by tensor.
+
+    What was not quantised stays as it is; a weight is `codes * scale`, computed in float32 and rounded once.
+
+    Returns:
+        What became of each quantised weight, notes, and the bytes of all tensors.
+
+    Raises:
+        InputError: nothing in it is quantised, or a weight is too large for float16.
+    """
+    if contents.scheme is None:
+        raise InputError(
+            f"{owner}: {contents.folder.path} is not quantised, so there is nothing to make {to} of: load it with "
+            "dtype= and save it"
+        )
+    order = {name: place for place, name in enumerate(contents.folder.tensors)}
+    caches = [name for name in contents.plain if name.rpartition(".")[2] in _OF_CACHES]
+    names = sorted({*contents.plain, *contents.weights}.difference(caches),
+                   key=lambda n: order[contents.weights[n].codes if n in contents.weights else n])  # fmt: skip
+    notes = [f"Scales of attention's caches are left out: {', '.join(caches[:3])}{' ...' * (len(caches) > 3)}."]
+    told: list[ConvertedTensor] = []
+    with staged(target) as staging, contents.folder.reading() as reader:
+        copy_rest(contents.folder.path, staging)
+        write_json(staging / CONFIG, _config(contents.folder.config, to))
+        writer = ShardWriter(staging, {"format": "pt"}, max_shard_bytes)
+        for done, name in enumerate(names):
+            if progress is not None:
+                progress(done, len(names), name)
+            if name in contents.plain:
+                writer.add(name, reader.tensor(name))
+                continue
+            tensor, change = _widened(owner, name, contents, reader, to)
+            writer.add(name, tensor)
+            told.append(change)
+        writer.finish()
+    return told, notes if caches else [], writer.total
+
+
+def _widened(
+    owner: str, name: str, contents: Contents, reader: TensorReader, to: str
+) -> tuple[Tensor, ConvertedTensor]:
+    assert contents.scheme is not None  # the caller has looked
+    weight = contents.weights[name].read(reader, contents.scheme)
+    require_sound(name, weight)
+    numbers = weight.dequantize()
+    made = numbers.to(PLAIN[to])
+    if not bool(made.isfinite().all()):
+        raise InputError(
+            f"{owner}: {name} has numbers up to {numbers.abs().max():.3g}, which {to} has not: take bfloat16 or float32"
+        )
+    meter = QualityMeter()
+    meter.add(numbers, made)
+    if torch.equal(made.to(numbers.dtype), numbers):
+        return made, ConvertedTensor(name, True, f"{to} of the same numbers")
+    return made, ConvertedTensor(name, False, f"rounded to {to}", meter.result().sqnr)
+
+
+def _config(config: Mapping[str, Any], to: str) -> dict[str, Any]:
+    """Return config.json of the plain checkpoint."""
+    made = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(made.get("text_config"), dict):
+        made["text_config"] = {k: v for k, v in made["text_config"].items() if k != "quantization_config"}
+    for part in (made, made.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part, dict) and (key in part or (key == "dtype" and "torch_dtype" not in part)):
+                part[key] = to
+    return made
