@@ -7,7 +7,6 @@ from .engine import FP8InferenceEngine
 from .experts import NativeFP8Experts
 from .fp8_tensor import FP8Tensor, from_tensors, to_tensors
 from .functions import compute_fp8_scale, dequantize_from_fp8, quantize_to_fp8
-from .kv_cache import QuantizedKV, dequantize_kv, quantize_kv
 from .linear import linear
 from .native_linear import NativeFP8Linear
 from .quantize import quantize
@@ -22,18 +21,15 @@ __all__ = [
     "FP8Tensor",
     "NativeFP8Experts",
     "NativeFP8Linear",
-    "QuantizedKV",
     "calibrate",
     "compute_fp8_scale",
     "conversion_report",
     "convert_model_to_fp8",
     "dequantize",
     "dequantize_from_fp8",
-    "dequantize_kv",
     "from_tensors",
     "linear",
     "quantize",
-    "quantize_kv",
     "quantize_to_fp8",
     "scale_shape",
     "scaled_mm",
