@@ -7,7 +7,9 @@ imported but those whose subject is an extra, and a layer or an op runs forward 
 import importlib
 import pkgutil
 import sys
+import tempfile
 from importlib.metadata import distributions
+from pathlib import Path
 
 import torch
 
@@ -40,8 +42,9 @@ def run_core() -> None:
 
 
 def run_moe() -> None:
-    """Run a layer forward and backward."""
+    """Run a layer forward and backward, and with its experts in a file."""
     from kpt_moe import MoEConfig, MoELayer
+    from kpt_moe.offload import offload_experts
 
     torch.manual_seed(0)
     layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=32, num_experts=4, top_k=2))
@@ -51,11 +54,17 @@ def run_moe() -> None:
     without = [name for name, parameter in layer.named_parameters() if parameter.grad is None]
     assert out.shape == x.shape, f"expected {list(x.shape)}, got {list(out.shape)}"
     assert not without, f"parameters without a gradient: {', '.join(without)}"
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        offload_experts(layer, "50%", store=Path(folder, "experts.safetensors"))
+        assert torch.allclose(layer(x), out, atol=1e-5), "experts from a file give another output"
 
 
 def run_fp8() -> None:
-    """Run a linear layer whose weight is 8-bit, forward and backward."""
+    """Run a linear layer whose weight is 8-bit, forward and backward, and convert a checkpoint."""
+    from safetensors.torch import save_file
+
     from kpt_fp8 import linear, quantize
+    from kpt_fp8.checkpoints import convert_checkpoint
 
     codes, scale = quantize(448 * torch.eye(16), granularity="row")  # of 448 the scale is 1, exactly
     x = torch.randn(5, 16, requires_grad=True)
@@ -64,6 +73,13 @@ def run_fp8() -> None:
     assert torch.equal(out, 448 * x), "448 times the identity does not multiply by 448"
     assert x.grad is not None, "x has no gradient"
     assert x.grad.eq(448).all(), f"expected a gradient of 448, got {x.grad}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "source")
+        source.mkdir()
+        source.joinpath("config.json").write_text("{}")
+        save_file({"layer.weight": torch.randn(128, 128)}, source / "model.safetensors")
+        report = convert_checkpoint(source, Path(folder, "target"), to="fp8")
+        assert len(report.tensors) == 1, f"expected a weight in 8 bits, got {report}"
 
 
 def run_attention() -> None:

@@ -195,6 +195,12 @@ def test_configuration_survives_pickling():
             InputError,
             "TopKRouter does not take these router_options.*jiter",
         ),
+        (
+            "standard",
+            {"router": "hash"},
+            InputError,
+            'HashRouter needs vocab_size: give router_options={"vocab_size": ...}',
+        ),
         ("standard", {"shared_gate": True}, InputError, "num_shared_experts is 0"),
         (
             "standard",

@@ -195,6 +195,11 @@ class ParameterEfficientExpert(ExpertNetwork):
         self.up = LowRankUpdate(experts, hidden, weight.shape[1], **lora)
         self.down = LowRankUpdate(experts, base.intermediate_size, hidden, **lora)
 
+    @property
+    def intermediate_size(self) -> int:
+        """Return the base's."""
+        return self.base.intermediate_size
+
     def reset_parameters(self) -> None:
         """The base as in `FeedForwardExpert`, and nothing added to it."""
         for part in self.children():

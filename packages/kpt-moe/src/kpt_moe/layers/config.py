@@ -1,5 +1,6 @@
 """The configuration of Mixture-of-Experts layers."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -165,12 +166,17 @@ class MoEConfig:
 
     def _made(self, kind: Callable[..., _Made], source: str, options: dict[str, Any], device: Any, dtype: Any) -> _Made:
         sizes: dict[str, Any] = {"hidden_size": self.hidden_size, "num_experts": self.num_experts}
+        name, given = getattr(kind, "__name__", str(kind)), {**sizes, **options, "device": device, "dtype": dtype}
+        asked = inspect.signature(kind).parameters.values()
+        missing = [each.name for each in asked if each.default is each.empty and each.kind is each.KEYWORD_ONLY]
+        missing = [each for each in missing if each not in given]
+        if missing:
+            example = ", ".join(f'"{each}": ...' for each in missing)
+            raise InputError(f"MoEConfig: {name} needs {', '.join(missing)}: give {source}={{{example}}}")
         try:
-            return kind(**sizes, **options, device=device, dtype=dtype)
+            return kind(**given)
         except TypeError as error:
-            raise InputError(
-                f"MoEConfig: {getattr(kind, '__name__', kind)} does not take these {source}: {error}"
-            ) from error
+            raise InputError(f"MoEConfig: {name} does not take these {source}: {error}") from error
 
     def _is_set(self, name: str) -> bool:
         value = getattr(self, name)
@@ -184,7 +190,8 @@ class MoEConfig:
         for name, value in said.items():
             own = getattr(given, _OF_ROUTER.get(name, name), UNSET)
             if getattr(own, "name", own) != value:
-                raise self._unused(name, f"the {part} given, a {type(given).__name__}, has {own!r}", value)
+                told = "none" if own is UNSET else repr(own)
+                raise self._unused(name, f"the {part} given, a {type(given).__name__}, has {told}", value)
 
     def _unused(self, name: str, why: str, value: Any = UNSET) -> InputError:
         value = getattr(self, name) if value == UNSET else value
