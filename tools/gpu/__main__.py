@@ -118,7 +118,7 @@ def _phases(options: argparse.Namespace, device: str, out: Path) -> list[tuple[s
     ours = ["-c", str(HERE / "pytest.ini"), "--dist", "worksteal"]
 
     def checks(*names: str) -> list[str]:
-        return [*ours, *(str(HERE / f"check_{name}.py") for name in names)]
+        return [*ours, "-p", "checking", *(str(HERE / f"check_{name}.py") for name in names)]
 
     if options.command == "prove":
         measured = checks("times", "choices", "uses", "peers")

@@ -1,4 +1,4 @@
-"""What all checks share: the setting, and the clocks of the device in each row."""
+"""A pytest plugin of what all checks share: the setting, and the clocks of the device in each row."""
 
 from collections.abc import Iterator
 from typing import Any
