@@ -14,28 +14,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kpt_fp8.checkpoints import convert_checkpoint
-from kpt_fp8.checkpoints.contents import describe
-from kpt_fp8.checkpoints.folder import CheckpointFolder
-from transformers_models import KINDS, logits, model, with_numbers
+from transformers_models import logits, numbers, saved, with_numbers
 
 PAIRS = [*(("llama", variant) for variant in VARIANTS), ("mixtral", "fp8-block"), ("qwen3_moe", "ct-channel")]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = {}
-    for kind in KINDS:
-        folder = tmp_path_factory.mktemp("models") / kind
-        made[kind] = model(kind)
-        made[kind].save_pretrained(folder)
-        made[f"{kind} on disk"] = folder
-    return made
-
-
-def numbers(folder):
-    contents = describe(CheckpointFolder(folder))
-    with contents.folder.reading() as reader:
-        return {n: each.read(reader, contents.scheme).dequantize().clone() for n, each in contents.weights.items()}
+    return saved(tmp_path_factory)
 
 
 @pytest.mark.parametrize("to", ["bfloat16", "float32"])

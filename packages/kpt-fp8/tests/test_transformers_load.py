@@ -11,12 +11,10 @@ pytest.importorskip("accelerate")
 from transformers import LlamaForSequenceClassification
 
 from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
-from kpt_fp8.checkpoints.contents import describe
-from kpt_fp8.checkpoints.folder import CheckpointFolder
 from kpt_fp8.transformers import load
 from kpt_fp8.transformers.layers import StoredExperts
 from processes import run
-from transformers_models import KINDS, WRAPPERS, logits, model, sqnr, with_numbers, wrapper
+from transformers_models import WRAPPERS, logits, model, numbers, saved, sqnr, with_numbers, wrapper
 
 FP8 = torch.float8_e4m3fn
 MOE = (
@@ -32,19 +30,7 @@ PAIRS = [*(("llama", variant) for variant in VARIANTS), *MOE]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = {}
-    for kind in KINDS:
-        folder = tmp_path_factory.mktemp("models") / kind
-        made[kind] = model(kind)
-        made[kind].save_pretrained(folder)
-        made[f"{kind} on disk"] = folder
-    return made
-
-
-def numbers(folder):
-    contents = describe(CheckpointFolder(folder))
-    with contents.folder.reading() as reader:
-        return {n: each.read(reader, contents.scheme).dequantize().clone() for n, each in contents.weights.items()}
+    return saved(tmp_path_factory)
 
 
 @pytest.mark.parametrize(("kind", "variant"), PAIRS)

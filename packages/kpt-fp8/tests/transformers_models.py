@@ -13,6 +13,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from kpt_fp8.checkpoints.contents import describe
+from kpt_fp8.checkpoints.folder import CheckpointFolder
+
 _SIZES = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -92,3 +95,21 @@ def with_numbers(original, numbers):
 
 def sqnr(exact, other):
     return float(10 * torch.log10(exact.square().sum() / (exact - other).square().sum()))
+
+
+def saved(tmp_path_factory):
+    """Models by kind, and beside each its folder."""
+    made = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp("models") / kind
+        made[kind] = model(kind)
+        made[kind].save_pretrained(folder)
+        made[f"{kind} on disk"] = folder
+    return made
+
+
+def numbers(folder):
+    """What the quantised weights of a folder stand for."""
+    contents = describe(CheckpointFolder(folder))
+    with contents.folder.reading() as reader:
+        return {n: each.read(reader, contents.scheme).dequantize().clone() for n, each in contents.weights.items()}

@@ -1,4 +1,4 @@
-"""What FP8 did to a model, and may gain: figures of `FP8Compiler`, and what they are computed of."""
+"""Figures of `FP8Compiler`: how FP8 changed a model, what it may gain, and what both are computed of."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _SERVED_BY = {"fp8.linear": ("gpu_linear",), "fp8.scaled_mm": ("gpu_scaled_mm", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8Statistics:
-    """What is in a prepared model.
+    """Tell of a prepared model.
 
     Attributes:
         layers: number of layers, and experts, that were converted.
@@ -70,7 +70,7 @@ class LayerSpeedup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedupEstimate:
-    """What a product's data sheet lets the linear layers of a model gain over bfloat16; nothing was measured."""
+    """Tell what linear layers gain over bfloat16 at most, by a product's data sheet; nothing was measured."""
 
     product: str
     layers: tuple[LayerSpeedup, ...]

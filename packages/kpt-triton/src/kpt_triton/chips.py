@@ -1,4 +1,4 @@
-"""What is known of a chip by its name: which ones kernels are compiled for, which are alike, what they can't read."""
+"""Facts of a chip by its name: which ones kernels are compiled for, which are alike, what they can't read."""
 
 from functools import cache
 

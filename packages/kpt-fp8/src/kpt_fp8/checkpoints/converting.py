@@ -22,7 +22,7 @@ from .formats import Format, format_named, module_of
 from .scheme import NUMBERS, QuantizedWeight, Scheme
 from .soundness import require_sound
 from .staging import ShardWriter, check_target, copy_rest, staged, write_json
-from .widening import PLAIN, write_plain
+from .widening import PLAIN, unquantized, write_plain
 
 _OWNER = "convert_checkpoint"
 #: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers.
@@ -371,7 +371,4 @@ def _ragged(contents: Contents, anew: Mapping[str, Stored], form: Format, chosen
 
 def _config(config: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with another quantization_config."""
-    made = {key: value for key, value in config.items() if key != "quantization_config"}
-    if isinstance(made.get("text_config"), dict):
-        made["text_config"] = {k: v for k, v in made["text_config"].items() if k != "quantization_config"}
-    return {**made, "quantization_config": dict(quantization)}
+    return {**unquantized(config), "quantization_config": dict(quantization)}

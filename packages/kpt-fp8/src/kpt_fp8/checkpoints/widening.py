@@ -81,11 +81,17 @@ def _widened(
     return made, ConvertedTensor(name, False, f"rounded to {to}", 20 * math.log10(signal / noise))
 
 
-def _config(config: Mapping[str, Any], to: str) -> dict[str, Any]:
-    """Return config.json of the plain checkpoint."""
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json, or that of its text model, without what it says of quantisation."""
     made = {key: value for key, value in config.items() if key != "quantization_config"}
     if isinstance(made.get("text_config"), dict):
-        made["text_config"] = {k: v for k, v in made["text_config"].items() if k != "quantization_config"}
+        made["text_config"] = unquantized(made["text_config"])
+    return made
+
+
+def _config(config: Mapping[str, Any], to: str) -> dict[str, Any]:
+    """Return config.json of the plain checkpoint."""
+    made = unquantized(config)
     for part in (made, made.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(part, dict) and (key in part or (key == "dtype" and "torch_dtype" not in part)):

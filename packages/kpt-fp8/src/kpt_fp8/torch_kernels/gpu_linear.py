@@ -15,14 +15,11 @@ from kpt_fp8.dequantize import dequantize
 from kpt_fp8.linear import NONE
 from kpt_fp8.quantize import quantize
 from kpt_fp8.scaled_mm import scaled_mm
-from kpt_fp8.scales import BLOCKS
 
-from .gpu_sums import apart, sums
+from .gpu_sums import OUTSIDE, apart, sums
 
 #: What shares the scales of activations and weight that `fp8.scaled_mm` has kernels for.
 _MULTIPLIED = (("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"))
-#: What shares a scale that may multiply the sums.
-_OUTSIDE = tuple(name for name, (_, columns) in BLOCKS.items() if columns is None)
 
 
 def unsupported(call: Call) -> Refusal | str | None:
@@ -35,7 +32,7 @@ def unsupported(call: Call) -> Refusal | str | None:
     if call.scale.dtype is torch.float64:
         return "scales in float64; this kernel sums in float32"
     if call.activations == NONE:
-        if by not in _OUTSIDE and x.dtype is torch.float16:
+        if by not in OUTSIDE and x.dtype is torch.float16:
             return Refusal("x in {dtype} and scales of blocks; needs bfloat16, whose range they fit", dtype=x.dtype)
         return None
     if (call.activations, by) not in _MULTIPLIED:
@@ -65,7 +62,7 @@ def forward(call: Call) -> Tensor:
         product += (x - x).sum(1, keepdim=True)
         return product
     out: Tensor
-    if call.granularity in _OUTSIDE:
+    if call.granularity in OUTSIDE:
         out = sums(x, weight.to(x.dtype).t()) * scale
     elif x.dtype is torch.float32:
         out = x @ dequantize(weight, scale, granularity=call.granularity, dtype=torch.float32).t()
@@ -82,7 +79,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> dict[str, T
     gradients = {}
     if "x" in call.needs:
         scale = call.scale.float()
-        if call.granularity in _OUTSIDE and grad.dtype is torch.bfloat16:
+        if call.granularity in OUTSIDE and grad.dtype is torch.bfloat16:
             codes = call.weight.to(grad.dtype)
             high, low = apart(grad.float() * scale)
             found = sums(high, codes) + sums(low, codes)

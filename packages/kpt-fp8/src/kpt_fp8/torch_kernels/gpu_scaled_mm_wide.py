@@ -9,12 +9,10 @@ from torch import Tensor
 
 from kpt_core import Call, Refusal
 from kpt_fp8.dequantize import dequantize
-from kpt_fp8.scales import BLOCKS
 
 from .gpu_scaled_mm import short
-from .gpu_sums import apart, sums
+from .gpu_sums import OUTSIDE, apart, sums
 
-_OUTSIDE = tuple(name for name, (_, columns) in BLOCKS.items() if columns is None)
 _INFINITE = (torch.float8_e5m2,)
 
 
@@ -26,7 +24,7 @@ def unsupported(call: Call) -> Refusal | str | None:
         return "there is nothing to compute"
     if call.scale_a.dtype is torch.float64 or call.scale_b.dtype is torch.float64:
         return "scales in float64; this kernel sums in float32"
-    if call.granularity_a in _OUTSIDE and call.granularity_b in _OUTSIDE:
+    if call.granularity_a in OUTSIDE and call.granularity_b in OUTSIDE:
         return None
     if call.out_dtype is torch.float32:
         return "a result in float32 of scales of blocks; needs 16 bits, which two parts of a number suffice for"
@@ -39,7 +37,7 @@ def unsupported(call: Call) -> Refusal | str | None:
 def forward(call: Call) -> Tensor:
     """Return the product, rounded once."""
     scale_a, scale_b = call.scale_a.float(), call.scale_b.float()
-    if call.granularity_a in _OUTSIDE and call.granularity_b in _OUTSIDE:
+    if call.granularity_a in OUTSIDE and call.granularity_b in OUTSIDE:
         out = sums(call.a.bfloat16(), call.b.bfloat16()) * scale_a.view(-1, 1) * scale_b
     else:
         left = dequantize(call.a, scale_a, granularity=call.granularity_a, dtype=torch.float32)

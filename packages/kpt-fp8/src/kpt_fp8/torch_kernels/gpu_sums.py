@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor
 
+from kpt_fp8.scales import BLOCKS
+
+#: What shares a scale that may multiply the sums.
+OUTSIDE = tuple(name for name, (_, columns) in BLOCKS.items() if columns is None)
+
 
 def apart(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return two tensors of bfloat16 whose sum is float32 numbers up to 2**-17 of them."""

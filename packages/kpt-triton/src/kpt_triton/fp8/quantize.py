@@ -81,7 +81,7 @@ def _sizes(x):
 
 @triton.jit
 def _scale_of(largest, most, LOG: tl.constexpr, ROUNDING: tl.constexpr):
-    """What numbers are divided by whose largest is this; `most`, of the same shape, is the format's: 2^LOG or more."""
+    """Return the scale of numbers whose largest is this; `most`, of the same shape, is the format's: 2^LOG or more."""
     if ROUNDING == "down":
         exponent = ((largest.to(tl.uint32, bitcast=True) >> 23).to(tl.int32) - LOG) - 127
         scale = ((tl.maximum(exponent, -126) + 127) << 23).to(tl.float32, bitcast=True)
