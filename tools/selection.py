@@ -56,6 +56,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "FP8 linear layer, DeepSeek's blocks": (
         "fp8.linear", {**_ROWS, "inner": 512, "granularity": "128x128", "activations": "1x128"}, False,
     ),
+    "FP8 codes to numbers": ("fp8.dequantize", {"rows": 64, "inner": 64, "granularity": "row"}, False),
     "quantising to FP8": ("fp8.quantize", {"rows": 64, "inner": 64, "granularity": "row"}, False),
     "experts, training": ("moe.experts", _EXPERTS, True),
     "experts in FP8": ("moe.experts", {**_EXPERTS, "up_scheme": "row", "down_scheme": "row"}, False),
@@ -90,6 +91,7 @@ _NAMES = {
     "gpu_linear": "16-bit products",
     "gpu_scaled_mm_wide": "16-bit products",
     "gpu_merge": "a dozen launches",
+    "gpu_dequantize": "two passes",
 }
 
 

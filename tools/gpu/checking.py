@@ -27,11 +27,12 @@ def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
 @pytest.fixture(autouse=True)
 def clocks(request: pytest.FixtureRequest, setting: Setting) -> Iterator[None]:
     """Write clock, power and temperature as a check ends: what is throttled is no figure."""
+    # Asked for before the check: what is asked for first is torn down last.
+    row: Row | None = request.getfixturevalue("row") if "row" in request.fixturenames else None
     yield
-    if setting.on_gpu and "row" in request.fixturenames:
+    if setting.on_gpu and row is not None:
         from kpt_backend_nvidia import device_info
 
-        row: Row = request.getfixturevalue("row")
         live = device_info(setting.device).live
         if live is not None:
             row["clocks"] = {"MHz": live.clock, "W": live.power, "C": live.temperature}

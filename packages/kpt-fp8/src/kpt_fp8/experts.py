@@ -162,7 +162,7 @@ def unusual_part(experts: Any) -> str:
     """Return what keeps fused experts from being converted, whatever runs them; empty where nothing does."""
     known = {f"{name}{bias}" for name in ("gate_up_proj", "up_proj", "down_proj") for bias in ("", "_bias")}
     others = [name for name, _ in (*experts.named_parameters(), *experts.named_buffers()) if name not in known]
-    if experts.has_post_expert_norm or others:
+    if getattr(experts, "has_post_expert_norm", False) or others:
         return f"there is no place for its {others[0] if others else 'norm after each expert'}"
     return "its experts are spread over processes" if getattr(experts, "_is_expert_parallel", False) else ""
 

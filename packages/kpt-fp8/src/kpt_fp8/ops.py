@@ -14,6 +14,7 @@ _HOST = frozenset({"host_memory"})
 
 KERNELS = (
     Kernel("fp8.dequantize", forward=f"{_HERE}.dequantize:forward", requires=_HOST, deterministic=True),
+    Kernel("fp8.dequantize", forward=f"{_HERE}.gpu_dequantize:forward", requires={GPU}, deterministic=True),
     Kernel(
         "fp8.linear",
         forward=f"{_HERE}.linear:forward",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._dtypes import DTYPES
 from kpt_moe.activations import Activation
-from kpt_moe.hf_modules import is_transformers_experts, parameter_names
+from kpt_moe.hf_modules import has_post_norm, is_transformers_experts, parameter_names
 from kpt_moe.routers import TopKRouter
 from kpt_moe.routing import Routing
 
@@ -114,7 +114,7 @@ def _activation(owner: str, module: Any) -> Activation:
     known = set(parameter_names(module).values())
     held = dict([*module.named_parameters(), *module.named_buffers()])
     what = None
-    if module.has_post_expert_norm or held.keys() != known:
+    if has_post_norm(module) or held.keys() != known:
         what = f"the experts must hold {sorted(known)} alone; they hold {sorted(held)}"
     elif any(tensor.dtype not in DTYPES for tensor in held.values()):
         what = f"the experts are of {sorted({str(tensor.dtype) for tensor in held.values()})}"

@@ -14,7 +14,7 @@ from kpt_moe._scales import SCALE_BLOCK, SCALE_DTYPES, in_blocks
 from kpt_moe.composed_experts import composed_experts
 from kpt_moe.conversion.experts import options_of
 from kpt_moe.experts import experts
-from kpt_moe.hf_modules import parameter_names
+from kpt_moe.hf_modules import has_post_norm, parameter_names
 from kpt_moe.routing import Routing
 from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 
@@ -43,12 +43,12 @@ def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     x = hidden_states.to(module.down_proj.dtype)
     options: dict[str, Any] = {ours: getattr(module, theirs) for ours, theirs in parameter_names(module).items()}
     options["transposed"] = module.is_transposed
-    activation = None if module.has_post_expert_norm else known_activation(module)
+    activation = None if has_post_norm(self) else known_activation(module)
     if activation is not None:
         out = experts(x, top_k_index, top_k_weights, **options, **options_of(activation))
     else:
         gating = module._apply_gate if module.has_gate else module.act_fn
-        norm = module.post_expert_norm if module.has_post_expert_norm else None
+        norm = module.post_expert_norm if has_post_norm(self) else None
         out = composed_experts(x, top_k_index, top_k_weights, **options, activation=gating, post_norm=norm)
     return out.to(hidden_states.dtype)
 
