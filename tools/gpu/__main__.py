@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
             paths = install_wheels(options.wheels, Path(temporary, "site"))
         elif options.source:
             paths = link_source(CHECKOUT, Path(temporary, "site"))
-        env = environment_with(paths, device)
+        env = environment_with(paths, device) | {"KPT_GPU_LOCK": str(Path(temporary, "lock"))}
         told = subprocess.run(
             [sys.executable, HERE / "facts.py", options.backend, device], env=env, stdout=subprocess.PIPE, text=True,
             check=False,
@@ -115,7 +115,7 @@ def _commit() -> str:
 
 def _phases(options: argparse.Namespace, device: str, out: Path) -> list[tuple[str, list[str], float, int]]:
     """Return name, pytest's arguments, share of the time that is left, and processes of each phase."""
-    ours = ["-c", str(HERE / "pytest.ini"), "--dist", "worksteal"]
+    ours = ["-c", str(HERE / "pytest.ini"), "-p", "large_cases", "--dist", "worksteal"]
 
     def checks(*names: str) -> list[str]:
         return [*ours, "-p", "checking", *(str(HERE / f"check_{name}.py") for name in names)]

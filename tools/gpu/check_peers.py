@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 from devices import Ceilings, measure_ceilings
 from harness import measure
 from loads import LOADS, Load
@@ -51,5 +50,3 @@ def test_peers(load: Load, setting: Setting, ceilings: Ceilings, row: Row) -> No
     kpt_core.refresh()
     contest = load.contest(setting.device, 0)
     row["line"] = measure(contest, ceilings, 0.05 if setting.tiny else 1.0, setting.device).as_dict()
-    if setting.on_gpu:
-        torch.cuda.empty_cache()

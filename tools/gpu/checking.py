@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from rows import Row
 from setting import Setting, served
 
@@ -30,6 +31,9 @@ def clocks(request: pytest.FixtureRequest, setting: Setting) -> Iterator[None]:
     # Asked for before the check: what is asked for first is torn down last.
     row: Row | None = request.getfixturevalue("row") if "row" in request.fixturenames else None
     yield
+    if setting.on_gpu:
+        # Other processes need what this one keeps.
+        torch.cuda.empty_cache()
     if setting.on_gpu and row is not None:
         from kpt_backend_nvidia import device_info
 
