@@ -41,13 +41,23 @@ def test_the_names_of_formats_and_dtypes_are_those_of_the_package():
 
 
 def test_quantised_for_the_first_time_says_what_each_weight_lost(kpt, llama, tmp_path):
-    result = kpt("convert", llama, tmp_path / "out", "--to", "compressed-tensors", "--exclude", "*embed*")
+    result = kpt("convert", llama, tmp_path / "out", "--to", "compressed-tensors", "--exclude", "*.o_proj")
     assert result.exit_code == 0, result.output
     assert "unquantised -> compressed-tensors: float8_e4m3fn, scales per row" in result.stdout
-    assert "Quantised 8 weights, signal to noise " in result.stdout  # the output layer, too
+    assert "Quantised 6 weights, signal to noise " in result.stdout  # embeddings and the output layer stay, too
     (line,) = (line for line in result.stdout.splitlines() if line.startswith(NAME))
     assert float(line.split()[-2]) == pytest.approx(31.5, abs=2)  # dB, of three bits of mantissa
     assert checkpoints.check_checkpoint(tmp_path / "out") == []
+
+
+def test_modelopt_needs_no_scales_of_activations_that_the_shell_can_not_give(kpt, llama, tmp_path):
+    result = kpt("convert", llama, tmp_path / "out", "--to", "modelopt")
+    assert result.exit_code == 0, result.output
+    assert "unquantised -> modelopt: float8_e4m3fn, scales per row; activations: dynamic" in result.stdout
+    refused = kpt("convert", llama, tmp_path / "static", "--to", "modelopt", "--granularity", "tensor")
+    assert refused.exit_code == 2
+    assert "in Python call convert_checkpoint(..., input_scales=calibrate(model, data))" in refused.stderr
+    assert "--granularity row" in refused.stderr
 
 
 def test_the_same_numbers_in_another_format(kpt, quantised, tmp_path):
@@ -129,7 +139,8 @@ def test_doctor_of_a_damaged_checkpoint(kpt, damaged):
 
 
 def test_doctor_of_what_is_no_checkpoint(kpt, tmp_path):
-    for folder, said in ((tmp_path / "none", "is no folder"), (tmp_path, "config.json can't be read")):
+    wrong = ((tmp_path / "none", "is no folder"), (tmp_path, "config.json can't be read"))
+    for folder, said in (*wrong, ("Qwen/Qwen3-FP8", "hf download Qwen/Qwen3-FP8 --local-dir DIR")):
         result = kpt("doctor", folder)
         assert result.exit_code == 2
         assert said in result.stderr

@@ -80,6 +80,7 @@ def test_a_checkpoint_is_quantised_as_the_op_does_it(variant, source, tmp_path):
 
 def test_folders_inside_a_checkpoint_are_copied(source, tmp_path):
     there = {"1_Pooling/config.json": True, "2_Dense/pytorch_model.bin": True, "code/helper.py": True}
+    there |= {"additional_chat_templates/tool_use.jinja": True}
     there |= {"other/weights.bin": False, ".cache/notes.json": False}
     for name in (*there, "../apart/weights.bin"):
         (source / name).parent.mkdir(exist_ok=True)
@@ -91,7 +92,9 @@ def test_folders_inside_a_checkpoint_are_copied(source, tmp_path):
     assert {name: (out / name).exists() for name in there} == there
     assert (out / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
     assert (tmp_path / "apart" / "weights.bin").exists()
-    assert {file.name for file in out.iterdir() if file.is_dir()} == {"1_Pooling", "2_Dense", "code"}
+    assert {file.name for file in out.iterdir() if file.is_dir()} == {
+        name.split("/")[0] for name in there if there[name]
+    }
 
 
 SHAPES = {
@@ -242,12 +245,12 @@ def test_minus_zeros_that_fnuz_has_not_are_told(tmp_path):
     assert f"{count} minus zeros as zeros, " in told["model.0.q_proj.weight"]
 
 
-@pytest.mark.parametrize(("rows", "granularity"), [(576, None), (640, None), (576, "tensor")])
+@pytest.mark.parametrize(("rows", "granularity"), [(576, None), (640, None), (64, None), (576, "tensor")])
 def test_rows_that_end_within_a_block_are_noted(rows, granularity, tmp_path):
     folder = write(tmp_path / "source", {"a.q_proj.weight": torch.randn(rows, 128)})
     report = convert_checkpoint(folder, tmp_path / "out", to="fp8", granularity=granularity)
-    noted = [each for each in report.notes if "a.q_proj.weight: the number of rows is no multiple of 128" in each]
-    assert bool(noted) is (rows % 128 > 0 and granularity is None)
+    noted = [each for each in report.notes if each.startswith("a.q_proj.weight: ") and "would load that wrong" in each]
+    assert bool(noted) is (rows == 576 and granularity is None)
 
 
 def test_the_largest_code_of_fnuz_has_no_equal(tmp_path):
@@ -311,6 +314,29 @@ def test_a_tied_output_layer_is_named_among_those_left_out(tmp_path):
     other = write(tmp_path / "untied", tensors, {"tie_word_embeddings": False})
     convert_checkpoint(other, tmp_path / "third", to="compressed-tensors")
     assert config_of(tmp_path / "third")["quantization_config"]["ignore"] == ["model.embed_tokens"]
+
+
+def test_what_is_excluded_is_added_to_what_is_always_left(source, tmp_path):
+    report = convert_checkpoint(source, tmp_path / "out", to="fp8", exclude="*.o_proj")
+    assert [each.name for each in report.tensors] == ["model.0.q_proj.weight", "model.1.q_proj.weight"]
+    left = {"lm_head", "model.0.o_proj", "model.embed_tokens"}
+    assert set(config_of(tmp_path / "out")["quantization_config"]["ignored_layers"]) == left
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    "router",
+    ["mlp.gate", "mlp.gate.wg", "mlp.router.layer", "mlp.pick", "mlp.pick.inner", "shared_head.head"],
+)
+def test_routers_stay_as_they_are_whatever_they_are_called(router, stacked, tmp_path):
+    single = {f"mlp.experts.{number}.up_proj.weight": (64, 128) for number in range(4)}
+    # A shared expert may have as many rows as there are experts.
+    shared = {f"mlp.shared_expert.{name}.weight": (4, 128) for name in ("gate_proj", "up_proj")}
+    shapes = {f"{router}.weight": (4, 128), **shared, **({"mlp.experts.up_proj": (4, 64, 128)} if stacked else single)}
+    tensors = {f"model.0.{name}": torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    convert_checkpoint(write(tmp_path / "source", tensors), tmp_path / "out", to="fp8")
+    left = {name for name, each in tensors_of(tmp_path / "out").items() if each.dtype is torch.bfloat16}
+    assert left == {f"model.0.{router}.weight", *(["model.0.mlp.experts.up_proj"] if stacked else [])}
 
 
 def test_stacked_experts_stay_as_they_are_and_it_is_said(tmp_path):

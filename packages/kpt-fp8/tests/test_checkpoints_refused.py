@@ -31,6 +31,7 @@ def refused(expected, tmp_path, source, **options):
         ({"to": "fbgemm_fp8", "granularity": "tensor"}, "fbgemm_fp8 can't hold such weights"),
         ({"activations": "none"}, "activations of fp8"),
         ({"granularity": "tensor", "activations": "tensor"}, "needs a static scale of its activations"),
+        ({"to": "modelopt", "granularity": "tensor"}, r"input_scales=calibrate\(model, data\)\), or choose other"),
         ({"dtype": torch.float8_e5m2}, "dtype must be float8_e4m3fn"),
         ({"scale_dtype": torch.float16}, "scale_dtype must be"),
         ({"exclude": "*"}, "no matrix is left"),
@@ -66,7 +67,7 @@ def test_blocks_need_columns_that_fill_them(tmp_path):
 
 def test_matrices_of_gpt2_are_refused(tmp_path):
     bad = write(tmp_path / "bad", plain_tensors(), {"model_type": "gpt2"})
-    refused("stores? matrices transposed", tmp_path, bad)
+    refused(r"stores? matrices transposed .*has: use the model as it is$", tmp_path, bad)
 
 
 def test_a_truncated_file_is_refused(source, tmp_path):

@@ -1,8 +1,10 @@
+import json
+
 import pytest
 import torch
 
 import kpt_core
-from checkpoint_files import VARIANTS, change, quantized, tensors_of
+from checkpoint_files import VARIANTS, change, config_of, quantized, tensors_of
 from kpt_core import InputError
 from kpt_fp8 import FP8Tensor, NativeFP8Linear
 
@@ -10,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import LlamaForSequenceClassification
 
-from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
+from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint, examine_checkpoint
 from kpt_fp8.transformers import load
 from kpt_fp8.transformers.layers import StoredExperts
 from processes import run
@@ -172,6 +174,40 @@ def test_where_fnuz_alone_is_multiplied_codes_become_those_with_the_same_numbers
     assert sqnr(logits(loaded), logits(usual)) > (60 if variant in ("fp8-tensor-static", "ct-weight-only") else 12)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_scales_of_rows_may_have_one_dimension(kind, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], "ct-channel")
+    expected = logits(load(tmp_path / "out"))
+    scales = {name: each for name, each in tensors_of(tmp_path / "out").items() if "scale" in name}
+    change(tmp_path / "out", {name: each.flatten() for name, each in scales.items()})
+    assert check_checkpoint(tmp_path / "out") == []
+    assert torch.equal(logits(load(tmp_path / "out")), expected)
+    assert convert_checkpoint(tmp_path / "out", tmp_path / "again", to="fbgemm_fp8").exact
+
+
+@pytest.mark.parametrize(("kind", "static"), [("llama", True), ("llama", False), ("mixtral", True)])
+def test_checkpoints_of_autofp8_are_read(kind, static, models, tmp_path):
+    folder, chosen = tmp_path / "out", {} if static else {"activations": "row"}
+    quantized(folder, models[f"{kind} on disk"], "fp8-tensor-static", **chosen)
+    expected = logits(load(folder)), numbers(folder)
+    named = {"_scale_inv": "_scale", "activation_scale": "input_scale"}
+    held = tensors_of(folder)
+    for old, new in named.items():
+        held = {name.replace(old, new) if name.endswith(old) else name: each for name, each in held.items()}
+    change(folder, held, remove=tensors_of(folder).keys() - held.keys())
+    config = config_of(folder)
+    for key in ("weight_block_size", "fmt", "modules_to_not_convert"):
+        del config["quantization_config"][key]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert examine_checkpoint(folder).format == "AutoFP8"
+    assert check_checkpoint(folder) == []
+    assert torch.equal(logits(load(folder)), expected[0])
+    report = convert_checkpoint(folder, tmp_path / "again", to="compressed-tensors")
+    assert (report.source, report.exact, report.scheme.static) == ("AutoFP8", True, static)
+    for name, each in numbers(tmp_path / "again").items():
+        assert torch.equal(each, expected[1][name])
+
+
 def test_what_the_files_do_not_fill_is_named(models, tmp_path):
     quantized(tmp_path / "out", models["llama on disk"], "ct-channel")
     with pytest.raises(InputError, match=r"does not fill score\.weight of the model"):
@@ -201,7 +237,9 @@ def test_what_the_check_finds_is_not_loaded_and_not_converted(kind, damage, mode
 
 
 def test_codes_are_not_loaded_as_numbers(models, tmp_path):
-    quantized(tmp_path / "out", models["llama on disk"], "ct-channel", exclude=("lm_head",))
+    quantized(tmp_path / "out", models["llama on disk"], "ct-channel")
+    codes, scale = torch.ones(64, 128).to(FP8), torch.ones(64, 1)
+    change(tmp_path / "out", {"model.embed_tokens.weight": codes, "model.embed_tokens.weight_scale": scale}, ignore=[])
     with pytest.raises(InputError, match=r"has model\.embed_tokens\.weight in 8 bits, and Embedding would take"):
         load(tmp_path / "out")
 
@@ -209,7 +247,7 @@ def test_codes_are_not_loaded_as_numbers(models, tmp_path):
 def test_what_is_no_checkpoint_is_a_sentence(models, tmp_path):
     with pytest.raises(InputError, match="is not quantised: load it with transformers"):
         load(models["llama on disk"])
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match=r"is no folder.*hf download meta-llama/Llama-3\.1-8B --local-dir DIR"):
         load("meta-llama/Llama-3.1-8B")
     quantized(tmp_path / "out", models["llama on disk"], "fp8-block")
     with pytest.raises(InputError, match="leave it out"):

@@ -27,7 +27,12 @@ def convert(
     activations: Annotated[str | None, typer.Option(help="Likewise per tensor, row or 1x128; or none.")] = None,
     dtype: Annotated[str | None, one_of("dtype", CODES, f"Of the codes: {' or '.join(CODES)}.")] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(help="Pattern of modules to leave; may be repeated.", show_default="the usual")
+        list[str] | None,
+        typer.Option(
+            help="Pattern of modules to leave, beside embeddings, norms, routers and output layers, which always stay; "
+            "may be repeated.",
+            show_default=False,
+        ),
     ] = None,
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Quantise anew what the format can't hold with the same numbers.")
@@ -42,7 +47,7 @@ def convert(
     import torch
 
     options: dict[str, Any] = {"granularity": granularity, "activations": activations, "requantize": requantize}
-    options |= {"dtype": dtype and getattr(torch, dtype)} | ({"exclude": exclude} if exclude else {})
+    options |= {"dtype": dtype and getattr(torch, dtype), "exclude": exclude or ()}
     with progress() as tell:
         report = checkpoints.convert_checkpoint(source, target, to=to, progress=tell, **options)
     if as_json:

@@ -156,8 +156,10 @@ def _wrong_scale(tensors: dict[str, Stored], form: Format, scheme: Scheme, codes
     if held.dtype not in SCALES:
         yield f"{wanted} must be {', '.join(SCALES)}; got {held.dtype}: write it again"
     expected = form.stored_shape(codes.shape, scheme.granularity)
-    # One number is written with and without a dimension.
-    if list(held.shape) == expected or (scheme.granularity == "tensor" and max(held.shape, default=1) == 1):
+    # One number is written with and without a dimension, and so are those of rows.
+    rows = codes.shape[0]
+    alike = {"tensor": max(held.shape, default=1) == 1, "row": held.shape in ((rows,), (rows, 1))}
+    if list(held.shape) == expected or alike.get(scheme.granularity):
         return
     others = [each for each in BLOCKS if _fits(held.shape, codes.shape, each)]
     if list(held.shape) == expected[::-1]:

@@ -28,7 +28,7 @@ _OWNER = "convert_checkpoint"
 #: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers.
 HEAD = "lm_head"
 _TABLES = ("*embed*", "*norm*", "wte", "wpe", "shared", "relative_attention_bias")
-LEFT = (HEAD, *_TABLES, "gate", "*router*", "*shared_expert_gate", "score", "classifier")
+LEFT = (HEAD, "shared_head.head", *_TABLES, "gate", "gate.wg", "*router*", "*shared_expert_gate", "score", "classifier")
 #: Models whose matrices are stored transposed, so that a row there is no row of `nn.Linear`.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt")
 _SHARD = 2 << 30
@@ -95,7 +95,7 @@ def convert_checkpoint(
     activations: str | None = None,
     dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype | None = None,
-    exclude: str | Sequence[str] = LEFT,
+    exclude: str | Sequence[str] = (),
     input_scales: Mapping[str, float] | None = None,
     requantize: bool = False,
     max_shard_bytes: int = _SHARD,
@@ -112,12 +112,13 @@ def convert_checkpoint(
         to: `fp8`, `compressed-tensors`, `fbgemm_fp8`, `modelopt` or `torchao`; or `bfloat16`, `float16` or `float32`
             for a checkpoint without quantisation, for which nothing is asked beneath but `max_shard_bytes`.
         granularity: what shares a scale of a weight: `tensor`, `row` or `128x128`. None: as in the source, if the
-            format takes that; else what is usual there.
+            format takes that; else what is usual there, and in `modelopt` `row`, unless there are static scales.
         activations: what readers quantise activations by: `none`, `tensor`, `row` or `1x128`. None: as in the source,
             if the format takes that; else what is usual there.
         dtype: of the codes, float8_e4m3fn or float8_e4m3fnuz. None: as in the source, or float8_e4m3fn.
         scale_dtype: of the scales in the file: float32, bfloat16 or float8_e8m0fnu. None: float32.
-        exclude: patterns of modules whose weights stay as they are, where the source is not quantised.
+        exclude: patterns of modules whose weights stay as they are, where the source is not quantised; beside
+            embeddings, norms, routers and output layers, which no argument converts.
         input_scales: static scales of activations by the module's name, as `calibrate` finds them.
         requantize: where the same numbers can't be written, quantise them anew instead of raising an error.
         max_shard_bytes: of a file that is written.
@@ -134,7 +135,7 @@ def convert_checkpoint(
     """
     if to in PLAIN:
         asked = [granularity, activations, dtype, scale_dtype, input_scales, requantize or None]
-        if any(each is not None for each in asked) or exclude is not LEFT:
+        if any(each is not None for each in asked) or exclude:
             raise InputError(f"{_OWNER}: to={to!r} is without quantisation: leave out what says how to quantise")
         folder = CheckpointFolder(source)
         real = check_target(folder.path, Path(target))
@@ -143,7 +144,7 @@ def convert_checkpoint(
         found = write_plain(_OWNER, contents, real, to, max_shard_bytes, progress)
         return CheckpointReport(contents.format.name if contents.format else "unquantised", to, None, *found)
     form = format_named(to)
-    excluded = patterns(_OWNER, "exclude", exclude) or ()
+    excluded = LEFT + (patterns(_OWNER, "exclude", exclude) or ())
     folder = CheckpointFolder(source)
     real = check_target(folder.path, Path(target))
     contents = describe(folder)
@@ -199,7 +200,8 @@ class _Work:
                 if not held and given is None:
                     raise InputError(
                         f"{_OWNER}: {name} needs a static scale of its activations, and there is none for "
-                        f"{module_of(name)!r}: pass input_scales, which calibrate finds, or choose other activations"
+                        f"{module_of(name)!r}: in Python call convert_checkpoint(..., input_scales=calibrate(model, "
+                        "data)), or choose other activations or another granularity, as in --granularity row"
                     )
                 if given is not None and not LEAST <= given < float("inf"):
                     raise InputError(
@@ -272,7 +274,10 @@ def _scheme(
     """The scheme of the target; raises where the format has none such."""
     origin = contents.scheme
     if granularity is None:
-        granularity = origin.granularity if origin and origin.granularity in form.takes else next(iter(form.takes))
+        given = static or (origin is not None and origin.static)
+        # Those whose activations need no static scale, where there is none.
+        usual = [each for each, known in form.takes.items() if given or not all(fixed for _, fixed in known)]
+        granularity = origin.granularity if origin and origin.granularity in usual else usual[0]
     made = Scheme(granularity=granularity, dtype=dtype or (origin.dtype if origin else torch.float8_e4m3fn))
     powers = origin is not None and origin.scale_dtype is torch.float8_e8m0fnu and form is contents.format
     made = replace(made, scale_dtype=scale_dtype or (torch.float8_e8m0fnu if powers else torch.float32))
@@ -290,8 +295,7 @@ def _scheme(
         wanted = (origin.activations, origin.static) if origin else None
         if static and ("tensor", True) in known:
             wanted = ("tensor", True)
-        usual = [each for each in known if not each[1] or static] or list(known)
-        kind = wanted if wanted in known else usual[0]
+        kind = wanted if wanted in known else next((each for each in known if not each[1] or static), known[0])
     else:
         fitting = [each for each in known if each[0] == activations and (static or not each[1])]
         fitting += [each for each in known if each[0] == activations]
@@ -311,12 +315,13 @@ def _to_quantize(contents: Contents, excluded: tuple[str, ...]) -> dict[str, Sto
     if config.get("model_type") in _TRANSPOSED:
         raise InputError(
             f"{_OWNER}: models of type {config['model_type']!r} store matrices transposed (Conv1D), which no format of "
-            "FP8 has: convert the loaded model with convert_model_to_fp8"
+            "FP8 has: use the model as it is"
         )
+    routers = _routers(contents.plain)
     found = {
         name: each
         for name, each in contents.plain.items()
-        if name.endswith(".weight") and len(each.shape) == 2 and each.dtype in NUMBERS
+        if name.endswith(".weight") and len(each.shape) == 2 and each.dtype in NUMBERS and name not in routers
         if not any(matches(module_of(name), pattern) for pattern in excluded)
         # nn.MultiheadAttention reads the weight of this layer, which it never calls.
         if f"{name.removesuffix('out_proj.weight')}in_proj_weight" not in contents.plain
@@ -327,6 +332,28 @@ def _to_quantize(contents: Contents, excluded: tuple[str, ...]) -> dict[str, Sto
             "two dimensions: check exclude, and that experts are stored one by one"
         )
     return found
+
+
+def _routers(tensors: Mapping[str, Stored]) -> set[str]:
+    """Return matrices beside experts, or alone in a module beside them, that have a row for each of these."""
+    experts: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
+    for name, each in tensors.items():
+        owner, inside, own = name.rpartition(".experts.")
+        if inside and len(each.shape) == 3:
+            counts[owner] = each.shape[0]
+        elif inside:
+            experts.setdefault(owner, set()).add(own.partition(".")[0])
+    counts = {owner: len(own) for owner, own in experts.items()} | counts
+    places = {name: name.rsplit(".", 2)[0] for name, each in tensors.items() if len(each.shape) == 2}
+    held = Counter(places.values())
+    return {
+        name
+        for name, place in places.items()
+        # A module of one matrix may be a router; one of several is a shared expert, which may have as many rows.
+        for owner in (place, place.rpartition(".")[0] if held[place] == 1 else "")
+        if counts.get(owner) == tensors[name].shape[0]
+    }
 
 
 def _notes(contents: Contents, chosen: Scheme) -> list[str]:
@@ -354,18 +381,19 @@ def _notes(contents: Contents, chosen: Scheme) -> list[str]:
 
 
 def _ragged(contents: Contents, anew: Mapping[str, Stored], form: Format, chosen: Scheme) -> list[str]:
-    """Weights whose last block of rows ends early, which transformers 5.23 dequantises on no CPU."""
+    """Name weights of several blocks of rows, the last of which ends early: transformers 5.23 widens them wrong."""
     if form.name != "fp8" or chosen.granularity != "128x128":
         return []
     shapes = {name: each.shape for name, each in contents.weights.items()}
     shapes |= {name: each.shape for name, each in anew.items()}
-    found = [name for name, (rows, _) in shapes.items() if rows % 128]
+    found = [name for name, (rows, _) in shapes.items() if rows > 128 and rows % 128]
     if not found:
         return []
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return [
-        f"{found[0]}{more}: the number of rows is no multiple of 128. transformers can't load that on a CPU; "
-        "kpt_fp8.transformers.load can. Exclude them, or choose another granularity, for readers that can't."
+        f"{found[0]}{more}: the number of rows is above 128 and no multiple of it. transformers would load that wrong "
+        "on a CPU, as if all blocks were equally high, or refuse it; kpt_fp8.transformers.load loads it right. Exclude "
+        "them, or choose another granularity, for other readers."
     ]
 
 

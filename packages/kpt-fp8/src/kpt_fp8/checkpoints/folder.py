@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,12 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise InputError(f"{self.path} is no folder; expected one with {CONFIG} and weights in safetensors")
+            hub = (
+                f": if that is a model of Hugging Face's hub, download it: hf download {path} --local-dir DIR"
+                if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not self.path.exists()
+                else ""
+            )
+            raise InputError(f"{self.path} is no folder; expected one with {CONFIG} and weights in safetensors{hub}")
         self.config = read_json(self.path / CONFIG)
         self.faults: list[str] = []
         self.tensors: dict[str, Stored] = {}
@@ -67,6 +73,11 @@ class CheckpointFolder:
             found = read_json(self.path / QUANT_CONFIG)
         if found is not None and not isinstance(found, dict):
             raise InputError(f"{self.path / CONFIG}: quantization_config must be an object; got {found!r}: {_HINT}")
+        if found and found.get("quant_method") == "fp8" and found.get("weight_block_size") is None:
+            # AutoFP8 calls itself as another format is called; the names of scales tell them apart.
+            ends = {name.rpartition(".")[2] for name in self.tensors}
+            if "weight_scale" in ends and "weight_scale_inv" not in ends:
+                return {**found, "quant_method": "autofp8"}
         return found
 
     @contextmanager

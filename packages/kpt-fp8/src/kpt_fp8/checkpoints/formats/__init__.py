@@ -8,13 +8,15 @@ from kpt_core import InputError, UnknownNameError
 from .base import Format, module_of
 from .compressed_tensors import CompressedTensors
 from .fbgemm import Fbgemm
-from .hf_fp8 import HfFp8
+from .hf_fp8 import AutoFp8, HfFp8
 from .modelopt import ModelOpt
 from .torchao import TorchAo
 
 FORMATS: dict[str, Format] = {
     each.name: each for each in (HfFp8(), CompressedTensors(), Fbgemm(), ModelOpt(), TorchAo())
 }
+#: Formats that are read, and written as another.
+_READ = (AutoFp8(),)
 
 __all__ = ["FORMATS", "Format", "format_named", "format_of", "module_of"]
 
@@ -29,7 +31,7 @@ def format_named(name: str) -> Format:
 def format_of(config: Mapping[str, Any]) -> Format:
     """The format that a `quantization_config` names."""
     method = config.get("quant_method") or (config.get("producer") or {}).get("name")
-    for each in FORMATS.values():
+    for each in (*FORMATS.values(), *_READ):
         if each.method == method:
             return each
     known = ", ".join(repr(each.method) for each in FORMATS.values())

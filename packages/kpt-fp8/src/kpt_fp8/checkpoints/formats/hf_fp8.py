@@ -76,3 +76,15 @@ class HfFp8(Format):
         if scheme.scale_dtype is torch.float8_e8m0fnu and scheme.granularity == "tensor":
             return "it has scales of float8_e8m0fnu for blocks alone; got one scale for a weight"
         return super().refusal(scheme)
+
+
+class AutoFp8(HfFp8):
+    """`quant_method` "fp8" as AutoFP8 wrote it for vLLM: one scale for a weight, by the names of other formats."""
+
+    name = "AutoFP8"
+    method = "autofp8"  # as `CheckpointFolder.quantization` names it
+    scale_name = Format.scale_name
+    input_scale_name = Format.input_scale_name
+
+    def read_config(self, config: Mapping[str, Any]) -> Scheme:  # noqa: D102
+        return super().read_config({**config, "weight_block_size": None})
