@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -224,20 +225,29 @@ def test_a_layer_of_1024_tokens_is_at_most_twelve_launches(mask: str, training: 
 
 
 @pytest.fixture
-def on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CPU calls itself a GPU, and programs are not compiled further than traced."""
-    monkeypatch.setattr("kpt_core.contract._GPUS", ("cpu",))
+def on_this_cpu() -> Iterator[None]:
+    """The CPU calls itself a GPU, without its own kernels, and programs are not compiled further than traced."""
     program = gpu_flex._compiled
-    monkeypatch.setattr(gpu_flex, "_compiled", lambda kind: program(kind, "eager"))
-    kpt_core.refresh()
-    with kpt_core.use("torch"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kpt_core.contract._GPUS", ("cpu",))
+        patch.setattr(gpu_flex, "_compiled", lambda kind: program(kind, "eager"))
+        patch.setenv("KPT_DISABLE", "cpu")
+        kpt_core.refresh()
         yield
     kpt_core.refresh()
 
 
 @pytest.mark.usefixtures("on_this_cpu")
-@pytest.mark.parametrize(("case", "module"), [("window", "gpu_flex"), ("causal, output alone", "gpu_sdpa")])
-def test_they_serve_graphs_of_ones_own(case: str, module: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "module", "seen"),
+    [
+        ("window", "gpu_flex", "attention_dense"),
+        ("causal, output alone", "gpu_sdpa", "scaled_dot_product_attention"),
+        ("decode, output alone", "gpu_sdpa", "scaled_dot_product_attention"),
+    ],
+)
+def test_they_serve_graphs_of_ones_own(case: str, module: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "saves", pytest.fail)  # which would attend once more, by all scores at once
     made = DENSE.arguments(SMALL[case], dtype=torch.float32)
     tensors = {n: made.pop(n).repeat(1, 1, 1, 4) for n in "qkv"}
     leaves = [tensor.requires_grad_() for tensor in tensors.values()]
@@ -248,9 +258,16 @@ def test_they_serve_graphs_of_ones_own(case: str, module: str) -> None:
     torch._dynamo.reset()
     assert module in str(dense.explain(*leaves, **made).kernel)
     found = []
-    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
+    for function in (torch.compile(attend, backend=backend, fullgraph=True), attend):
         out = function(*leaves)
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+    assert any(seen in name for name in names)
     with kpt_core.use("reference"):
         out = attend(*leaves)
         want = (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))

@@ -106,6 +106,10 @@ def never_refuses(call: Call) -> None:
     return None
 
 
+def refuses_all(call: Call) -> str:
+    return "this kernel takes nothing"
+
+
 def buggy_refusal(call: Call) -> str | None:
     raise ZeroDivisionError("a bug inside unsupported")
 

@@ -104,7 +104,8 @@ def test_the_graph_holds_plain_pytorch_where_nothing_else_may_serve(list_torch: 
         ({"traceable": True}, ["mul", "mul", "add"], ["kpt.sample_scale.default"]),
         ({"traceable": True, "differentiable": True}, ["mul", "mul", "add"], ["mul", "mul", "add"]),
         ({}, ["kpt.sample_scale.default"], ["kpt.sample_scale.default"]),
-        ({"traceable": True, "unsupported": "never_refuses"}, *[["kpt.sample_scale.default"]] * 2),
+        ({"traceable": True, "unsupported": "never_refuses"}, ["mul", "mul", "add"], ["kpt.sample_scale.default"]),
+        ({"traceable": True, "unsupported": "refuses_all"}, *[["kpt.sample_scale.default"]] * 2),
     ):
         list_torch(kernel("first", **settings))
         for argument, expected in ((x, inference), (x.clone().requires_grad_(), training)):

@@ -49,6 +49,21 @@ def test_a_mode_sees_the_op_and_its_backward_and_the_kernels_run() -> None:
     torch.testing.assert_close([x.grad, weight.grad], list(expected))
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["all by the reference", "backward by a kernel"])
+def test_what_no_backward_reads_is_not_computed(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "saves", pytest.fail)
+    x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    with Seen(), kpt_core.use("reference"):
+        result = layer(x, weight).sum()
+        if whole:
+            result.backward()
+    if not whole:
+        result.backward()
+        assert RAN == {"layer_kernel": 1, "layer_backward": 1}  # the kernel's own forward, for what it saves
+    expected = torch.autograd.grad(layer.reference(x, weight).sum(), (x, weight))
+    torch.testing.assert_close([x.grad, weight.grad], list(expected))
+
+
 def test_the_flop_counter_counts_forward_and_backward() -> None:
     x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     once = 2 * 3 * 5 * 4

@@ -28,6 +28,7 @@ OPS = (
         requires={GPU},
         priority=10,
         differentiable=True,
+        traceable=True,
     ),
     Kernel(
         "attention.dense",

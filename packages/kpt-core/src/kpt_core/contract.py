@@ -83,7 +83,8 @@ class Kernel:
             under torch.func, vmap excepted, and for derivatives of gradients.
         deterministic: repeated calls give the same bits, gradients included; the conformance suite holds it to that.
         composed_of: names of the ops that it calls, which are dispatched again.
-        traceable: plain PyTorch that reads no value on the host: compilers may look into it (backend `torch` alone).
+        traceable: plain PyTorch that reads no value on the host, as does what refuses calls: compilers may look into
+            both (backend `torch` alone).
         configs: what tuning tries: a sequence, or a function of the record that gives one, of dictionaries or frozen
             dataclasses that JSON gives back as they are. The chosen one comes as `call.config`.
         aot: what is compiled ahead of time to prove the kernel on chips that are not there, see `kpt_conformance.aot`.

@@ -64,8 +64,10 @@ def forward(call: Call) -> Any:
     if not _sees_all(call):
         queries, seen = q.shape[2], call.position + q.shape[2]
         k, v = k[:, :, :seen], v[:, :, :seen]  # what no query sees
-        causal = call.position == 0
-        mask = None if causal else causal_lower_right(queries, seen)
+        if call.position == 0:
+            causal = True
+        else:
+            mask = causal_lower_right(queries, seen)
     grouped = q.shape[1] != k.shape[1]
     if grouped and not _flash(call):
         # The memory-efficient kernel knows no groups: torch would take the plain one.

@@ -1,6 +1,7 @@
 """Gradients: the autograd function that ties results to a kernel, and who computes the gradients in the end."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -214,7 +215,7 @@ def function_gradients(
         # A view, so that paths from one argument to another, outside of the op, are not taken twice.
         return value.view_as(value) if value.requires_grad and create_graph else value.detach().requires_grad_()
 
-    with torch.enable_grad():
+    with _recording():
         here = copied(op, call)._replace(**{name: primed(getattr(call, name)) for name in call.needs})
         results = as_tuple(function(here))
         both = zip(results, grads, strict=True)
@@ -232,6 +233,20 @@ def function_gradients(
         name: torch.zeros_like(getattr(here, name)) if gradient is None else gradient
         for name, gradient in zip(call.needs, found, strict=True)
     }
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record, below a dispatch mode too: what a mode passes on it would leave unrecorded, in silence."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    with torch.enable_grad():
+        if not excluded.has(torch._C.DispatchKey.AutogradFunctionality):
+            yield
+            return
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            excluded = excluded.remove(key)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            yield
 
 
 def copied(op: Op[..., Any], call: Call) -> Call:

@@ -193,13 +193,19 @@ def _may_look_into(name: str, device: str, dtype: torch.dtype, training: bool) -
         fall_back(op, found, best, found.refusals)
     except NoKernelError:
         return False  # raised when it runs
-    op.plain[device, dtype, training] = op.run_reference if best is None else _without_saving(best)
+    op.plain[device, dtype, training] = op.run_reference if best is None else _without_saving(op, best)
     return True
 
 
-def _without_saving(candidate: Candidate) -> Callable[[Call], Any]:
-    forward = candidate.forward
-    return (lambda call: forward(call)[0]) if candidate.saves else forward
+def _without_saving(op: Op[..., Any], candidate: Candidate) -> Callable[[Call], Any]:
+    """Return what a compiler looks into: the kernel's forward, and for calls that it refuses the opaque op."""
+    forward, unsupported = candidate.forward, candidate.unsupported
+    if candidate.saves:
+        whole = forward
+        forward = lambda call: whole(call)[0]  # noqa: E731
+    if unsupported is None:
+        return forward
+    return lambda call: forward(call) if unsupported(call) is None else call_opaque(op, call)
 
 
 @_constant

@@ -80,11 +80,15 @@ class Candidate:
 
     @property
     def traceable(self) -> bool:
-        """Return whether compilers may look into it: it takes every call, as far as gradients are no question."""
+        """Return whether compilers may look into it and into what refuses calls, if gradients are no question."""
         if self._broken is _NOT_LOADED:
             self._load()
-        conditions = self._broken, self._unsupported, self.failures
-        return self.kernel.traceable and not any(conditions)
+        return self.kernel.traceable and not (self._broken or self.failures)
+
+    @property
+    def unsupported(self) -> Callable[[Call], Refusal | str | None] | None:
+        """Return the kernel's own function that refuses calls."""
+        return self._unsupported
 
     def note(self, error: Exception) -> None:
         """Note that it raised."""

@@ -3,9 +3,10 @@
 It is opaque to them, so that the kernel is chosen inside, when it runs, by real sizes.
 """
 
+import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _library = Library("kpt", "FRAGMENT")
 #: Name of a torch op to that of the op that it stands for: it finds the one that was defined last.
 _defined: dict[str, str] = {}
 _arguments: dict[str, str] = {}
+#: Elements before the first one of a tensor that stands for a saved one: as many as keep it aligned.
+_VOID = 64
 _TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
@@ -117,13 +120,31 @@ def _whole(op: Op[..., Any], call: Call, results: Any, saved: tuple[Tensor, ...]
         saved = tuple(first_of(op, call).new_empty(0) for _ in range(op.saved_count))
     elif op.saved_count and not saved:
         assert callable(op.saves)
-        saved = op.saves(call._replace(needs=()))
+        saved = op.saves(call._replace(needs=())) if op.fake_saves is None else _void(op.fake_saves(call))
     absent = first_of(op, call)
     given = _own(
         (absent.new_empty(0) if each is None else each.contiguous() for each in (*as_tuple(results), *saved)),
         flat(op, call),
     )
     return tuple(given) if len(given) > 1 else given[0] if given else None
+
+
+def _void(saved: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors in the place of what is saved, where nothing saves it: to compute it may cost more than the call.
+
+    What autograd differentiates asks for none of it. A kernel that is chosen for the backward alone runs its forward
+    again: it knows them by where they begin.
+    """
+    made = []
+    for like in saved:
+        whole = like.new_full((_VOID + like.numel(),), math.nan if like.is_floating_point() else 0)
+        made.append(whole[_VOID:].view(like.shape))
+    return tuple(made)
+
+
+def _is_void(saved: Sequence[Tensor]) -> bool:
+    """Return whether the forward saved nothing."""
+    return all(each.storage_offset() == _VOID for each in saved)
 
 
 def _own(tensors: Iterable[Tensor], others: Iterable[Tensor | None]) -> list[Tensor]:
@@ -218,7 +239,7 @@ def _taken_apart(op: Op[..., Any], values: tuple[Any, ...]) -> tuple[tuple[Any, 
 
 def _backward(op: Op[..., Any], values: tuple[Any, ...]) -> list[Tensor]:
     grads, call, saved = _taken_apart(op, values)
-    absent = not saved and op.saves is not None
+    absent = op.saves is not None and _is_void(saved)
     with torch.no_grad(), torch._C._DisableAutocast():
         found = gradients(op, None, call, None if absent else tuple(saved), grads)
         laid_out = (_laid_out(getattr(call, name), found[name]) for name in call.needs)
