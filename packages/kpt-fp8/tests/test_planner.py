@@ -1,6 +1,4 @@
-import itertools
 import json
-import random
 import re
 from dataclasses import replace
 
@@ -11,7 +9,6 @@ from torch import nn
 import kpt_optimize
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8 import NativeFP8Linear
-from kpt_fp8.pareto import Option, front_of
 from kpt_fp8.planner import plan_fp8
 from test_rewrites import cpu_clock, installed, slow_linear
 
@@ -44,31 +41,6 @@ def error_of(model, converted):
     with torch.no_grad():
         pairs = [(converted(x), model(x)) for x in batches()]
     return max(float(((after - before).norm(dim=1) / before.norm(dim=1)).max()) for after, before in pairs)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_nothing_beats_the_front(seed):
-    generator = random.Random(seed)
-    layers = [
-        [Option(f"layer{n}", f"g{g}", generator.randint(1, 9), generator.random()) for g in range(2)] for n in range(5)
-    ]
-    steps = front_of([option for several in layers for option in several])
-    choices = []
-    for choice in itertools.product(*([None, *several] for several in layers)):
-        taken = [option for option in choice if option]
-        choices.append((sum(option.gain for option in taken), sum(option.error**2 for option in taken)))
-    for count in range(1, len(steps) + 1):
-        taken = {step.name: step for step in steps[:count]}.values()
-        gained, paid = sum(option.gain for option in taken), sum(option.error**2 for option in taken)
-        assert max(gain for gain, cost in choices if cost < paid * (1 - 1e-9)) < gained
-        assert max(gain for gain, cost in choices if cost <= paid * (1 + 1e-9)) == pytest.approx(gained)
-    assert gained == pytest.approx(sum(max(option.gain for option in several) for several in layers))
-
-
-def test_what_costs_nothing_comes_first():
-    steps = front_of([Option("dear", "row", 100, 0.5), Option("free", "row", 1, 0.0), Option("idle", "row", 0, 0.0)])
-    assert [step.name for step in steps] == ["free", "dear"]
-    assert front_of([]) == []
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.001, 0.004, 0.01, 0.1])
@@ -107,6 +79,9 @@ def test_the_front_trades_error_for_bytes(model, installed):
         assert point.error == pytest.approx(point.predicted_error, rel=0.5)
     assert planning.chosen < len(planning.front)
     assert planning.front[planning.chosen - 1].error <= 0.031
+    assert [budget.max_error for budget in planning.plan.budgets] == [
+        point.error for point in measured if point.error > 0.031
+    ]
     *lines, last = str(planning).splitlines()
     kept = len(planning.plan.kept)
     assert last == f"{kept} of 8 layers are converted; error {planning.plan.error:.2%} of at most 3.10%"
@@ -143,7 +118,13 @@ def test_a_layer_beyond_the_budget_does_not_keep_others_from_the_plan(installed)
 def test_a_budget_that_nothing_meets_is_told(model):
     planning = plan_fp8(model, batches(), max_error=1e-9)
     assert (planning.chosen, planning.front, planning.plan.kept) == (0, (), ())
-    assert "no layer is converted; layers.0: alone it costs more than the budget: error 0.0" in str(planning)
+    nothing, more = str(planning).splitlines()
+    assert nothing.startswith("no layer is converted; layers.0: alone it costs more than the budget: error 0.0")
+    (budget,) = planning.plan.budgets
+    assert (budget.modules, budget.total) == (1, 8)
+    assert more.startswith("Larger budgets, by the errors measured: max_error=0.0")
+    assert more.endswith(" would keep 1 of 8 modules.")
+    assert len(plan_fp8(model, batches(), max_error=budget.max_error).plan.kept) == 1
 
 
 def test_a_layer_by_itself_has_no_place_to_be_replaced_at():

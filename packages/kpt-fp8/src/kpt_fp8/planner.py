@@ -1,9 +1,9 @@
 """Choose which layers go to FP8, and how: `plan_fp8` weighs what each costs with what it was measured to gain."""
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -11,14 +11,15 @@ from torch import nn
 
 from kpt_core import InputError
 
-from .pareto import Option, front_of
 from .rewrites import MIN_FEATURES
 from .selection import require_parent
 from .sensitivity import Candidate, LayerSensitivity, Progress, SensitivityReport, candidates_of, sensitivity_of
-from .trials import Effect, Loss, Trials, call, change_of_loss, each_batch, evaluating, mean_of
+from .trials import Loss, Trials, call, change_of_loss, each_batch, evaluating, mean_of
 
 try:
     import kpt_optimize
+    from kpt_optimize.attempt import first_calls
+    from kpt_optimize.pareto import Version, in_force, pareto
 except ModuleNotFoundError as error:
     raise ImportError("plan_fp8 needs kpt-optimize: pip install './packages/kpt-fp8[plan]'") from error
 
@@ -89,18 +90,14 @@ class Planning:
         else:
             nearest = min(self.plan.entries, key=lambda entry: entry.error)
             last = f"no layer is converted; {nearest.module}: {nearest.reason}"
+        outlook = "" if self.plan.kept else self.plan.outlook()  # else the table tells what comes next
         left = len(self.sensitivity.skipped)
-        more = [f"{left} others are left, see planning.sensitivity.skipped"] if left else []
-        return "\n".join([*(kpt_optimize.table(head, *rows) if rows else ()), last, *more])
+        more = f"{left} others are left, see planning.sensitivity.skipped" if left else ""
+        return "\n".join(filter(None, (*(kpt_optimize.table(head, *rows) if rows else ()), last, outlook, more)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return a document for JSON."""
-        return {
-            "plan": self.plan.as_dict(),
-            "front": [asdict(point) for point in self.front],
-            "chosen": self.chosen,
-            "sensitivity": self.sensitivity.as_dict(),
-        }
+        return asdict(self) | {"plan": self.plan.as_dict()}
 
 
 def plan_fp8(
@@ -157,10 +154,6 @@ def plan_fp8(
     candidates, skipped = candidates_of(_OWNER, model, granularities, include, exclude, min_features)
     trials = Trials(_OWNER, model, loss)
     task = kpt_optimize.Task(kpt_optimize.Example((), {}), "balanced", objective, max_error)
-
-    def allowed(error: float, change: float | None) -> bool:
-        return error <= max_error and (max_loss_change is None or (change is not None and change <= max_loss_change))
-
     load = kpt_optimize.Load()
     with evaluating(model):
         if max_loss_change is not None and trials.exact(batches[0])[1] is None:
@@ -169,66 +162,37 @@ def plan_fp8(
                 "batches, or give loss"
             )
         report = sensitivity_of(trials, candidates, batches, skipped, progress)
-        within = [layer for layer in report.layers if allowed(layer.error, layer.loss_change)]
-        versions = _try_versions(model, candidates, report, within, batches, task)
-        steps = front_of([version for version in versions if version.entry.kept])
-        effects: dict[int, Effect] = {}
-        chosen, above, count = 0, len(steps) + 1, len(steps)
-        while above - chosen > 1:
-            swaps = [(each.candidate.original, each.candidate.layer) for each in _in_force(steps[:count])]
+
+        def cost(error: float, loss_change: float | None) -> float:
+            fits = max_loss_change is None or (loss_change is not None and loss_change <= max_loss_change)
+            return error if fits else inf
+
+        def measure(versions: Sequence[Version]) -> float:
+            swaps = [(each.before, each.after) for each in versions]
             effect = mean_of([trials.with_layers(swaps, batch, trials.exact(batch)[0]) for batch in batches])
-            effects[count] = effect
-            fits = allowed(effect.error, change_of_loss(effect.loss, report.loss))
-            chosen, above = (count, above) if fits else (chosen, count)
-            count = (chosen + above) // 2
-        changes, kept, entries = kpt_optimize.Changes(model), _in_force(steps[:chosen]), []
-        try:
-            for each in versions:
-                entry = each.entry
-                if each in kept:
-                    changes.swap(entry.rewrite, each.name, each.candidate.layer)
-                elif entry.kept:
-                    reason = f"{entry.reason}, and others gain more for the error that the budget allows"
-                    entry = replace(entry, kept=False, reason=reason)
-                entries.append(entry)
-            plan = kpt_optimize.conclude(
-                changes,
-                entries,
-                lambda: call(model, batches[0]),
-                level=task.level,
-                objective=objective,
-                budget=max_error,
-                error=effects[chosen].error if chosen else 0.0,
-                load=load,
-            )
-        finally:
-            changes.revert()
+            effects[tuple(versions)] = told = effect.error, change_of_loss(effect.loss, report.loss)
+            return cost(*told)
+
+        effects: dict[tuple[Version, ...], tuple[float, float | None]] = {}
+        costs = {(each.name, each.granularity): (each, cost(each.error, each.loss_change)) for each in report.layers}
+        versions = _try_versions(model, candidates, costs, batches, task)
+        plan, steps, chosen = pareto(model, versions, measure, lambda: call(model, batches[0]), task, load)
+    granularity = {each.rewrite.name: each.granularity for each in candidates}
     front = []
     for count, step in enumerate(steps, start=1):
-        now, measured = _in_force(steps[:count]), effects.get(count)
+        now = in_force(steps[:count])
         front.append(
             Point(
-                step.name,
-                step.granularity,
+                step.entry.module,
+                granularity[step.entry.rewrite],
                 len(now),
                 sum(each.bytes for each in now),
                 sum(each.seconds for each in now),
-                sum(each.cost for each in now) ** 0.5,
-                None if measured is None else measured.error,
-                None if measured is None else change_of_loss(measured.loss, report.loss),
+                sum(each.error**2 for each in now) ** 0.5,
+                *effects.get(now, (None, None)),
             )
         )
-    return Planning(plan, tuple(front), chosen if plan.kept else 0, report)
-
-
-@dataclass(frozen=True)
-class _Version(Option):
-    """What was tried at a layer, and the bytes and seconds that it saves; no seconds where it is over the budget."""
-
-    candidate: Candidate
-    entry: kpt_optimize.PlanEntry
-    bytes: int
-    seconds: float
+    return Planning(plan, tuple(front), chosen, report)
 
 
 class _VersionTrial(kpt_optimize.ModuleTrial):
@@ -256,67 +220,34 @@ class _VersionTrial(kpt_optimize.ModuleTrial):
 def _try_versions(
     model: nn.Module,
     candidates: Sequence[Candidate],
-    report: SensitivityReport,
-    within: Collection[LayerSensitivity],
+    costs: Mapping[tuple[str, str], tuple[LayerSensitivity, float]],
     batches: Sequence[Any],
     task: kpt_optimize.Task,
-) -> list[_Version]:
-    """Try what the data reach, in the model's order."""
-    told = {(layer.name, layer.granularity): layer for layer in report.layers}
-    reached = {each: told[key] for each in candidates if (key := (each.name, each.granularity)) in told}
-    calls = _first_calls(model, {each.original for each in reached}, batches)
+) -> list[Version]:
+    """Try what the data reach, in the model's order; there are no seconds of what is over the budget."""
+    reached = {each: costs[key] for each in candidates if (key := (each.name, each.granularity)) in costs}
+    runs = [partial(call, model, batch) for batch in batches]
+    calls = first_calls({each.original for each in reached}, runs, _kind)
     versions = []
     known: dict[tuple[int, str], Sequence[Sequence[float]]] = {}
-    for each, layer in reached.items():
-        site = kpt_optimize.Site(each.name, each.op)
-        trial = _VersionTrial(model, each.original, site, calls[each.original], task)
+    for each, (layer, cost) in reached.items():
+        trial = _VersionTrial(model, each.original, kpt_optimize.Site(each.name, each.op), calls[each.original], task)
         trial.known, trial.granularity = known, each.granularity
-        if layer not in within:
+        if not cost <= (task.max_error or 0.0):
             loss = "" if layer.loss_change is None else f", loss {layer.loss_change:+.2g}"
             trial.cost = f"error {layer.error:.2%}{loss}"
-        verdict, _ = kpt_optimize.attempt(
-            trial, partial(getattr, each, "layer"), each.original, task.objective, lossless=False
-        )
-        rewrite, gain = each.rewrite.name, verdict.gain or 1.0
-        entry = kpt_optimize.PlanEntry(
-            each.name, rewrite, site.op, trial.kernel, gain, layer.error, verdict.kept, verdict.reason, verdict.noise
-        )
-        before, after = map(median, trial.times(each.original, each.layer)) if verdict.kept else (0.0, 0.0)
+        tried, _ = trial.attempt(each.rewrite.name, partial(getattr, each, "layer"), lossless=False)
+        before, after = map(median, trial.times(each.original, each.layer)) if tried.kept else (0.0, 0.0)
         saved, seconds = layer.bytes_before - layer.bytes_after, before - after
-        gained = saved if task.objective == "memory" else seconds
-        versions.append(_Version(each.name, each.granularity, gained, layer.error, each, entry, saved, seconds))
+        gain = saved if task.objective == "memory" else seconds
+        entry = replace(tried, error=layer.error)
+        versions.append(Version(entry, each.original, each.layer, saved, seconds, gain, cost))
     return versions
 
 
-def _first_calls(
-    model: nn.Module, layers: Collection[nn.Module], batches: Sequence[Any]
-) -> dict[nn.Module, kpt_optimize.Example]:
-    """Return each layer's first call.
-
-    Linear layers of equal shapes share one: what a product costs does not depend on numbers. What experts cost does, by
-    the routing.
-    """
-    calls: dict[nn.Module, kpt_optimize.Example] = {}
-    known: dict[tuple[Any, ...], kpt_optimize.Example] = {}
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if layer not in calls:
-            example = kpt_optimize.Example(args, named)
-            if isinstance(layer, nn.Linear):
-                x = args[0] if args else named["input"]
-                own = [(each.shape, each.dtype) for each in layer.parameters()]
-                example = known.setdefault((x.shape, x.stride(), x.dtype, x.device, *own), example)
-            calls[layer] = example
-
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for batch in batches:
-            if len(calls) < len(layers):
-                call(model, batch)
-    return calls
-
-
-def _in_force(steps: Sequence[_Version]) -> list[_Version]:
-    """Return each layer's version after the steps."""
-    return list({step.name: step for step in steps}.values())
+def _kind(layer: nn.Module, call: kpt_optimize.Example) -> Hashable:
+    """Tell calls of linear layers apart by shapes alone: what experts cost depends on numbers, by the routing."""
+    if not isinstance(layer, nn.Linear):
+        return layer
+    x = call.args[0] if call.args else call.kwargs["input"]
+    return x.shape, x.stride(), x.dtype, x.device, *((each.shape, each.dtype) for each in layer.parameters())

@@ -1,6 +1,7 @@
 """One rewrite at one module: where it applies, and how its replacement is compared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,27 +57,15 @@ def sites_of(rewrite: Rewrite, model: nn.Module) -> list[Site]:
 def attempt_rewrite(changes: Changes, rewrite: Rewrite, site: Site, task: Task) -> PlanEntry:
     """Try one rewrite at one module; it is in force afterwards if the entry is kept."""
     current = changes.model.get_submodule(site.module)
-    call = _capture(changes.model, current, task.example)
+    call = first_calls([current], [lambda: task.example(changes.model)]).get(current)
     if call is None:
         reason = "the example inputs do not reach this module"
         return PlanEntry(site.module, rewrite.name, site.op, "", 1.0, 0.0, False, reason)
     trial = ModuleTrial(changes.model, current, site, call, task, own_budgets(rewrite))
-    verdict, winner = attempt(
-        trial, lambda: rewrite.replacement(current).eval(), current, task.objective, lossless=rewrite.lossless
-    )
-    if verdict.kept:
+    entry, winner = trial.attempt(rewrite.name, lambda: rewrite.replacement(current).eval(), lossless=rewrite.lossless)
+    if entry.kept:
         changes.swap(rewrite.name, site.module, winner)
-    return PlanEntry(
-        site.module,
-        rewrite.name,
-        site.op,
-        trial.kernel,
-        gain=1.0 if verdict.gain is None else verdict.gain,
-        error=verdict.error or 0.0,
-        kept=verdict.kept,
-        reason=verdict.reason,
-        noise=verdict.noise,
-    )
+    return entry
 
 
 class ModuleTrial:
@@ -96,6 +85,22 @@ class ModuleTrial:
         self._expected: Any = None
         #: What served the op, once a candidate has run.
         self.kernel = ""
+
+    def attempt(self, rewrite: str, build: Callable[[], nn.Module], *, lossless: bool) -> tuple[PlanEntry, nn.Module]:
+        """Try what a rewrite makes; return the plan's entry, and what is in force."""
+        verdict, winner = attempt(self, build, self._current, self._task.objective, lossless=lossless)
+        entry = PlanEntry(
+            self._site.module,
+            rewrite,
+            self._site.op,
+            self.kernel,
+            gain=1.0 if verdict.gain is None else verdict.gain,
+            error=verdict.error or 0.0,
+            kept=verdict.kept,
+            reason=verdict.reason,
+            noise=verdict.noise,
+        )
+        return entry, winner
 
     def error(self, candidate: nn.Module) -> float:
         """Of its output. A candidate that doesn't call its op, or would untie weights, is rejected."""
@@ -124,20 +129,27 @@ class ModuleTrial:
         return parameter_bytes(candidate)
 
 
-def _capture(model: nn.Module, module: nn.Module, example: Example) -> Example | None:
-    """The first call that `module` gets when the model runs, or None."""
-    calls: list[Example] = []
+def first_calls(
+    modules: Collection[nn.Module],
+    runs: Iterable[Callable[[], object]],
+    kind: Callable[[nn.Module, Example], Hashable] = lambda module, _: module,
+) -> dict[nn.Module, Example]:
+    """Return the first call that each module gets, or one of the same kind; runs go on until all have one."""
+    calls: dict[nn.Module, Example] = {}
+    known: dict[Hashable, Example] = {}
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not calls:
-            calls.append(Example(args, kwargs))
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in calls:
+            call = Example(args, kwargs)
+            calls[module] = known.setdefault(kind(module, call), call)
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        example(model)
-    finally:
-        handle.remove()
-    return calls[0] if calls else None
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for run in runs:
+            if len(calls) < len(modules):
+                run()
+    return calls
 
 
 def _kernel_of(op: str, log: Sequence[Selection]) -> str | None:

@@ -63,6 +63,11 @@ def larger_budgets(
     finally:
         for entry, _ in order[:placed]:
             changes.undo(entry.module, entry.rewrite)
+    return rising(found)
+
+
+def rising(found: Sequence[Budget]) -> tuple[Budget, ...]:
+    """Leave out each budget that is no smaller than one that keeps more."""
     return tuple(
         each for place, each in enumerate(found) if all(each.max_error < b.max_error for b in found[place + 1 :])
     )
