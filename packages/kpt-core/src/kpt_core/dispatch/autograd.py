@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from kpt_core.contract import Call, Op
 from kpt_core.errors import InputError, RegistrationError
@@ -113,9 +114,17 @@ class Dispatched(torch.autograd.Function):
         if torch.is_grad_enabled() or mapped(grads):
             # A graph of the gradients is wanted (create_graph=True), or a batch of them.
             found = plain_gradients(op, call, grads)
+        elif torch._C._autograd._profiler_enabled():
+            with named(op, "_backward"):
+                found = gradients(op, ctx.candidate, call, saved, grads)
         else:
             found = gradients(op, ctx.candidate, call, saved, grads)
         return (*(None,) * _EXTRA, *flat(op, [found.get(name) for name in op.parameters]))
+
+
+def named(op: Op[..., Any], suffix: str = "") -> record_function:
+    """Return a block that a profiler shows under the name that the op has for compilers."""
+    return record_function(f"kpt::{op.name.replace('.', '_')}{suffix}")
 
 
 def gradients(

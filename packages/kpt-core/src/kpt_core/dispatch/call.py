@@ -14,7 +14,7 @@ from kpt_core.contract import GPU, TORCH, Call, Op
 from kpt_core.errors import InputError, KptError, NoKernelError
 from kpt_core.selection import Selection
 
-from .autograd import wanted
+from .autograd import named, wanted
 from .candidates import Candidate, candidates_of, choose, first_of, selection_of
 from .containment import fall_back
 from .functional import run_tracked, unwrapped
@@ -41,10 +41,13 @@ def dispatch(op: Op[..., Any], call: Call) -> Any:
         return _choose_only(op, call, scope)
     if under_transform():
         return _serve_under_transform(op, call)
-    looked_on = torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or torch._C._autograd._profiler_enabled()
-    if seen or looked_on:
+    if seen or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return call_opaque(op, call)
-    return serve(op, with_needs(op, call) if torch.is_grad_enabled() else call)
+    call = with_needs(op, call) if torch.is_grad_enabled() else call
+    if torch._C._autograd._profiler_enabled():
+        with named(op):
+            return serve(op, call)
+    return serve(op, call)
 
 
 def _choose_only(op: Op[..., Any], call: Call, scope: Scope) -> Any:

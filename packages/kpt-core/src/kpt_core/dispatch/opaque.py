@@ -1,4 +1,4 @@
-"""The torch op that stands for an op of ours where others look on: compilers, tracers, modes and profilers.
+"""The torch op that stands for an op of ours where others look on: compilers, tracers and modes.
 
 It is opaque to them, so that the kernel is chosen inside, when it runs, by real sizes.
 """
