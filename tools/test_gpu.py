@@ -1,5 +1,6 @@
 """The program for GPUs runs from end to end without one, tells right from wrong, and outlives what it tests."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -123,6 +124,14 @@ def test_first(row): row["value"] = 1
 def test_second(row): {what}
 def test_third(row): row["value"] = 3
 """
+#: One more, of a large case.
+LARGE = """
+class Large:
+    case = type("Case", (), {"large": True})
+
+@pytest.mark.parametrize("it", [Large], ids=["large"])
+def test_it(it, row): pass
+"""
 
 
 def checked(tmp_path: Path, what: str, alive: bool = True, seconds: float = 60.0) -> tuple[bool, dict[str, Any]]:
@@ -130,7 +139,7 @@ def checked(tmp_path: Path, what: str, alive: bool = True, seconds: float = 60.0
     folder = tmp_path / "prove"
     folder.mkdir()
     file = tmp_path / "check_it.py"
-    file.write_text(CHECKS.format(what=what, alive=alive))
+    file.write_text(CHECKS.format(what=what, alive=alive) + LARGE)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = ["-m", "pytest", "-p", "rows", "-p", "no:cacheprovider", "-n", "1", "-c", str(tmp_path / "pytest.ini")]
     command += [
@@ -142,7 +151,8 @@ def checked(tmp_path: Path, what: str, alive: bool = True, seconds: float = 60.0
         "--gpu-deadline",
         str(time.time() + seconds),
     ]
-    env = os.environ | {"PYTHONPATH": str(TOOLS / "gpu")}
+    command[4:4] = ["-p", "large_cases"]
+    env = os.environ | {"PYTHONPATH": str(TOOLS / "gpu"), "KPT_GPU_LOCK": str(tmp_path / "lock")}
     subprocess.run([sys.executable, *command], env=env, capture_output=True, check=False)
     return write_summary(tmp_path), {row["name"]: row for row in read_rows(folder / "rows.jsonl")}
 
@@ -171,6 +181,16 @@ def test_what_there_is_no_time_for_is_left_out_and_told(tmp_path: Path) -> None:
     good, rows = checked(tmp_path, "time.sleep(0.5)", seconds=-1.0)
     assert good
     assert {row["error"] for row in rows.values()} == {"the time was over"}
+
+
+@pytest.mark.parametrize(("held", "status"), [(False, "ok"), (True, "left out")])
+def test_a_large_case_waits_for_others_as_long_as_there_is_time(held: bool, status: str, tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as handle:
+        if held:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        good, rows = checked(tmp_path, "pass", seconds=8.0)
+    assert good
+    assert (rows["it: large"]["status"], rows["it: third"]["status"]) == (status, "ok")
 
 
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
