@@ -85,10 +85,13 @@ def lean(loads: str = "", *, weight: str = "") -> dict[str, str]:
     return found | (_WITHOUT_E4M3 if weight == E4M3 else {})
 
 
-def tf32() -> dict[str, str]:
-    """The contract of each chip for products of float32 by rounded ones."""
+def tf32(*, tall: bool = True) -> dict[str, str]:
+    """The contract of each chip for products of float32 by rounded ones; `tall`: of tiles of 64 rows or more."""
+    larger = _TALL if tall else {}
     return {
-        chip: f"{_TALL.get(chip, 'mma.sync')}, {clauses}" if chip in NVIDIA else "not offered: others have full float32"
+        chip: f"{larger.get(chip, 'mma.sync')}, {clauses}"
+        if chip in NVIDIA
+        else "not offered: others have full float32"
         for chip, clauses in lean("cp.async").items()
     }
 

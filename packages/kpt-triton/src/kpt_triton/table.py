@@ -48,4 +48,11 @@ KERNELS = (
         backward=None,
         unsupported="kpt_triton.fp8.quantize:unsupported",
     ),
+    _row(
+        "attention.paged",
+        "paged",
+        "paged",
+        backward=None,
+        unsupported="kpt_triton.attention.paged:unsupported",
+    ),
 )
