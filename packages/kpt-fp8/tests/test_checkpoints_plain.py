@@ -1,6 +1,7 @@
 """FP8 checkpoints without their quantisation: the same numbers, for every reader."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from kpt_core import InputError
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
-from kpt_fp8.checkpoints import convert_checkpoint
+from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
 from transformers_models import logits, numbers, saved, with_numbers
 
 PAIRS = [*(("llama", variant) for variant in VARIANTS), ("mixtral", "fp8-block"), ("qwen3_moe", "ct-channel")]
@@ -90,3 +91,105 @@ def test_what_can_not_be_is_a_sentence_and_nothing_is_written(options, said, mod
 def test_what_is_plain_already_is_a_sentence(models, tmp_path):
     with pytest.raises(InputError, match="is not quantised, so there is nothing to make bfloat16 of"):
         convert_checkpoint(models["llama on disk"], tmp_path / "plain", to="bfloat16")
+
+
+def _gguf(path):
+    """Write a Llama of one layer, in Q8_0, and return its numbers by the names of transformers."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(64)
+    rows = {"token_embd": 64, "output": 64, "blk.0.ffn_gate": 128, "blk.0.ffn_up": 128, "blk.0.ffn_down": 64}
+    rows |= {f"blk.0.attn_{name}": 64 for name in ("q", "k", "v", "output")}
+    found = {}
+    for name, count in rows.items():
+        numbers = torch.randn(count, 128 if name.endswith("down") else 64).numpy()
+        codes = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(f"{name}.weight", codes, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        found[name] = torch.from_numpy(gguf.quants.dequantize(codes, gguf.GGMLQuantizationType.Q8_0))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", torch.ones(64).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_gguf_is_read_by_transformers_and_written_as_numbers(named, tmp_path):
+    (tmp_path / "in").mkdir()
+    expected = _gguf(tmp_path / "in" / "tiny-Q8_0.gguf")
+    source = tmp_path / "in" / ("tiny-Q8_0.gguf" if named else "")
+    report = convert_checkpoint(source, tmp_path / "plain", to="bfloat16")
+    stored = tensors_of(tmp_path / "plain")
+    assert torch.equal(stored["model.embed_tokens.weight"], expected["token_embd"].bfloat16())
+    assert torch.equal(stored["model.layers.0.mlp.down_proj.weight"], expected["blk.0.ffn_down"].bfloat16())
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values())
+    assert (report.source, len(report.tensors), report.exact) == ("GGUF", 9, False)
+    assert report.bytes == sum(each.nbytes for each in stored.values())
+    assert report.notes[0] == "GGUF was read by transformers, the whole model in memory."
+    assert "can't read its tokenizer" in report.notes[1]  # it has none
+    assert (tmp_path / "plain" / "model.safetensors").stat().st_mode & 0o044 == 0o044
+    for call in (check_checkpoint, lambda path: convert_checkpoint(path, tmp_path / "fp8", to="fp8")):
+        with pytest.raises(InputError, match=r"is GGUF; .* run kpt convert .* --to bfloat16 first"):
+            call(source)
+
+
+def _mxfp4(folder):
+    """Write a tiny gpt-oss whose experts are MXFP4."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    GptOssForCausalLM(GptOssConfig(**sizes, **heads)).save_pretrained(folder)
+    held = tensors_of(folder)
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = held.pop(name).shape
+        held[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        held[f"{name}_scales"] = torch.randint(118, 124, (experts, rows, columns // 32), dtype=torch.uint8)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return held
+
+
+def test_mxfp4_is_read_by_transformers_and_written_as_numbers(tmp_path):
+    held = _mxfp4(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "plain", to="bfloat16")
+    assert report.source == "MXFP4"
+    name = "model.layers.0.mlp.experts.down_proj"
+    codes, scales = held[f"{name}_blocks"], held[f"{name}_scales"]
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+    numbers = table[nibbles & 7] * (1 - 2 * (nibbles >> 3)) * (scales.float() - 127).exp2()[..., None]
+    assert torch.equal(tensors_of(tmp_path / "plain")[name].float(), numbers.flatten(-2).mT)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values())
+    assert logits(loaded).isfinite().all()
+    assert (tmp_path / "plain" / "tokenizer.json").exists()
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "--to bfloat16 first" in check_checkpoint(tmp_path / "in")[0]
+
+
+def test_what_transformers_needs_for_gguf_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils.quantization_config", None)
+    (tmp_path / "tiny.gguf").touch()
+    with pytest.raises(InputError, match=r"a package is missing .*: pip install '.*' gguf"):
+        convert_checkpoint(tmp_path / "tiny.gguf", tmp_path / "plain", to="bfloat16")
+
+
+@pytest.mark.parametrize(("damage", "said"), [(b"GGUF", "transformers can't read"), (None, "has 2 files of GGUF")])
+def test_what_transformers_can_not_read_is_a_sentence_and_nothing_is_written(damage, said, tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b")[: 1 if damage else 2]:
+        (tmp_path / "in" / f"{name}.gguf").write_bytes(damage or b"")
+    with pytest.raises(InputError, match=said):
+        convert_checkpoint(tmp_path / "in", tmp_path / "plain", to="bfloat16")
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]

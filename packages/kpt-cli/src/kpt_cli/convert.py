@@ -18,7 +18,10 @@ CODES = ("float8_e4m3fn", "float8_e4m3fnuz")
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Folder with config.json and weights in safetensors.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="IN", help="Folder with config.json and weights in safetensors; or GGUF, to widen it."),
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, new or empty.")],
     to: Annotated[
         str, one_of("format", (*FORMATS, *PLAIN), f"{', '.join(FORMATS)}; or without FP8 {', '.join(PLAIN)}.")

@@ -18,6 +18,7 @@ from kpt_fp8.selection import matches, patterns
 from .changing import ConvertedTensor, Inexact, quantized_anew, same_numbers
 from .contents import Contents, describe
 from .folder import CONFIG, CheckpointFolder, Stored, TensorReader
+from .foreign import foreign_at, write_foreign
 from .formats import Format, format_named, module_of
 from .scheme import NUMBERS, QuantizedWeight, Scheme
 from .soundness import require_sound
@@ -68,7 +69,8 @@ class CheckpointReport:
         exact = Counter(each.how for each in self.tensors if each.exact)
         anew = sorted((each for each in self.tensors if not each.exact), key=lambda each: each.sqnr or 0.0)
         verb = "widened" if self.scheme is None else "quantised"
-        done = [f"{verb} {len(anew)} weights, signal to noise {anew[0].sqnr or 0:.1f} dB or better"] if anew else []
+        noise = f", signal to noise {anew[0].sqnr:.1f} dB or better" if anew and anew[0].sqnr is not None else ""
+        done = [f"{verb} {len(anew)} weights{noise}"] if anew else []
         done += [f"kept {exact.total()} weights bit-exact"] if exact else []
         headline = f"{'; '.join(done) or 'no weights'}; {self.bytes / 2**20:.1f} MiB in all"
         wide = max((len(each.name) for each in anew), default=0)
@@ -107,7 +109,8 @@ def convert_checkpoint(
     The target appears when all is done, or not at all. Where a weight can be written with the same numbers, it is.
 
     Args:
-        source: a folder with config.json and weights in safetensors.
+        source: a folder with config.json and weights in safetensors; without quantisation in the target also a file of
+            GGUF, or weights in MXFP4, both read by transformers with the whole model in memory.
         target: a new or empty folder.
         to: `fp8`, `compressed-tensors`, `fbgemm_fp8`, `modelopt` or `torchao`; or `bfloat16`, `float16` or `float32`
             for a checkpoint without quantisation, for which nothing is asked beneath but `max_shard_bytes`.
@@ -137,6 +140,9 @@ def convert_checkpoint(
         asked = [granularity, activations, dtype, scale_dtype, input_scales, requantize or None]
         if any(each is not None for each in asked) or exclude:
             raise InputError(f"{_OWNER}: to={to!r} is without quantisation: leave out what says how to quantise")
+        if foreign := foreign_at(_OWNER, Path(source)):
+            real = check_target(Path(source), Path(target))
+            return CheckpointReport(foreign.name, to, None, *write_foreign(_OWNER, foreign, real, to, max_shard_bytes))
         folder = CheckpointFolder(source)
         real = check_target(folder.path, Path(target))
         contents = describe(folder)

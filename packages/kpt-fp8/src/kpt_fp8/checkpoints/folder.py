@@ -46,6 +46,11 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if gguf_files(self.path):
+            raise InputError(
+                f"{self.path} is GGUF; expected {CONFIG} and weights in safetensors: run kpt convert {self.path} OUT "
+                "--to bfloat16 first"
+            )
         if not self.path.is_dir():
             hub = (
                 f": if that is a model of Hugging Face's hub, download it: hf download {path} --local-dir DIR"
@@ -199,6 +204,13 @@ def _why_unreadable(path: Path, error: Exception) -> str:
         return f"{path} can't be read ({error}): {_HINT}"
     state = "truncated" if size < wanted else "too long"
     return f"{path} is {state}, its header needs {least}{wanted:,} bytes and it has {size:,}: {_HINT}"
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """Return the files of GGUF at a path, which is one, or a folder without safetensors."""
+    if path.is_file():
+        return [path] if path.suffix == ".gguf" else []
+    return [] if any((path / name).exists() for name in (SINGLE, INDEX)) else sorted(path.glob("*.gguf"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

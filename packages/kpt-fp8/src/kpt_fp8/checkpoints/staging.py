@@ -33,7 +33,8 @@ def check_target(source: Path, target: Path) -> Path:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Raise `InputError` where what the block writes can't be written."""
     from safetensors import SafetensorError
 
     try:
@@ -46,11 +47,11 @@ def _writing(path: Path) -> Iterator[None]:
 def staged(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place at the end, or vanishes if the block raises."""
     staging = target.parent / f".{target.name}.{os.urandom(4).hex()}.partial"
-    with _writing(staging):
+    with writing(staging):
         staging.mkdir()
     try:
         yield staging
-        with _writing(target):
+        with writing(target):
             staging.rename(target)  # over an empty folder too
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -69,7 +70,7 @@ def copy_rest(source: Path, target: Path) -> None:
     for file in sorted(found - left):
         inside = file.relative_to(source)
         if file.is_file() and not any(part.startswith(".") for part in inside.parts):
-            with _writing(target / inside):
+            with writing(target / inside):
                 (target / inside).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, target / inside)
 
@@ -86,7 +87,7 @@ def _modules(source: Path) -> list[Path]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write an object, as transformers lays it out."""
-    with _writing(path):
+    with writing(path):
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -132,7 +133,7 @@ class ShardWriter:
         from safetensors.torch import save_file
 
         path = self._folder / self._part(len(self._files))
-        with _writing(path):
+        with writing(path):
             path.touch()
             mode = path.stat().st_mode
             save_file(self._held, path, self._metadata)

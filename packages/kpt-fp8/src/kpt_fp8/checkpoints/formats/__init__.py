@@ -35,7 +35,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         if each.method == method:
             return each
     known = ", ".join(repr(each.method) for each in FORMATS.values())
-    raise InputError(
-        f"quantization_config has quant_method={method!r}; KPT reads {known}: convert the checkpoint with the library "
-        "that wrote it, or start from unquantised weights"
-    )
+    advice = "convert the checkpoint with the library that wrote it, or start from unquantised weights"
+    if method == "mxfp4":
+        advice = "widen it with kpt convert IN OUT --to bfloat16 first"
+    raise InputError(f"quantization_config has quant_method={method!r}; KPT reads {known}: {advice}")
