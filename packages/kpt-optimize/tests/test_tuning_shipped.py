@@ -53,6 +53,14 @@ def ship(folders: Path, *entries: TuningEntry | dict[str, Any]) -> None:
     store(folders / "shipping" / "tables", *entries)
 
 
+def test_entries_of_packages_that_are_not_installed_are_passed_over_in_silence(
+    folders: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    ship(folders, replace(SHIPPED, op="absent.product"), SHIPPED)
+    assert rows_used() == 32
+    assert not recwarn.list
+
+
 def rows_used(x: torch.Tensor = FEW) -> int:
     """Of the tile that a call ran with, of the default 16."""
     product(x, WEIGHT)

@@ -72,6 +72,7 @@ class NVIDIABackend(AcceleratorBackend):
     chips = CHIPS
     products = PRODUCTS
     config_class = NVIDIAConfig
+    tuning = "kpt_backend_nvidia:tuning"
 
     def unavailable(self) -> str | None:
         """Return None if kernels can run here, else why not and what to do, in a sentence."""

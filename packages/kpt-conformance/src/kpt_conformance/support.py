@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,12 @@ class Claimed:
     kernel: Kernel | None
     chips: tuple[str, ...] = ()  # that the backend names; none if it names no chips
 
-    def cell(self, chip: str, words: Sequence[str] | None) -> str:
-        """Return what the table says of a chip, by what reports say of it; a dash for another vendor's chip."""
-        foreign = chip in CHIPS and bool(self.chips) and chip not in self.chips
+    def cell(self, chip: str, found: Mapping[str, Sequence[str]]) -> str:
+        """Return what the table says of a chip, by what reports say of kernels on it; a dash for another vendor's."""
+        words = found.get(self.identity)
+        # A device is of the vendor whose kernels ran on it.
+        its = chip in self.chips if chip in CHIPS else any(each.startswith(f"{self.backend}/") for each in found)
+        foreign = bool(self.chips) and not its
         return "<br>".join(words or [_FOREIGN if foreign else "claimed"])
 
     @property
@@ -231,7 +234,7 @@ def _matrix(device: str, chips: dict[str, dict[str, list[str]]], claims: Sequenc
         yield f"| op | kernel | {' | '.join(chip.replace('|', '/') for chip in some if chip) or 'any chip'} |"
         yield "|---" * (len(some) + 2) + "|"
         for claim in rows:
-            cells = [claim.cell(chip, chips.get(chip, {}).get(claim.identity)) for chip in some]
+            cells = [claim.cell(chip, chips.get(chip, {})) for chip in some]
             if {*cells} != {_FOREIGN}:
                 yield f"| {claim.op} | {claim.name} | {' | '.join(cells)} |"
         yield ""

@@ -48,6 +48,7 @@ KERNELS = (
         backward=None,
         unsupported="kpt_triton.fp8.quantize:unsupported",
     ),
+    _row("fp8.linear", "linear", "linear", unsupported="kpt_triton.fp8.linear:unsupported"),
     _row(
         "attention.paged",
         "paged",

@@ -63,14 +63,17 @@ def forward(call: Call) -> Tensor:
         return product
     out: Tensor
     if call.granularity in OUTSIDE:
-        out = sums(x, weight.to(x.dtype).t()) * scale
+        product = sums(x, weight.to(x.dtype).t())
+        if bias is None:  # rounded as it is written: the product is read once
+            return torch.mul(product, scale, out=torch.empty_like(product, dtype=x.dtype))
+        out = product.mul_(scale)
     elif x.dtype is torch.float32:
         out = x @ dequantize(weight, scale, granularity=call.granularity, dtype=torch.float32).t()
     else:
         high, low = apart(dequantize(weight, scale, granularity=call.granularity, dtype=torch.float32))
         out = sums(x, high.t()) + sums(x, low.t())
     if bias is not None:
-        out = out + bias
+        out = torch.add(out, bias, out=torch.empty_like(out, dtype=x.dtype))
     return out.to(x.dtype)
 
 

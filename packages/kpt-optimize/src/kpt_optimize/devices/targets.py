@@ -150,6 +150,9 @@ def _this_processor() -> Target:
     )
 
 
+_CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """What would serve a call on a target: backend and kernel, None for the reference; and the refusals before it."""
@@ -166,8 +169,10 @@ def served(op: Op[..., Any], call: Call, target: Target, fp8: bool = False) -> S
         op: the op.
         call: of it, on `meta`.
         target: the device.
-        fp8: its weights are of 8 bits, which GPUs must be able to convert; a CPU's kernels do so themselves.
+        fp8: its weights are of 8 bits, whatever the call's own are. GPUs must be able to convert such tensors; a CPU's
+            kernels do so themselves.
     """
+    fp8 = fp8 or any(getattr(getattr(call, name), "dtype", None) in _CONVERTED for name in op.kinds)
     converting = frozenset({"fp8_e4m3fn"} if fp8 and target.device_type != CPU else ())
     refusals: list[Refused] = []
     more: frozenset[Capability]

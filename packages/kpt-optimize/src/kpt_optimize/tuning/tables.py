@@ -151,8 +151,10 @@ def _usable(path: Path, device: str) -> Iterable[TuningEntry]:
         reason = f"it can't be read ({error.strerror or error})" if isinstance(error, OSError) else str(error)
         _ignore(f"tuning table {path}", reason)
         return []
-    usable = []
+    usable, known = [], registry.ops()
     for entry in entries:
+        if entry.op not in known:  # of a feature package that is not installed, and nothing calls
+            continue
         if (fault := _outdated(entry)) is None:
             usable.append(entry)
         else:
