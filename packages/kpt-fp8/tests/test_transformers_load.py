@@ -64,7 +64,7 @@ def test_a_checkpoint_computes_what_its_numbers_do_and_stays_8_bit(kind, variant
 def test_activations_are_quantised_as_the_checkpoint_says(kind, variant, models, tmp_path):
     quantized(tmp_path / "out", models[f"{kind} on disk"], variant)
     exact = logits(load(tmp_path / "out", quantize_activations=False))
-    loaded = load(tmp_path / "out")
+    loaded = load(tmp_path / "out", quantize_activations=True)
     kinds = {each.activations for each in loaded.modules() if isinstance(each, NativeFP8Linear)}
     wanted = {"fp8-block": "1x128", "ct-weight-only": "none"}.get(variant, "row")
     assert kinds == {wanted}
@@ -77,7 +77,7 @@ def test_activations_are_quantised_as_the_checkpoint_says(kind, variant, models,
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_the_bound_of_activations_is_kept(kind, models, tmp_path):
     quantized(tmp_path / "out", models[f"{kind} on disk"], "fbgemm")
-    loaded = load(tmp_path / "out")
+    loaded = load(tmp_path / "out", quantize_activations=True)
     x = torch.full((1, 128), 3.0)
     x[0, 0] = 5000
     layers = [loaded.model.layers[0].self_attn.q_proj]
@@ -93,7 +93,7 @@ def test_the_bound_of_activations_is_kept(kind, models, tmp_path):
 @pytest.mark.parametrize("variant", ["fp8-tensor-static", "ct-tensor-static"])
 def test_static_scales_reach_layers_and_experts(variant, models, tmp_path):
     quantized(tmp_path / "out", models["mixtral on disk"], variant)
-    loaded, held = load(tmp_path / "out"), tensors_of(tmp_path / "out")
+    loaded, held = load(tmp_path / "out", quantize_activations=True), tensors_of(tmp_path / "out")
     ending = "activation_scale" if variant.startswith("fp8") else "input_scale"
     layer = loaded.model.layers[1].self_attn.k_proj
     assert layer.activations == "tensor"
@@ -156,11 +156,11 @@ def test_where_fnuz_alone_is_multiplied_codes_become_those_with_the_same_numbers
     variant, models, tmp_path, monkeypatch
 ):
     quantized(tmp_path / "out", models["llama on disk"], variant)
-    usual = load(tmp_path / "out")
+    usual = load(tmp_path / "out", quantize_activations=True)
     backend = kpt_core.backends()["torch"]
     found = backend.capabilities(torch.device("cpu")) | {"fp8_e4m3fnuz"}  # as on gfx942
     monkeypatch.setattr(type(backend), "capabilities", lambda self, device: found)
-    loaded = load(tmp_path / "out")
+    loaded = load(tmp_path / "out", quantize_activations=True)
     pairs = [
         (each, usual.get_submodule(name)) for name, each in loaded.named_modules() if isinstance(each, NativeFP8Linear)
     ]
@@ -258,16 +258,39 @@ def test_what_is_no_checkpoint_is_a_sentence(models, tmp_path):
         load(tmp_path / "out")
 
 
-def test_row_scales_of_experts_are_not_for_kpt_moe(models, tmp_path):
-    quantized(tmp_path / "out", models["mixtral on disk"], "ct-channel")
-    with pytest.raises(InputError, match="got scales per row"):
-        load(tmp_path / "out", experts_implementation="kpt")
+@pytest.mark.parametrize(
+    ("given", "activations", "experts"),
+    [({}, False, "kpt"), ({"quantize_activations": True}, True, "eager"), ({"device_map": "cpu"}, False, "kpt"),
+     ({"experts_implementation": "eager"}, False, "eager")],
+)  # fmt: skip
+@pytest.mark.parametrize("variant", ["ct-channel", "fp8-block", "fp8-tensor-static"])
+def test_what_runs_by_default_multiplies_no_8_bit_numbers_on_a_cpu(
+    variant, given, activations, experts, models, tmp_path
+):
+    quantized(tmp_path / "out", models["mixtral on disk"], variant)
+    loaded = load(tmp_path / "out", **given)
+    assert loaded.config._experts_implementation == experts
+    layer = loaded.model.layers[0]
+    assert (layer.self_attn.q_proj.activations != "none") == activations
+    assert layer.mlp.experts.quantize_activations == activations
+    if not activations:
+        other = load(tmp_path / "out", quantize_activations=False, experts_implementation="eager")
+        torch.testing.assert_close(logits(loaded), logits(other), rtol=1e-4, atol=1e-5)
+
+
+def test_kpt_is_registered_where_it_is_asked_for(models, tmp_path, monkeypatch):
+    quantized(tmp_path / "out", models["mixtral on disk"], "fp8-block")
+    assert load(tmp_path / "out", attn_implementation="kpt").config._attn_implementation == "kpt"
+    monkeypatch.setattr("kpt_fp8.transformers.loading.find_spec", lambda name: None)
+    assert load(tmp_path / "out").config._experts_implementation == "eager"
+    with pytest.raises(InputError, match="is of kpt_attention: pip install kpt-attention"):
+        load(tmp_path / "out", attn_implementation="kpt")
 
 
 def test_transformers_keeps_what_it_has(models, tmp_path):
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
-    assert AUTO_QUANTIZER_MAPPING["fp8"].__module__.startswith(("transformers.", "kpt_moe."))
+    assert AUTO_QUANTIZER_MAPPING["fp8"].__module__.startswith("transformers.")
     assert AUTO_QUANTIZER_MAPPING["kpt_fp8"].__module__ == "kpt_fp8.transformers.quantizer"
     assert AUTO_QUANTIZATION_CONFIG_MAPPING["fp8"].__module__.startswith("transformers.")
     quantized(tmp_path / "out", models["llama on disk"], "fp8-block")
@@ -288,7 +311,7 @@ def test_experts_run_by_kpt_moe_where_it_is_installed(models, tmp_path):
         from kpt_fp8.transformers import load
         from transformers_models import logits, sqnr
         for folder in sys.argv[1:]:
-            one = load(folder, quantize_activations=False)
+            one = load(folder, quantize_activations=False, experts_implementation="eager")
             two = load(folder, quantize_activations=False, experts_implementation="kpt")
             with kpt_core.record() as log:
                 found = logits(two)

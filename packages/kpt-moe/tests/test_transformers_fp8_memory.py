@@ -15,15 +15,17 @@ _MEASURE = """
 import sys
 import torch
 from transformers import AutoModelForCausalLM
-import kpt_moe.transformers
+
 from kpt_core import use
+from kpt_fp8.transformers import load as load_fp8
 
 def read(key):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 def load(path, implementation):
-    return AutoModelForCausalLM.from_pretrained(path, experts_implementation=implementation, dtype=torch.bfloat16)
+    own = load_fp8 if implementation == "kpt" else AutoModelForCausalLM.from_pretrained
+    return own(path, experts_implementation=implementation, dtype=torch.bfloat16)
 
 def loaded(implementation):
     load(sys.argv[1], implementation)  # what is imported and made once
@@ -36,7 +38,7 @@ def run(model, *backends):
     with torch.no_grad(), use(*backends):
         load(sys.argv[1], "kpt")(prompt)
         for parameter in model.parameters():
-            parameter.view(torch.uint8).sum()  # else the file is read in the forward
+            getattr(parameter, "codes", parameter).view(torch.uint8).sum()  # else the file is read in the forward
         before = read("VmRSS")
         with open("/proc/self/clear_refs", "w") as clear:
             clear.write("5")

@@ -59,9 +59,12 @@ def test_routers_of_transformers_predict(name):
     assert reasons == ["no prefetch: no module of experts comes before", "router lookahead"]
 
 
-def test_8_bit_experts_of_a_checkpoint_stay_8_bit(tmp_path):
+@pytest.mark.parametrize(("activations", "implementation"), [(False, "kpt"), (True, "eager")])
+def test_8_bit_experts_of_a_checkpoint_stay_8_bit_and_their_activations_what_they_are(
+    activations, implementation, tmp_path
+):
     checkpoint = write(tmp_path / "checkpoint", qwen3(256, 128))
-    model = load(checkpoint.path)
+    model = load(checkpoint.path, implementation, quantize_activations=activations)
     with torch.no_grad():
         want = logits(model)
         with offload_experts(model, "50%") as handle:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from conversion_models import CONVERTED, PROMPT, assert_close
 from kpt_core import InputError
+from kpt_fp8.transformers import load as load_fp8
 from kpt_moe import FeedForwardExpert, MoELayer
 from kpt_moe.conversion import load_upcycled, quantise_experts, to_kpt_layers, to_transformers, upcycle
 from kpt_moe.expert_networks import QuantisedFeedForwardExpert
@@ -96,7 +97,8 @@ def test_fp8_files_have_the_names_of_the_hub(name, saved):
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_loads_in_kpt(name, saved):
-    model = AutoModelForCausalLM.from_pretrained(saved[name], dtype=torch.float32, experts_implementation="kpt")
+    load = load_fp8 if name.startswith("quantised") else AutoModelForCausalLM.from_pretrained
+    model = load(saved[name], dtype=torch.float32, experts_implementation="kpt")
     assert_close(logits(model), logits(build(name)))
     if name.startswith("quantised"):
         assert torch.float8_e4m3fn in {parameter.dtype for parameter in model.parameters()}

@@ -1,8 +1,8 @@
 """The modules that a checkpoint's tensors are loaded into."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,15 @@ class StoredExperts(FP8Experts):
     def _hold(self, name: str, tensor: Tensor) -> None:
         setattr(self, name, nn.Parameter(tensor, requires_grad=False))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move codes and scales as `fn` does; their dtypes are the format's, and stay."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            probe = fn(tensor.new_empty(0))
+            return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
     def require_sound(self, name: str) -> None:
         """Raise `InputError` where codes or scales of an expert are not sound."""
         for own in ("up_proj", "gate_up_proj", "down_proj"):
@@ -153,13 +162,30 @@ class StoredExperts(FP8Experts):
         return products[0] if parts == 1 else torch.cat(products, -1)
 
 
-def multiplies_fnuz_alone(device: torch.device) -> bool:
-    """Tell whether a device has 8-bit products of e4m3fnuz, and none of e4m3fn: AMD's MI300 (gfx942)."""
+def _chosen(name: str, has_gate: bool) -> Any:
+    """Return a class, which pickle finds by its name, whose forward is what `experts_implementation` names."""
+    kind = type(name, (StoredExperts,), {"__module__": __name__})
+    return use_experts_implementation(
+        kind, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=has_gate
+    )
+
+
+KptFP8Experts = _chosen("KptFP8Experts", has_gate=True)
+KptFP8ExpertsWithoutGate = _chosen("KptFP8ExpertsWithoutGate", has_gate=False)
+
+
+def multiplied(device: torch.device) -> set[str]:
+    """Return the 8-bit formats that a device multiplies: none on a CPU."""
     found: set[str] = set()
     for backend in kpt_core.backends().values():
         if backend.serves(device.type) and backend.unavailable() is None:
             found |= backend.capabilities(device)
-    return "fp8_e4m3fnuz" in found and "fp8_e4m3fn" not in found
+    return found & {"fp8_e4m3fn", "fp8_e4m3fnuz"}
+
+
+def multiplies_fnuz_alone(device: torch.device) -> bool:
+    """Tell whether a device has 8-bit products of e4m3fnuz, and none of e4m3fn: AMD's MI300 (gfx942)."""
+    return multiplied(device) == {"fp8_e4m3fnuz"}
 
 
 def _refuse_adapters(experts: nn.Module, _: object) -> None:
@@ -179,13 +205,8 @@ def experts_of(module: Any, config: Any, scheme: Scheme, activations: bool) -> S
             f"kpt_fp8.transformers: experts with a bias ({type(module).__name__}) have no 8-bit form here: load the "
             "model with transformers"
         )
-    # A class of its own, since the decorator changes the one that it is given.
-    kind = type("KptFP8Experts", (StoredExperts,), {})
-    decorated: Any = use_experts_implementation(
-        kind, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=has_gate
-    )
     with torch.device("meta"):
-        made: StoredExperts = decorated(
+        made: StoredExperts = (KptFP8Experts if has_gate else KptFP8ExpertsWithoutGate)(
             getattr(module, "config", config), scheme=scheme, activations=activations, has_gate=has_gate
         )
     return made

@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -11,28 +14,34 @@ from kpt_core import InputError
 from kpt_fp8.checkpoints.contents import describe
 from kpt_fp8.checkpoints.folder import CheckpointFolder
 
+from .layers import multiplied
 from .quantizer import METHOD
 
 _OWNER = "kpt_fp8.transformers.load"
 
 
 def load(
-    path: str | os.PathLike[str], *, model_class: Any = None, quantize_activations: bool = True, **arguments: Any
+    path: str | os.PathLike[str], *, model_class: Any = None, quantize_activations: bool | None = None, **arguments: Any
 ) -> Any:
     """Load an FP8 checkpoint of a Hugging Face model; weights stay 8-bit on every device.
 
-    Linear layers become `NativeFP8Linear`, experts stay stacked in 8 bits. They are frozen.
+    Linear layers become `NativeFP8Linear`, experts stay stacked in 8 bits. They are frozen. Experts are run by kpt-moe
+    where it is installed, with activations as they come; by `fp8.linear`, one after the other, where activations are
+    to be quantised or `experts_implementation="eager"` is given.
 
     Args:
         path: a folder with config.json and weights in safetensors, in one of the formats of `convert_checkpoint`.
         model_class: what has `from_pretrained`; None: the class that the checkpoint names.
-        quantize_activations: quantise activations as the checkpoint says; False leaves them as they are, which is more
-            exact and, where no device multiplies 8-bit numbers, faster.
+        quantize_activations: quantise activations as the checkpoint says, those of experts too; False leaves them as
+            they are, which is more exact and, where no device multiplies 8-bit numbers, faster. None: those of linear
+            layers where the device that `device_map` names multiplies 8-bit numbers, which no CPU does.
         arguments: of `from_pretrained`: device_map, dtype, attn_implementation, experts_implementation and so on.
+            `"kpt"` needs no import of kpt_attention.transformers or kpt_moe.transformers.
 
     Raises:
-        InputError: the checkpoint is damaged, holds what `check_checkpoint` finds, is not quantised, is in a format
-            that is not known, or lacks weights or scales that the model has.
+        InputError: `"kpt"` is given for what no installed package serves; or the checkpoint is damaged, holds what
+            `check_checkpoint` finds, is not quantised, is in a format that is not known, or lacks weights or scales
+            that the model has.
     """
     if "quantization_config" in arguments:
         raise InputError(f"{_OWNER}: quantization_config comes from the checkpoint; got another: leave it out")
@@ -46,10 +55,15 @@ def load(
     config = arguments.pop("config", None) or AutoConfig.from_pretrained(
         path, trust_remote_code=arguments.get("trust_remote_code")
     )
+    _register(arguments)
+    activations = quantize_activations
+    if activations is None:
+        activations = bool(multiplied(_device_of(arguments.get("device_map"))))
     config.quantization_config = {
         "quant_method": METHOD,
         "checkpoint": contents.folder.quantization,
-        "activations": quantize_activations,
+        "activations": activations,
+        "experts": "eager" if quantize_activations or find_spec("kpt_moe") is None else "kpt",
         "quantized": dict.fromkeys(contents.plain, False) | dict.fromkeys(contents.weights, True),
         "key_mapping": arguments.get("key_mapping"),
     }
@@ -58,6 +72,25 @@ def load(
     model, info = chosen.from_pretrained(path, config=config, output_loading_info=True, **arguments)
     _require_complete(path, info)
     return (model, info) if wanted else model
+
+
+def _register(arguments: Mapping[str, Any]) -> None:
+    """Have packages that are installed and asked for, or serve experts, register what transformers calls "kpt"."""
+    for argument, package in (("attn_implementation", "kpt_attention"), ("experts_implementation", "kpt_moe")):
+        if find_spec(package) is not None:
+            if arguments.get(argument) == "kpt" or package == "kpt_moe":
+                import_module(f"{package}.transformers")
+        elif arguments.get(argument) == "kpt":
+            raise InputError(f'{_OWNER}: {argument}="kpt" is of {package}: pip install {package.replace("_", "-")}')
+
+
+def _device_of(device_map: Any) -> torch.device:
+    """Return the device that most of a model goes to, as far as that is known before it is loaded."""
+    places = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    place = next((each for each in places if each not in ("cpu", "disk", None)), "cpu")
+    if isinstance(place, int) or place in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device(place)
 
 
 def _class_of(config: Any) -> Any:

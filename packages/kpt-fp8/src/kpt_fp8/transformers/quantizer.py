@@ -99,7 +99,8 @@ def stacking(converter: WeightConverter, sources: list[str], target: str, reader
 class KptFP8Config(QuantizationConfigMixin):
     """Names KPT as what loads a checkpoint, with the `quantization_config` that this has.
 
-    `quantized` tells by name of a weight in the files whether it is 8-bit; `key_mapping` is `from_pretrained`'s.
+    `quantized` tells by name of a weight in the files whether it is 8-bit; `key_mapping` is `from_pretrained`'s;
+    `experts` runs the experts where nothing else is asked for.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class KptFP8Config(QuantizationConfigMixin):
         activations: bool = True,
         quantized: Mapping[str, bool] | None = None,
         key_mapping: Mapping[str, str] | None = None,
+        experts: str = "eager",
         **_: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' own are an enum
@@ -115,6 +117,7 @@ class KptFP8Config(QuantizationConfigMixin):
         self.activations = activations
         self.quantized = dict(quantized or {})
         self.key_mapping = None if key_mapping is None else dict(key_mapping)
+        self.experts = experts
 
 
 @register_quantizer(METHOD)
@@ -131,15 +134,10 @@ class KptFP8Quantizer(HfQuantizer):
         self.scheme: Scheme = self.format.read_config(quantization_config.checkpoint)
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Experts run by KPT unless something else is asked for; this hook sees the configuration first."""
+        """Choose what runs the experts, unless it is asked for; this hook sees the configuration first."""
         for part in (config, config.get_text_config()):
             if part._experts_implementation is None:
-                part._experts_implementation = "eager"
-            elif part._experts_implementation == "kpt" and self.scheme.granularity == "row":
-                raise InputError(
-                    'experts_implementation="kpt" takes FP8 experts with scales of blocks or of a matrix; got scales '
-                    'per row: pass experts_implementation="eager", or convert the checkpoint'
-                )
+                part._experts_implementation = self.quantization_config.experts
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **loading: Any) -> Any:

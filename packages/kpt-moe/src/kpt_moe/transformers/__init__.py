@@ -1,5 +1,8 @@
 """Serve the experts of Hugging Face models: importing this module registers the experts implementation `"kpt"`.
 
+It changes nothing else of transformers. FP8 checkpoints are loaded by `kpt_fp8.transformers.load`, which keeps them in
+8 bits on every device; transformers widens them where it has no kernels for them.
+
 import kpt_moe.transformers
 model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="kpt")
 """
@@ -17,7 +20,4 @@ try:
 except ImportError:  # before transformers had one
     pass
 else:
-    from .fp8_loading import replace_quantizer
-
     FP8ExpertsInterface.register(NAME, kpt_fp8_experts_forward)
-    replace_quantizer()

@@ -62,10 +62,10 @@ def kpt_fp8_experts_forward(
     scales are applied, which transformers' own kernels do to multiply 8-bit numbers. Weights are frozen: gradients
     reach the tokens and the routing.
 
-    Weights are float8_e4m3fn with scales of blocks of 128 by 128 or one for each matrix, float32 or powers of two in
-    float8_e8m0fnu; or they were dequantised. In checkpoints, the gate's and the up projection's matrix have blocks of
-    their own. So in `gate_up_proj_scale_inv` the blocks of the second half begin anew, and where `intermediate_size` is
-    no multiple of 128, each half is a product of its own.
+    Weights are float8_e4m3fn with scales of blocks of 128 by 128, rows, or one for each matrix, float32 or powers of
+    two in float8_e8m0fnu; or they were dequantised. In checkpoints, the gate's and the up projection's matrix have
+    blocks of their own. So in `gate_up_proj_scale_inv` the blocks of the second half begin anew, and where
+    `intermediate_size` is no multiple of 128, each half is a product of its own.
 
     Args:
         self: a module of transformers' class `FP8Experts`.
@@ -155,15 +155,15 @@ def _frozen(module: Any, name: str, halves: int) -> tuple[Tensor, Tensor]:
     num_experts, outputs, inputs = codes.shape
     if module.block_size is None:
         shapes = [num_experts, halves, 1]
-        fits = scale.numel() in (num_experts, num_experts * halves)
+        fits = scale.numel() in (num_experts, num_experts * halves, num_experts * outputs)
     else:
         shapes = [num_experts, halves * in_blocks(outputs // halves)[0], in_blocks(inputs)[0]]
         fits = list(scale.shape) == shapes
     if not fits:
         raise InputError(
             f"experts_implementation={NAME!r}: {name}_scale_inv must be {shapes} for {name} {list(codes.shape)} with "
-            f"weight_block_size={module.block_size}; got {list(scale.shape)}: import kpt_moe.transformers before "
-            "the model is loaded"
+            f"weight_block_size={module.block_size}; got {list(scale.shape)}: load the checkpoint with "
+            "kpt_fp8.transformers.load"
         )
     # Powers of two have a dtype of their own, and some checkpoints have scales of bfloat16.
     scale = scale if scale.dtype in SCALE_DTYPES else scale.float()
