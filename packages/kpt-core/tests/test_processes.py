@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import kpt_core
 from kpt_core import Backend, Refusal, registry
 from kpt_core.selection import Refused
+from kpt_core.shared_config import SwitchWatch, warn_of_switch
 from loopback import Loopback, hundreds, kernel, scale, shifted
 
 Add = Callable[[Backend], Backend]
@@ -59,6 +61,18 @@ def test_an_op_is_pickled_by_name_and_copied_as_itself() -> None:
     layer = copy.deepcopy(Layer())
     assert layer.op is scale
     assert len(kpt_core.ops()) == len({id(op) for op in kpt_core.ops().values()})
+
+
+def test_a_module_that_watches_its_config_is_pickled_without_the_watch() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.config = SimpleNamespace(chosen="kpt")  # type: ignore[assignment]
+    warn_of_switch(layer, "chosen", "kpt")
+    x, written = torch.randn(3, 2), pickle.dumps(layer)
+    assert b"kpt_core" not in written
+    again = pickle.loads(written)
+    assert torch.equal(again(x), layer(x))
+    assert [type(hook) for hook in again._forward_pre_hooks.values()] == [type({}.pop)]
+    assert [type(hook) for hook in copy.deepcopy(layer)._forward_pre_hooks.values()] == [SwitchWatch]
 
 
 def test_a_module_that_holds_an_op_is_saved_and_loaded() -> None:

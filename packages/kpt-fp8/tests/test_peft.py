@@ -66,3 +66,26 @@ def test_an_adapter_on_experts_is_refused_instead_of_left_untrained(tmp_path):
     adapted = get_peft_model(load(tmp_path / "out"), LoraConfig(target_modules="all-linear", r=4))
     with pytest.raises(InputError, match="adapters on 8-bit experts can't be trained"):
         adapted(input_ids=IDS)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """DistributedDataParallel sends weights around in a group of one process too."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", ["llama", "llama, converted", "qwen3_moe"])
+def test_an_adapter_trains_in_distributed_data_parallel(kind, tmp_path):
+    if "converted" in kind:
+        base = convert_model_to_fp8(model("llama"))
+    else:
+        model(kind).save_pretrained(tmp_path / "source")
+        quantized(tmp_path / "out", tmp_path / "source", "fp8-block")
+        base = load(tmp_path / "out")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "o_proj"], r=4))
+    wrapped = torch.nn.parallel.DistributedDataParallel(adapted)
+    wrapped(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)

@@ -188,6 +188,19 @@ def test_saturation_under_a_delayed_scale_is_counted():
     )
 
 
+@pytest.mark.parametrize("larger", [0.01, 1, 8])
+def test_what_is_evaluated_is_scaled_by_itself(larger):
+    plain, layer = pair("delayed")
+    x = torch.randn(64, 192)
+    for _ in range(3):
+        run(layer, x, torch.randn(64, 96))
+        update_delayed_scales(layer)
+    with torch.no_grad():
+        want = plain(larger * x)
+        assert relative(layer.eval()(larger * x), want) < 0.06
+        assert (relative(layer.train()(larger * x), want) < 0.06) == (larger < 8)  # by history, which saturates
+
+
 def test_replayed_and_accumulated_passes_count_once():
     """Activation checkpointing runs the forward pass twice."""
     _, layer = pair("delayed")

@@ -10,7 +10,12 @@ from kpt_fp8 import FP8Tensor, NativeFP8Linear
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import LlamaForSequenceClassification
+from transformers import (
+    LlamaForSequenceClassification,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint, examine_checkpoint
 from kpt_fp8.transformers import load
@@ -276,6 +281,20 @@ def test_what_runs_by_default_multiplies_no_8_bit_numbers_on_a_cpu(
     if not activations:
         other = load(tmp_path / "out", quantize_activations=False, experts_implementation="eager")
         torch.testing.assert_close(logits(loaded), logits(other), rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_for_a_part_of_a_model_reads_that_parts_configuration(tmp_path):
+    text = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["full_attention"]}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    whole = Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config={**text, **heads}, vision_config=vision | {"num_position_embeddings": 16})
+    )
+    whole.save_pretrained(tmp_path / "source")
+    quantized(tmp_path / "out", tmp_path / "source", "ct-channel")
+    part = load(tmp_path / "out", model_class=Qwen3_5ForCausalLM)
+    assert type(part).__name__ == "Qwen3_5ForCausalLM"
+    assert torch.equal(logits(part), logits(load(tmp_path / "out")))
 
 
 def test_kpt_is_registered_where_it_is_asked_for(models, tmp_path, monkeypatch):

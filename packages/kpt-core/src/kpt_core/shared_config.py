@@ -11,10 +11,20 @@ from .errors import KptWarning, warn_caller
 
 
 class SwitchWatch:
-    """A forward pre-hook that warns once where its module's config no longer says what it said; may be lost."""
+    """A forward pre-hook that warns once where its module's config no longer says what it said.
+
+    A pickled module takes none along, and so needs no KPT: a hook that gives arguments back stands for it.
+    """
 
     def __init__(self, attribute: str, name: str) -> None:
         self.attribute, self.name, self.told = attribute, name, False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give `{}.pop`, which finds no module and returns its default, the arguments."""
+        return getattr, ({}, "pop")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SwitchWatch":
+        return SwitchWatch(self.attribute, self.name)
 
     def __call__(self, module: Any, args: Any) -> None:
         """Look at the module's config; of what another model did, warn."""

@@ -11,6 +11,7 @@ from torch import nn
 from kpt_core import InputError
 
 from .experts import NativeFP8Experts, refusal
+from .formats import FP8_DTYPES
 from .fp8_tensor import FP8Tensor
 from .linear import NONE
 from .native_linear import NativeFP8Linear, one_positive
@@ -161,7 +162,7 @@ def convert_model_to_fp8(
     convert = _in_place if inplace else _copied
     result, layers = convert(model, chosen, converted, progress or (lambda done, total, name: None))
     _without_nested_tensors(result)
-    _without_broadcast(result)
+    without_broadcast(result)
     if hasattr(result, "save_pretrained"):
         result.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     setattr(result, _ATTRIBUTE, ConversionReport((*report.layers, *layers), found.skipped))
@@ -302,8 +303,15 @@ def _without_nested_tensors(model: nn.Module) -> None:
             encoder.use_nested_tensor = False
 
 
-def _without_broadcast(model: nn.Module) -> None:
-    """Let DistributedDataParallel pass by the weights, which are equal where all processes convert the same ones."""
-    weights = [name for name, each in model.named_parameters(remove_duplicate=False) if isinstance(each, FP8Tensor)]
+def without_broadcast(model: nn.Module) -> None:
+    """Let DistributedDataParallel pass by the weights, which are equal where all processes convert the same ones.
+
+    It asks the module that it wraps. That of PEFT hands on what the model within says, where names are other ones.
+    """
+    every = model.named_parameters(remove_duplicate=False)
+    weights = [name for name, each in every if isinstance(each, FP8Tensor) or each.dtype in FP8_DTYPES]
+    parts = [name.rpartition(".") for name in weights]
+    adapted = [f"{layer}.base_layer.{weight}" for layer, _, weight in parts]
+    named = [prefix + name for prefix in ("", "base_model.model.") for name in (*weights, *adapted)]
     others = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*others, *weights])
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*others, *named])

@@ -80,7 +80,8 @@ class Watched(nn.Module):
                 self.scales if delayed else None,  # Dynamo takes no tensor twice
                 How(
                     recipe=self.recipe,
-                    delayed=self.delayed_ready,
+                    # What is evaluated need not be as large as what trained, and no history follows it.
+                    delayed=self.delayed_ready if self.training else (False, False, False),
                     observes=self.observes and self.training,
                     measures=self.measures,
                 ),

@@ -52,7 +52,9 @@ def load(
             f"{_OWNER}: {path} is not quantised: load it with transformers and convert_model_to_fp8, or write a "
             "quantised one with convert_checkpoint"
         )
-    config = arguments.pop("config", None) or AutoConfig.from_pretrained(
+    # A class for a part of a model reads that part's configuration.
+    kind = getattr(model_class, "config_class", None) or AutoConfig
+    config = arguments.pop("config", None) or kind.from_pretrained(
         path, trust_remote_code=arguments.get("trust_remote_code")
     )
     _register(arguments)

@@ -23,6 +23,7 @@ from kpt_core import InputError
 from kpt_fp8.checkpoints.folder import CheckpointFolder, TensorReader
 from kpt_fp8.checkpoints.formats import Format, format_of
 from kpt_fp8.checkpoints.scheme import Scheme
+from kpt_fp8.conversion import without_broadcast
 
 from .layers import StoredExperts, StoredLinear, experts_of
 
@@ -215,6 +216,7 @@ class KptFP8Quantizer(HfQuantizer):
             elif isinstance(module, StoredLinear):
                 native = module.native(name, self.quantization_config.activations)
                 model.set_submodule(name, native.train(module.training))
+        without_broadcast(model)
         return model
 
     def is_serializable(self) -> bool:
