@@ -127,7 +127,6 @@ def test_slices_and_splits_of_rows(granularity):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda t: t + 1,
         lambda t: t * 2,
         lambda t: t.sum(),
         lambda t: t.abs(),
@@ -271,16 +270,36 @@ def test_made_in_inference_mode_it_goes_to_other_dtypes():
     assert layer.weight.dtype is torch.bfloat16
     assert layer.to("meta").weight.codes.is_meta
     with pytest.raises(InputError, match=r"aten\.\w+\.\w+ is not defined for 8-bit codes"):
-        layer.weight + 1
+        layer.weight * 2
 
 
-def test_data_can_be_set_to_another_one_like_it_alone():
+def test_data_can_be_set_to_another_one_like_it_or_to_numbers():
     layer, other = Layer(make(6, 40)), make(6, 40)
-    for wrong in (torch.ones(6, 40), make(6, 40, granularity="tensor"), make(6, 41)):
-        with pytest.raises(InputError, match=r"setting \.data takes another one like it"):
+    for wrong in (make(6, 40, granularity="tensor"), make(6, 41)):
+        with pytest.raises(InputError, match=r"setting \.data takes numbers, .* or another one like it; got"):
             layer.weight.data = wrong
+    for numbers, said in ((torch.ones(6, 41), "numbers of its shape"), (torch.full((6, 40), torch.nan), "holds NaN")):
+        with pytest.raises(InputError, match=said):
+            layer.weight.data = numbers
+    numbers = torch.randn(6, 40)
+    layer.weight.data = numbers
+    expected = quantize_to_fp8(numbers, other.codes.dtype, other.granularity)
+    assert torch.equal(layer.weight.dequantize(), expected.dequantize())
     layer.weight.data = other
     assert torch.equal(layer.weight.dequantize(), other.dequantize())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_sum_with_numbers_and_what_is_asked_of_numbers_is_plain(turned):
+    tensor = make(6, 256, granularity="row")
+    tensor, numbers = (each.t() if turned else each for each in (tensor, tensor.dequantize()))
+    more = torch.randn_like(numbers, requires_grad=True)
+    for got, expected in ((tensor + 2 * more, numbers + 2 * more), (tensor - more, numbers - more)):
+        assert type(got) is torch.Tensor
+        assert torch.equal(got, expected)
+    (tensor + more).sum().backward()
+    assert torch.equal(more.grad, torch.ones_like(more))
+    assert torch.equal(torch.linalg.norm(tensor, dim=1), torch.linalg.norm(numbers, dim=1))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -4,11 +4,13 @@ import torch
 from checkpoint_files import quantized
 from kpt_core import InputError
 from kpt_fp8 import NativeFP8Linear, convert_model_to_fp8
+from kpt_fp8.checkpoints import convert_checkpoint
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from transformers import Qwen3MoeForCausalLM
 
 from kpt_fp8.transformers import load
 from transformers_models import IDS, logits, model, sqnr
@@ -49,6 +51,29 @@ def test_an_adapter_trains_is_saved_loaded_and_merged(targets, folder, tmp_path)
     assert sqnr(trained, logits(merged)) > max(15, sqnr(trained, before) + 5)
 
 
+METHODS = {"DoRA": {"use_dora": True}, "PiSSA": {"init_lora_weights": "pissa"}, "OLoRA": {"init_lora_weights": "olora"}}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_that_read_the_weights_train_and_merge(method, folder):
+    base = load(folder)
+    before = logits(base)
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, **METHODS[method]))
+    assert sqnr(before, logits(adapted)) > (20 if method != "DoRA" else 60)  # what is left is quantised anew
+    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        losses.append(adapted(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    trained = logits(adapted.eval())
+    merged = adapted.merge_and_unload()
+    assert isinstance(merged.model.layers[0].self_attn.q_proj, NativeFP8Linear)
+    assert sqnr(trained, logits(merged)) > 15
+
+
 def test_a_merged_adapter_is_taken_out_again():
     whole = convert_model_to_fp8(model("llama"))
     before = logits(whole)
@@ -60,11 +85,37 @@ def test_a_merged_adapter_is_taken_out_again():
         assert sqnr(before, logits(adapted)) > 20
 
 
-def test_an_adapter_on_experts_is_refused_instead_of_left_untrained(tmp_path):
+TARGETS = [{"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "target_modules": []}]
+
+
+@pytest.mark.parametrize("targets", [*TARGETS, {"target_modules": "all-linear"}], ids=["parameters", "all-linear"])
+@pytest.mark.parametrize("variant", ["fp8-block", "ct-channel", "fp8-tensor-static"])
+def test_an_adapter_on_experts_trains_as_on_their_numbers_and_loads_in_plain_peft(variant, targets, tmp_path):
+    model("qwen3_moe").save_pretrained(tmp_path / "source")
+    quantized(tmp_path / "out", tmp_path / "source", variant)
+    convert_checkpoint(tmp_path / "out", tmp_path / "wide", to="float32")
+    losses, adapted = [], []
+    for base in (load(tmp_path / "out"), Qwen3MoeForCausalLM.from_pretrained(tmp_path / "wide")):
+        adapted.append(get_peft_model(base, LoraConfig(r=4, lora_alpha=32, init_lora_weights=False, **targets)))
+        # PEFT rounds the first numbers of an adapter to what it adapts, before they are float32.
+        set_peft_model_state_dict(adapted[-1], get_peft_model_state_dict(adapted[0]))
+        losses.append(adapted[-1](input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    ours, theirs = ({n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in adapted)
+    assert any("experts" in name for name in ours)
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5 * theirs[name].abs().max().item())
+    adapted[0].save_pretrained(tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "wide"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(plain.eval()), logits(adapted[0].eval()), rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_on_experts_that_are_not_run_by_kpt_is_refused_instead_of_left_untrained(tmp_path):
     model("qwen3_moe").save_pretrained(tmp_path / "source")
     quantized(tmp_path / "out", tmp_path / "source", "fp8-block")
-    adapted = get_peft_model(load(tmp_path / "out"), LoraConfig(target_modules="all-linear", r=4))
-    with pytest.raises(InputError, match="adapters on 8-bit experts can't be trained"):
+    adapted = get_peft_model(load(tmp_path / "out", experts_implementation="eager"), LoraConfig(r=4, **TARGETS[0]))
+    with pytest.raises(InputError, match='adapters on 8-bit experts need experts_implementation="kpt"'):
         adapted(input_ids=IDS)
 
 

@@ -279,15 +279,6 @@ def test_gradients_reach_what_is_not_quantised(small):
     assert all(p.grad is None for p in have.parameters() if p.dtype is E4M3)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
-def test_an_adapter_on_8_bit_experts_is_refused(small):
-    peft = pytest.importorskip("peft")
-    chosen = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj"])
-    model = peft.get_peft_model(load(small.path), chosen)
-    with pytest.raises(InputError, match="adapters on 8-bit experts"):
-        model(PROMPT)
-
-
 def test_another_dtype_is_of_what_is_computed_and_codes_stay(tmp_path):
     path = write(tmp_path, CONFIGS["qwen3"]()).path
     model = load(path).to("cpu", torch.bfloat16)  # what a user types

@@ -12,11 +12,13 @@ from kpt_core import InputError
 
 from .dequantize import dequantize
 from .linear import linear as linear_op
-from .tensor_operations import HANDLERS, ScaledCodes, about
+from .tensor_operations import HANDLERS, ScaledCodes, about, replace
 
 _MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 
 
+#: Functions of the numbers, whose results are plain: an adapter may begin with them.
+_OF_NUMBERS = (torch.isfinite, torch.linalg.norm, torch.linalg.qr, torch.linalg.svd)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property in C
 
 
@@ -26,9 +28,10 @@ class FP8Tensor(ScaledCodes):
     `F.linear(x, weight)` and `x @ weight.t()` run op `fp8.linear`, differentiable in `x` and the bias. It has these
     operations too: `detach`, `clone`, `copy_` from one like it, `isfinite`, `empty_like`, `.to(device)`, `.to(dtype)`
     (what it stands for; the codes stay), `.t()`, slices and splits of whole rows where no scale is cut in two, and
-    `add_` and `sub_` of plain numbers, which dequantise and quantise the sum alike. Every other operation raises
-    `InputError`: nothing is dequantised unasked. Call `dequantize()` for that. `nbytes` and `element_size()` tell of
-    the memory that it takes, not of the dtype that it stands for.
+    `add_` and `sub_` of plain numbers, which dequantise and quantise the sum alike, as setting `.data` to numbers does.
+    A sum with plain numbers is plain, and so are `torch.linalg.norm`, `qr` and `svd`: PEFT asks for them. Every other
+    operation raises `InputError`: nothing is dequantised unasked. Call `dequantize()` for that. `nbytes` and
+    `element_size()` tell of the memory that it takes, not of the dtype that it stands for.
 
     FSDP2 (`fully_shard`) shards its rows and gathers them in 8 bits. The number of rows must be a multiple of the
     number of processes, and for `128x128` of 128 times that. gloo has no 8-bit dtype for other collectives: over gloo,
@@ -160,17 +163,20 @@ class FP8Tensor(ScaledCodes):
             return _linear(*args, **kwargs)
         if func in _MATMUL and len(args) == 2 and isinstance(args[1], FP8Tensor) and args[1].transposed:
             return _linear(args[0], args[1].t())
-        if func is torch.isfinite:
-            return torch.isfinite(args[0].dequantize())
+        if func in _OF_NUMBERS and isinstance(args[0], FP8Tensor):
+            return func(args[0].dequantize(), *args[1:], **kwargs)
         if func == _SET_DATA:
             own, given = args
             if isinstance(given, FP8Tensor) and about(own) == about(given):
                 own.codes, own.scale = given.codes, given.scale
-                return None
-            raise InputError(
-                "FP8Tensor: setting .data takes another one like it, not other numbers: quantise what is "
-                "given, or put a new nn.Parameter in its place"
-            )
+            elif isinstance(given, FP8Tensor):
+                raise InputError(
+                    "FP8Tensor: setting .data takes numbers, which are quantised alike, or another one like it; got "
+                    f"{' '.join(map(str, about(given)))} for {' '.join(map(str, about(own)))}"
+                )
+            else:
+                replace(own, given)
+            return None
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

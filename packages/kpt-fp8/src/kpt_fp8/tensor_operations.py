@@ -1,4 +1,4 @@
-"""Run torch's own operations on an `FP8Tensor`: each handler works on codes and scale; `add_` alone dequantises."""
+"""Run torch's own operations on an `FP8Tensor`: each handler works on codes and scale; sums alone dequantise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -115,12 +115,18 @@ def _add(x: ScaledCodes, other: Tensor, *, alpha: float = 1) -> ScaledCodes:
             f"{list(other.shape)}: dequantize() first"
         )
     numbers = dequantize(x.codes, x.scale, granularity=x.granularity, dtype=torch.float32)
-    numbers.add_(other.to(torch.float32), alpha=alpha)
+    return replace(x, numbers.add_(other.to(torch.float32), alpha=alpha))
+
+
+def replace(x: ScaledCodes, numbers: Tensor) -> ScaledCodes:
+    """Quantise numbers as `x` is, into its memory."""
+    if x.transposed or list(numbers.shape) != list(x.shape):
+        raise InputError(f"FP8Tensor: it takes numbers of its shape {list(x.shape)}; got {list(numbers.shape)}")
     if not bool(numbers.isfinite().all()):
-        raise InputError("FP8Tensor: the sum with what is added holds NaN or infinity: look at what is added")
+        raise InputError("FP8Tensor: what it becomes holds NaN or infinity: look at what is added or set")
     powers = x.scale.dtype is torch.float8_e8m0fnu
     codes, scale = quantize(
-        numbers,
+        numbers.to(torch.float32),
         dtype=x.codes.dtype,
         granularity=x.granularity,
         scale_dtype=x.scale.dtype,
@@ -133,6 +139,18 @@ def _add(x: ScaledCodes, other: Tensor, *, alpha: float = 1) -> ScaledCodes:
 
 def _subtract(x: ScaledCodes, other: Tensor, *, alpha: float = 1) -> ScaledCodes:
     return _add(x, other, alpha=-alpha)
+
+
+def _sum(x: ScaledCodes, other: Tensor, *, alpha: float = 1) -> Tensor:
+    """Return the sum with plain numbers, which is plain too."""
+    numbers = dequantize(x.codes, x.scale, granularity=x.granularity, dtype=x.dtype)
+    if isinstance(other, ScaledCodes):
+        raise InputError("FP8Tensor: a sum is with plain numbers; got two of 8-bit codes: dequantize() them first")
+    return torch.add(numbers.t() if x.transposed else numbers, other, alpha=alpha)
+
+
+def _difference(x: ScaledCodes, other: Tensor, *, alpha: float = 1) -> Tensor:
+    return _sum(x, other, alpha=-alpha)
 
 
 def about(x: ScaledCodes) -> tuple[object, ...]:
@@ -281,6 +299,7 @@ def _split_with_sizes(x: ScaledCodes, sizes: list[int], dim: int = 0) -> list[Sc
 
 #: By torch's operation.
 HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: _sum,
     _aten.add_.Tensor: _add,
     _aten.alias.default: _alias,
     _aten.as_strided.default: _as_strided,
@@ -293,6 +312,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.slice.Tensor: _slice,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split_with_sizes,
+    _aten.sub.Tensor: _difference,
     _aten.sub_.Tensor: _subtract,
     _aten.t.default: _t,
     _aten._to_copy.default: _to_copy,

@@ -188,12 +188,12 @@ def multiplies_fnuz_alone(device: torch.device) -> bool:
     return multiplied(device) == {"fp8_e4m3fnuz"}
 
 
-def _refuse_adapters(experts: nn.Module, _: object) -> None:
-    """Raise `InputError` under an adapter of PEFT, which adds to codes as if they were numbers and gets no gradient."""
-    if nn.utils.parametrize.is_parametrized(experts):
+def _refuse_adapters(experts: Any, _: object) -> None:
+    """Raise `InputError` under an adapter of PEFT, which adds to codes as if they were numbers, but for kpt-moe."""
+    if nn.utils.parametrize.is_parametrized(experts) and experts.config._experts_implementation != "kpt":
         raise InputError(
-            "kpt_fp8.transformers: adapters on 8-bit experts can't be trained: give LoraConfig the names of linear "
-            "layers in target_modules, as in ['q_proj', 'v_proj'], instead of 'all-linear'"
+            'kpt_fp8.transformers: adapters on 8-bit experts need experts_implementation="kpt" (pip install kpt-moe); '
+            "or give LoraConfig the names of linear layers in target_modules, as in ['q_proj', 'v_proj']"
         )
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from kpt_core import InputError
 from kpt_core.shared_config import warn_of_switch
 from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
 from kpt_moe._pairs import SortedPairs
-from kpt_moe._scales import SCALE_BLOCK, SCALE_DTYPES, in_blocks
+from kpt_moe._scales import SCALE_BLOCK, SCALE_DTYPES, dequantise, in_blocks
 from kpt_moe.composed_experts import composed_experts
 from kpt_moe.conversion.experts import options_of
 from kpt_moe.experts import experts
@@ -39,16 +40,22 @@ def kpt_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
         `[tokens, hidden_size]` of hidden_states' dtype.
     """
     warn_of_switch(self, "_experts_implementation", NAME, getattr(self, "layer_idx", None))
-    module: Any = self
-    x = hidden_states.to(module.down_proj.dtype)
-    options: dict[str, Any] = {ours: getattr(module, theirs) for ours, theirs in parameter_names(module).items()}
-    options["transposed"] = module.is_transposed
-    activation = None if has_post_norm(self) else known_activation(module)
+    held = {ours: getattr(self, theirs) for ours, theirs in parameter_names(self).items()}
+    return _by_numbers(self, hidden_states, top_k_index, top_k_weights, held)
+
+
+def _by_numbers(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, held: dict[str, Tensor]
+) -> Tensor:
+    """Run experts whose weights are numbers, by their names in `moe.experts`."""
+    x = hidden_states.to(held["down_proj"].dtype)
+    options: dict[str, Any] = {**held, "transposed": module.is_transposed}
+    activation = None if has_post_norm(module) else known_activation(module)
     if activation is not None:
         out = experts(x, top_k_index, top_k_weights, **options, **options_of(activation))
     else:
         gating = module._apply_gate if module.has_gate else module.act_fn
-        norm = module.post_expert_norm if has_post_norm(self) else None
+        norm = module.post_expert_norm if has_post_norm(module) else None
         out = composed_experts(x, top_k_index, top_k_weights, **options, activation=gating, post_norm=norm)
     return out.to(hidden_states.dtype)
 
@@ -81,12 +88,9 @@ def kpt_fp8_experts_forward(
     """
     warn_of_switch(self, "_experts_implementation", NAME, getattr(self, "layer_idx", None))
     module: Any = self
-    for adapted, held in getattr(module, "parametrizations", {}).items():
-        if held.original.dtype in FLOAT8:
-            raise InputError(
-                f"experts_implementation={NAME!r}: {adapted} of FP8 experts is adapted (by peft, perhaps), and what is "
-                f"added to 8-bit numbers has no scale: adapt other modules, or {_DEQUANTISE}"
-            )
+    if is_parametrized(self):
+        adapted = _adapted(module, hidden_states.dtype)
+        return _by_numbers(module, hidden_states, top_k_index, top_k_weights, adapted)
     name = "gate_up_proj" if module.has_gate else "up_proj"
     up, up_bias = getattr(module, name), getattr(module, f"{name}_bias", None)
     down, down_bias = module.down_proj, getattr(module, "down_proj_bias", None)
@@ -144,9 +148,28 @@ def refusal_of(block_size: Sequence[int] | None, expert_dtype: str = "fp8") -> s
     )
 
 
-def _frozen(module: Any, name: str, halves: int) -> tuple[Tensor, Tensor]:
+def _adapted(module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights as numbers, with what adapters add to them (peft, for parameters): codes can't take it."""
+    found = {}
+    for ours, name in parameter_names(module).items():
+        chain = getattr(module.parametrizations, name, ())
+        weight = chain.original if chain else getattr(module, name)
+        if weight.dtype in FLOAT8:
+            halves = 2 if module.has_gate and ours == "gate_up_proj" else 1
+            codes, scale = _frozen(module, name, halves, weight)
+            scale = scale if scale.dim() == 3 else scale.unsqueeze(2)
+            parts = zip(codes.chunk(halves, 1), scale.chunk(halves, 1), strict=True)
+            weight = torch.cat([dequantise(*part, torch.float32).to(dtype) for part in parts], 1)
+        for added in chain:
+            weight = added(weight)
+        found[ours] = weight
+    return found
+
+
+def _frozen(module: Any, name: str, halves: int, codes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The codes of a projection and their scales, as `moe.experts` takes them; `InputError` if they are others."""
-    codes, scale = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+    codes = (getattr(module, name) if codes is None else codes).detach()
+    scale = getattr(module, f"{name}_scale_inv").detach()
     if codes.dtype not in FLOAT8:
         raise InputError(
             f"experts_implementation={NAME!r}: {name} of FP8 experts must be {NAMES_OF_FLOAT8}; got {codes.dtype}: "
