@@ -339,10 +339,21 @@ def test_routers_stay_as_they_are_whatever_they_are_called(router, stacked, tmp_
     assert left == {f"model.0.{router}.weight", *(["model.0.mlp.experts.up_proj"] if stacked else [])}
 
 
-def test_stacked_experts_stay_as_they_are_and_it_is_said(tmp_path):
-    tensors = plain_tensors()
-    tensors["model.0.mlp.experts.gate_up_proj"] = torch.randn(4, 64, 128)
-    tensors["model.0.mlp.experts.down_proj"] = torch.randn(4, 128, 32)
-    report = convert_checkpoint(write(tmp_path / "source", tensors), tmp_path / "out", to="fp8")
-    assert report.notes == ["Experts stacked in one tensor stay as they are: model.0.mlp.experts."]
-    assert "model.0.mlp.experts" in config_of(tmp_path / "out")["quantization_config"]["ignored_layers"]
+@pytest.mark.parametrize(
+    ("up", "down", "owners"),
+    [
+        ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", ["mlp.experts"]),
+        ("moe.input_linear.weight", "moe.output_linear.weight", ["moe.input_linear", "moe.output_linear"]),  # Granite's
+    ],
+)
+def test_stacked_experts_stay_as_they_are_and_it_is_said(up, down, owners, tmp_path):
+    tensors = plain_tensors() | {"model.0.conv.weight": torch.randn(8, 4, 3)}
+    tensors |= {f"model.0.{up}": torch.randn(4, 64, 128), f"model.0.{down}": torch.randn(4, 128, 32)}
+    report = convert_checkpoint(
+        write(tmp_path / "source", tensors, {"num_local_experts": 4}), tmp_path / "out", to="fp8"
+    )
+    named = [f"model.0.{owner}" for owner in owners]
+    assert report.notes == [f"Experts stacked in one tensor stay as they are: {', '.join(named)}."]
+    ignored = config_of(tmp_path / "out")["quantization_config"]["ignored_layers"]
+    assert {*named} <= {*ignored}
+    assert len(ignored) == len({*ignored})

@@ -182,6 +182,10 @@ def convert_checkpoint(
     return report
 
 
+#: What configurations call the number of experts.
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+
+
 @dataclass(slots=True)
 class _Work:
     """What is converted, and how."""
@@ -223,12 +227,17 @@ class _Work:
         tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", True))
         if tied and not any(module_of(name).endswith(HEAD) for name in self.names):
             found.append(HEAD)  # it is the matrix of the embeddings, which stays as it is
-        return found + self.stacked()
+        return list(dict.fromkeys([*found, *self.stacked()]))
 
     def stacked(self) -> list[str]:
         """Modules of experts whose matrices are in one tensor, which stay as they are."""
-        owners = (name.rpartition(".")[0] for name, each in self.contents.plain.items() if len(each.shape) == 3)
-        return list(dict.fromkeys(owner for owner in owners if owner.endswith(".experts")))
+        config = self.contents.folder.config
+        parts = (config, config.get("text_config") or {})
+        counts = {part.get(key) for part in parts for key in _COUNTS}
+        stacks = [name for name, each in self.contents.plain.items() if len(each.shape) == 3]
+        owners = {name: name.rpartition(".")[0] for name in stacks}
+        found = (o for n, o in owners.items() if o.endswith(".experts") or self.contents.plain[n].shape[0] in counts)
+        return list(dict.fromkeys(found))
 
     def metadata(self) -> dict[str, str]:
         shapes = {name: each.shape for name, each in self.contents.weights.items()}
