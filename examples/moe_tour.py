@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from kpt_moe import BiasBalancer, MoELayer, RouterStatistics, Routing, create_moe_layer
-from kpt_moe.expert_networks import EXPERTS, FeedForwardExpert, QuantisedFeedForwardExpert
+from kpt_moe.expert_networks import EXPERTS, FeedForwardExpert, QuantizedFeedForwardExpert
 from kpt_moe.layers import LAYERS, SharedExperts
 from kpt_moe.losses import switch_loss
 from kpt_moe.offload import checkpoint_experts, offload_experts
@@ -125,8 +125,8 @@ def networks() -> None:
     rows = [("float32", f"{sum(parameter.nbytes for parameter in experts.parameters()):,}", "-")]
     with torch.no_grad():
         expected = experts(x, routing)
-        for scheme in ("row", "block128"):
-            small = QuantisedFeedForwardExpert.from_feed_forward(experts, scheme=scheme)
+        for scheme in ("row", "128x128"):
+            small = QuantizedFeedForwardExpert.from_feed_forward(experts, scheme=scheme)
             error = (small(x, routing) - expected).norm() / expected.norm()
             rows.append((f"FP8, {scheme}", f"{sum(p.nbytes for p in small.parameters()):,}", f"{error:.2%}"))
     table(("feed_forward", "bytes of weights", "relative error of outputs"), *rows)

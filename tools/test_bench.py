@@ -28,7 +28,7 @@ import kpt_core
 from kpt_cli.bench.moe import Shape
 from kpt_core.registry import add_backend, remove_backend
 from kpt_moe.experts import experts as experts_op
-from kpt_moe.quantised_experts import quantise_weights
+from kpt_moe.quantized_experts import quantize_weights
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 EXACT = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_plain_pytorch_stands_beside_a_vendors_kernel(offering: Any) -> None:
 
 @pytest.mark.parametrize(
     ("group", "options"),
-    [("decode", {}), ("decode", {"scheme": "block128"}), ("prefill", {}), ("step", {}), ("step", {"gpt_oss": True})],
+    [("decode", {}), ("decode", {"scheme": "128x128"}), ("prefill", {}), ("step", {}), ("step", {"gpt_oss": True})],
 )
 def test_wrong_experts_are_refused(offering: Any, group: str, options: dict[str, Any]) -> None:
     offering("moe.experts", "experts_of_last_choice_only")
@@ -273,9 +273,9 @@ def test_consecutive_calls_of_one_token_share_no_expert_and_reach_all_of_both_co
     assert len(problem.copies) == 2
 
 
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 def test_dequantised_multiplies_each_number_by_its_scale(scheme: str) -> None:
-    codes, scale = quantise_weights(torch.randn(1, 130, 140, generator=torch.Generator().manual_seed(0)), scheme)
+    codes, scale = quantize_weights(torch.randn(1, 130, 140, generator=torch.Generator().manual_seed(0)), scheme)
     found = experts.dequantised(codes[0], scale[0])
     for row, column in ((0, 0), (127, 128), (129, 139)):
         own = scale[0, row] if scheme == "row" else scale[0, row // 128, column // 128]

@@ -74,9 +74,9 @@ def grouped(setting: Setting, op: str) -> tuple[str, Mapping[str, Any]]:
     if op == "moe.grouped_mm_wgrad":
         return op, {"x": x, "grad": _normal(setting, rows, 2 * inner), "offsets": offsets}
     if op == "moe.scaled_grouped_mm":
-        from kpt_moe.quantised_experts import quantise_weights
+        from kpt_moe.quantized_experts import quantize_weights
 
-        codes, scale = quantise_weights(weight.mT.contiguous(), "row")
+        codes, scale = quantize_weights(weight.mT.contiguous(), "row")
         return op, {"x": x, "weight": codes.mT, "scale": scale[:, None], "offsets": offsets}
     return op, {"x": x, "weight": weight, "offsets": offsets}
 

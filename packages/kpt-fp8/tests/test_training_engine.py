@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8.training import DivergedError, FP8Recipe, FP8TrainingEngine, FP8TrainingLinear, Guards
-from kpt_fp8.training.quantising import GRADIENT, INPUT
+from kpt_fp8.training.quantizing import GRADIENT, INPUT
 
 RECIPES = ["tensor", "delayed", "row", "block"]
 

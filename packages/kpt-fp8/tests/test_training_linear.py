@@ -17,7 +17,7 @@ from kpt_fp8.training import (
     load_delayed_state,
     update_delayed_scales,
 )
-from kpt_fp8.training.quantising import AMAX, ERROR, GRADIENT, INPUT, SATURATED, WEIGHT, ZEROS
+from kpt_fp8.training.quantizing import AMAX, ERROR, GRADIENT, INPUT, SATURATED, WEIGHT, ZEROS
 
 E5M2 = torch.float8_e5m2
 

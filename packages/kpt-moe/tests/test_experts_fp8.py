@@ -9,7 +9,7 @@ from torch import Tensor
 from kpt_core import InputError
 from kpt_moe.experts import experts
 from kpt_moe.experts import experts as op
-from kpt_moe.quantised_experts import quantise_weights
+from kpt_moe.quantized_experts import quantize_weights
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -23,10 +23,10 @@ CHOICES = {
 
 
 def quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    codes, scale = quantise_weights(weight.mT if transposed else weight, scheme, dtype)
+    codes, scale = quantize_weights(weight.mT if transposed else weight, scheme, dtype)
     if not transposed:
         return codes, scale
-    return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "block128" else scale
+    return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "128x128" else scale
 
 
 def dequantised(codes: Tensor, scale: Tensor, transposed: bool) -> Tensor:
@@ -81,7 +81,7 @@ def both(inputs: Inputs, call: dict, choices: dict) -> tuple[list[Tensor], list[
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("codes", [E4M3, E5M2])
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_value_and_gradients_are_those_of_the_dequantised_weights(choice, scheme, codes):
     choices = CHOICES[choice]
@@ -95,7 +95,7 @@ def test_value_and_gradients_are_those_of_the_dequantised_weights(choice, scheme
 @pytest.mark.parametrize("choice", ["default", "gpt-oss"])
 def test_error_is_that_of_rounding(choice, dtype):
     choices = CHOICES[choice]
-    inputs, call = case(choices, "block128", dtype, tokens=40, hidden=136, inner=64)
+    inputs, call = case(choices, "128x128", dtype, tokens=40, hidden=136, inner=64)
     # As for weights that are not quantised, and one rounding more for each matrix.
     for have, want in zip(*both(inputs, call, choices), strict=True):
         assert have.dtype is dtype

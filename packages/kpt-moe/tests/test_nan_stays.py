@@ -9,7 +9,7 @@ from kpt_moe.expert_networks import (
     ConvolutionalExpert,
     FeedForwardExpert,
     ParameterEfficientExpert,
-    QuantisedFeedForwardExpert,
+    QuantizedFeedForwardExpert,
 )
 from kpt_moe.layers import LAYERS, create_moe_layer
 from kpt_moe.routers import ROUTERS as KINDS
@@ -97,9 +97,9 @@ def test_bits_stay_too_where_bits_do_not_depend_on_the_batch(poison):
     assert torch.equal(have[others], want[others])
 
 
-def _quantised(**options) -> QuantisedFeedForwardExpert:
+def _quantised(**options) -> QuantizedFeedForwardExpert:
     experts = FeedForwardExpert(**SIZES, intermediate_size=6, **options)
-    return QuantisedFeedForwardExpert.from_feed_forward(experts)
+    return QuantizedFeedForwardExpert.from_feed_forward(experts)
 
 
 def _adapted(**options) -> ParameterEfficientExpert:

@@ -17,7 +17,7 @@ from kpt_moe.expert_networks import (
     EXPERTS,
     FeedForwardExpert,
     ParameterEfficientExpert,
-    QuantisedFeedForwardExpert,
+    QuantizedFeedForwardExpert,
 )
 from kpt_moe.layers import UNSET, MoEConfig, MoELayer, SharedExperts, SwitchTransformerMoE, create_moe_layer
 from kpt_moe.losses import GlobalLoad, global_batch_loss
@@ -25,7 +25,7 @@ from kpt_moe.routers import ROUTERS, DynamicCapacityRouter, HashRouter, LearnedR
 from routings import routing_from_logits
 
 SIZES = {"hidden_size": 16, "num_experts": 4}
-PARTS = {**ROUTERS, **EXPERTS, "quantised": QuantisedFeedForwardExpert}
+PARTS = {**ROUTERS, **EXPERTS, "quantised": QuantizedFeedForwardExpert}
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -47,7 +47,7 @@ def test_sizes_have_one_order_and_a_swap_can_not_pass(kind):
         (expert_capacity, 1),
         (limit_capacity, 2),
         (global_batch_loss, 1),
-        (QuantisedFeedForwardExpert.from_feed_forward, 1),
+        (QuantizedFeedForwardExpert.from_feed_forward, 1),
         (ParameterEfficientExpert.from_feed_forward, 1),
         (create_moe_layer, 1),
         (MoELayer, 1),

@@ -226,7 +226,7 @@ def _(right, call):
 @fault(
     "moe.experts",
     "gelu of transposed matrices of blocks is the tanh approximation",
-    having(activation="gelu", up_scheme="block128", transposed=True),
+    having(activation="gelu", up_scheme="128x128", transposed=True),
 )
 def _(right, call):
     blocks = call.gate_up_scale is not None and call.gate_up_scale.dim() == 3

@@ -42,13 +42,13 @@ _MOVED = {
     "batch_invariant": "batch_invariant",
     "composed_experts": "composed_experts",
     "expert_networks": "AttentionExpert ConvolutionalExpert "
-    "ExpertNetwork ParameterEfficientExpert QuantisedFeedForwardExpert",
+    "ExpertNetwork ParameterEfficientExpert QuantizedFeedForwardExpert",
     "experts": "experts",
     "grouped_mm": "grouped_mm grouped_mm_wgrad",
     "layers": "AdaptiveMoELayer GLaMStyleMoE SharedExperts SparseMoELayer SwitchTransformerMoE",
     "losses": "GlobalLoad entropy_loss global_batch_loss gshard_loss sequence_loss z_loss",
     "permutation": "Permutation sort_by_expert",
-    "quantised_experts": "quantise_weights",
+    "quantized_experts": "quantize_weights",
     "routers": "DynamicCapacityRouter ExpertChoiceRouter GShardRouter HashRouter "
     "LearnedRouter LinearRouter Router SwitchRouter",
     "routing_trace": "RoutingTrace record_routing replay_routing",

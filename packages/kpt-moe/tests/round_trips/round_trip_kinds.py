@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import kpt_moe.transformers  # noqa: F401  registers the implementation
 from conversion_models import PROMPT
 from families import FAMILIES
-from kpt_moe.conversion import quantise_experts, to_kpt_layers, upcycle
+from kpt_moe.conversion import quantize_experts, to_kpt_layers, upcycle
 
 
 def original(family: str, size: int = 32) -> PreTrainedModel:
@@ -37,7 +37,7 @@ def converted(family: str) -> Any:
 
 def quantised(family: str) -> Any:
     """The same with FP8 experts."""
-    return quantise_experts(to_kpt_layers(original(family, 128), strict=True), inplace=True)
+    return quantize_experts(to_kpt_layers(original(family, 128), strict=True), inplace=True)
 
 
 def dense() -> PreTrainedModel:

@@ -119,7 +119,7 @@ def test_fp8_experts_refuse_an_adapter_and_other_modules_take_it():
     refused = get_peft_model(
         build("quantised mixtral"), adapter(target_modules=[], target_parameters=["experts.down_proj"])
     )
-    with pytest.raises(InputError, match=r"adds to down_proj of QuantisedFeedForwardExpert.*before they are quantised"):
+    with pytest.raises(InputError, match=r"adds to down_proj of QuantizedFeedForwardExpert.*before they are quantised"):
         logits(refused)
     adapted = trained(build("quantised mixtral"), target_parameters=None)
     want = logits(adapted)

@@ -17,8 +17,8 @@ from conversion_models import CONVERTED, PROMPT, assert_close
 from kpt_core import InputError
 from kpt_fp8.transformers import load as load_fp8
 from kpt_moe import FeedForwardExpert, MoELayer
-from kpt_moe.conversion import load_upcycled, quantise_experts, to_kpt_layers, to_transformers, upcycle
-from kpt_moe.expert_networks import QuantisedFeedForwardExpert
+from kpt_moe.conversion import load_upcycled, quantize_experts, to_kpt_layers, to_transformers, upcycle
+from kpt_moe.expert_networks import QuantizedFeedForwardExpert
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -128,7 +128,7 @@ def test_only_what_upcycle_made_is_loaded_as_upcycled(saved, tmp_path):
         load_upcycled(saved["converted mixtral"])
     changed = upcycled()
     (layer,) = [module for module in changed.modules() if isinstance(module, MoELayer)]
-    layer.experts = QuantisedFeedForwardExpert.from_feed_forward(layer.experts)
+    layer.experts = QuantizedFeedForwardExpert.from_feed_forward(layer.experts)
     changed.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"other tensors than the layers .*down_proj_scale_inv.*torch\.save"):
         load_upcycled(tmp_path)
@@ -226,13 +226,13 @@ def test_the_way_back_takes_its_hook_along():
 def test_experts_that_no_fp8_checkpoint_can_hold_are_refused(model, message):
     made = model()
     with pytest.raises(InputError, match=message):
-        quantise_experts(made, inplace=True)
-    assert not any(isinstance(module, QuantisedFeedForwardExpert) for module in made.modules())
+        quantize_experts(made, inplace=True)
+    assert not any(isinstance(module, QuantizedFeedForwardExpert) for module in made.modules())
 
 
 def test_a_copy_is_quantised_unless_asked_otherwise():
     model = to_kpt_layers(original("mixtral", 128))
-    assert quantise_experts(model) is not model
+    assert quantize_experts(model) is not model
     assert all(isinstance(m.experts, FeedForwardExpert) for m in model.modules() if isinstance(m, MoELayer))
     assert not hasattr(model.config, "quantization_config")
-    assert quantise_experts(model, inplace=True) is model
+    assert quantize_experts(model, inplace=True) is model

@@ -16,7 +16,7 @@ from kpt_fp8.selection import holds_matrices, require_module, trained
 from .conversion import convert_to_fp8_training
 from .guards import Guards, Observation, causes
 from .history import delayed_state, load_delayed_state, mistrust, multiply_gradients, remember, share_largest
-from .quantising import ROLES, largest_of
+from .quantizing import ROLES, largest_of
 from .recipe import FP8Recipe
 from .report import ACCUMULATED, SKIPPED, TAKEN, DivergedError, Escalation, LayerState, StepReport, TrainingReport
 from .state import load_state, require_fitting, state_of

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kpt_core import InputError
 
-from .quantising import ROLES
+from .quantizing import ROLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

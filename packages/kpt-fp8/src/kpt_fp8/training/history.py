@@ -10,7 +10,7 @@ from kpt_core import InputError
 from kpt_fp8.formats import FORMATS
 from kpt_fp8.scales import scale_of
 
-from .quantising import AMAX, GRADIENT
+from .quantizing import AMAX, GRADIENT
 from .recipe import FP8Recipe
 from .watched import Watched, ready
 

@@ -11,7 +11,7 @@ from kpt_fp8.dequantize import dequantize
 from kpt_fp8.quantize import quantize
 from kpt_fp8.scaled_mm import scaled_mm
 
-from .quantising import ERROR, GRADIENT, INPUT, WEIGHT, current, error_of, observed_delayed, observed_now
+from .quantizing import ERROR, GRADIENT, INPUT, WEIGHT, current, error_of, observed_delayed, observed_now
 from .recipe import FP8Recipe
 
 #: What shares a scale, of rows and of the weight.

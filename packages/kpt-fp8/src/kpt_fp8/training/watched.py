@@ -11,7 +11,7 @@ from kpt_core.autocast import without_autocast
 from kpt_core.dispatch import under_transform
 
 from .product import How, Product, plain_product
-from .quantising import OBSERVED, ROLES
+from .quantizing import OBSERVED, ROLES
 from .recipe import FP8Recipe
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kpt_core import UnknownNameError
 from kpt_moe.activations import GATED, PLAIN, Activation
-from kpt_moe.quantised_experts import SCHEMES, quantise_weights
+from kpt_moe.quantized_experts import SCHEMES, quantize_weights
 from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes, WrongInput
 
 from .common import MANY, WIDE, WIDER, case, normal, wrong
@@ -66,12 +66,12 @@ def _away_from_kinks(x: Tensor, up: Tensor, inputs: int, quantised: bool) -> tup
 
 
 def _quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    codes, scale = quantise_weights(weight.mT if transposed else weight, scheme, dtype)
+    codes, scale = quantize_weights(weight.mT if transposed else weight, scheme, dtype)
     # No option of its own, or there would be more cases: the second of the dtypes has the wider scales.
     scale = scale.to(torch.float64 if dtype is torch.float8_e5m2 else torch.float32)
     if not transposed:
         return codes, scale
-    return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "block128" else scale
+    return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "128x128" else scale
 
 
 def _build_experts(
@@ -160,8 +160,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "inner": 130,
         "num_experts": 16,
         "top_k": 8,
-        "up_scheme": "block128",
-        "down_scheme": "block128",
+        "up_scheme": "128x128",
+        "down_scheme": "128x128",
     },
     "DeepSeek-V3 of one rank": {"tokens": 40, "hidden": 640, "inner": 60, "num_experts": 16, "load": "partly away"},
     "Llama 4": {"tokens": 9, "hidden": 320, "inner": 160, "num_experts": 16, "top_k": 1, "transposed": True},
@@ -236,8 +236,8 @@ EXPERTS = CaseTable(
         ),
         case("gpt-oss options", tokens=24, hidden=32, inner=16, **_GPT_OSS),
         case("8-bit", tokens=19, up_scheme="row", down_scheme="row"),
-        case("8-bit blocks", tokens=13, hidden=136, inner=136, up_scheme="block128", down_scheme="block128"),
-        case("8-bit, transposed", hidden=136, inner=72, up_scheme="block128", down_scheme="block128", transposed=True,
+        case("8-bit blocks", tokens=13, hidden=136, inner=136, up_scheme="128x128", down_scheme="128x128"),
+        case("8-bit, transposed", hidden=136, inner=72, up_scheme="128x128", down_scheme="128x128", transposed=True,
             biases=_BOTH),
         case("granite-3.1-1b-a400m", tokens=63, hidden=1024, inner=512, num_experts=32, top_k=8, model=True),
         case("olmoe-1b-7b decode", tokens=1, hidden=2048, inner=1024, num_experts=64, top_k=8, model=True, large=True),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kpt_moe.activations import Activation
 from kpt_moe.conversion import VariantFeedForwardExpert
-from kpt_moe.expert_networks import FeedForwardExpert, QuantisedFeedForwardExpert
+from kpt_moe.expert_networks import FeedForwardExpert, QuantizedFeedForwardExpert
 from kpt_moe.layers import LAYERS as KINDS
 from kpt_moe.layers import MoEConfig, MoELayer, create_moe_layer
 from kpt_moe.routers import ROUTERS as ROUTER_KINDS
@@ -87,8 +87,8 @@ def _ids(generator: torch.Generator) -> tuple[Any, ...]:
     return *_tokens(generator), torch.randint(0, 11, (7,), generator=generator)
 
 
-def _quantised(**options: Any) -> QuantisedFeedForwardExpert:
-    return QuantisedFeedForwardExpert.from_feed_forward(FeedForwardExpert(**options))
+def _quantised(**options: Any) -> QuantizedFeedForwardExpert:
+    return QuantizedFeedForwardExpert.from_feed_forward(FeedForwardExpert(**options))
 
 
 def _experts(make: Callable[..., nn.Module], name: str, **options: Any) -> LayerCase:
@@ -116,7 +116,7 @@ LAYERS = (
     ),
     _network("ParameterEfficientExpert", expert="parameter_efficient", expert_options={"rank": 4}),
     _network("ParameterEfficientExpert adapter", expert="parameter_efficient", expert_options={"mode": "adapter"}),
-    _experts(_quantised, "moe.QuantisedFeedForwardExpert"),
+    _experts(_quantised, "moe.QuantizedFeedForwardExpert"),
     _experts(VariantFeedForwardExpert, "moe.VariantFeedForwardExpert", activation=_GPT_OSS, transposed=True),
     *ROUTERS,
 )

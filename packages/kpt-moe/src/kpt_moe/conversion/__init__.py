@@ -4,7 +4,7 @@ from ._names import accept_checkpoint_names
 from .converting import to_kpt_layers, to_transformers
 from .experts import VariantFeedForwardExpert
 from .kpt_block import KptMoEBlock
-from .quantising import quantise_experts
+from .quantizing import quantize_experts
 from .upcycling import Layers, load_upcycled, upcycle
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "VariantFeedForwardExpert",
     "accept_checkpoint_names",
     "load_upcycled",
-    "quantise_experts",
+    "quantize_experts",
     "to_kpt_layers",
     "to_transformers",
     "upcycle",

@@ -5,7 +5,7 @@ from .base import ExpertNetwork
 from .convolutional import ConvolutionalExpert
 from .feed_forward import FeedForwardExpert
 from .parameter_efficient import ParameterEfficientExpert
-from .quantised import QuantisedFeedForwardExpert
+from .quantized import QuantizedFeedForwardExpert
 
 #: Kinds of experts, by the name that `MoEConfig` gives them.
 EXPERTS: dict[str, type[ExpertNetwork]] = {
@@ -22,5 +22,5 @@ __all__ = [
     "ExpertNetwork",
     "FeedForwardExpert",
     "ParameterEfficientExpert",
-    "QuantisedFeedForwardExpert",
+    "QuantizedFeedForwardExpert",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_moe._checks import require_same_tokens, require_sequences, shape_of
 from kpt_moe.batch_invariant import MODE
-from kpt_moe.expert_networks import ExpertNetwork, QuantisedFeedForwardExpert
+from kpt_moe.expert_networks import ExpertNetwork, QuantizedFeedForwardExpert
 from kpt_moe.routers import Router
 from kpt_moe.routing import Routing
 
@@ -172,7 +172,7 @@ def _wrapped(experts: nn.Module) -> ExpertNetwork:
     kind = type(experts).__name__
     if network is None:
         raise InputError(f"MoELayer: experts must be an ExpertNetwork, or a wrapper of one; got {kind}")
-    if isinstance(network, QuantisedFeedForwardExpert) and hasattr(experts, "parameter_name"):
+    if isinstance(network, QuantizedFeedForwardExpert) and hasattr(experts, "parameter_name"):
         raise InputError(
             f"MoELayer: {kind} adds to {experts.parameter_name} of {type(network).__name__}, whose 8-bit numbers mean "
             "nothing without their scales: adapt the experts before they are quantised, or other modules alone"

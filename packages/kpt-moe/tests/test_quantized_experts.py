@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe.expert_networks import FeedForwardExpert
-from kpt_moe.expert_networks.quantised import QuantisedFeedForwardExpert
-from kpt_moe.quantised_experts import quantise_weights
+from kpt_moe.expert_networks.quantized import QuantizedFeedForwardExpert
+from kpt_moe.quantized_experts import quantize_weights
 from kpt_moe.routers import TopKRouter
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -49,11 +49,11 @@ def groups(weight: Tensor, scheme: str):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 @pytest.mark.parametrize("shape", [(2, 5, 7), (1, 128, 128), (2, 130, 257), (1, 1, 1)])
 def test_numbers_are_the_nearest_under_a_scale_of_the_greatest(shape, scheme, dtype):
     weight = torch.randn(shape) * torch.logspace(-6, 0, shape[2])
-    codes, scale = quantise_weights(weight, scheme, dtype)
+    codes, scale = quantize_weights(weight, scheme, dtype)
     assert (codes.dtype, codes.shape, scale.dtype) == (dtype, weight.shape, torch.float32)
     count = 0
     for place, own in groups(weight, scheme):
@@ -66,11 +66,11 @@ def test_numbers_are_the_nearest_under_a_scale_of_the_greatest(shape, scheme, dt
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 @pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_error_is_within_the_bound_of_the_dtype(source, scheme, dtype):
     weight = torch.randn(2, 130, 257).to(source)
-    codes, scale = quantise_weights(weight, scheme, dtype)
+    codes, scale = quantize_weights(weight, scheme, dtype)
     relative, absolute = BOUNDS[dtype]
     for place, own in groups(weight, scheme):
         number = weight[place].double()
@@ -79,11 +79,11 @@ def test_error_is_within_the_bound_of_the_dtype(source, scheme, dtype):
         assert (error <= bound * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 def test_zeros_have_scale_one(scheme):
     weight = torch.randn(2, 130, 140)
     weight[1] = 0
-    codes, scale = quantise_weights(weight, scheme)
+    codes, scale = quantize_weights(weight, scheme)
     assert (scale[1] == 1).all()
     assert not codes[1].float().any()
     assert (scale[0] != 1).all()
@@ -92,7 +92,7 @@ def test_zeros_have_scale_one(scheme):
 @pytest.mark.parametrize("amax", [1e-45, 1e-38, 3e38])
 def test_extreme_numbers_stay_finite(amax):
     weight = torch.tensor([amax, -amax / 2, 0.0]).view(1, 1, 3)
-    codes, scale = quantise_weights(weight)
+    codes, scale = quantize_weights(weight)
     assert scale.isfinite().all()
     assert (scale > 0).all()
     assert not codes.isnan().any()
@@ -102,29 +102,29 @@ def test_extreme_numbers_stay_finite(amax):
 def test_the_weights_stay_as_they_are():
     weight = torch.randn(2, 128, 256, requires_grad=True)
     before = weight.detach().clone()
-    codes, scale = quantise_weights(weight, "block128")
+    codes, scale = quantize_weights(weight, "128x128")
     assert torch.equal(weight, before)
     assert not codes.requires_grad
     assert not scale.requires_grad
 
 
 def test_empty_weights():
-    codes, scale = quantise_weights(torch.empty(2, 0, 5), "block128")
+    codes, scale = quantize_weights(torch.empty(2, 0, 5), "128x128")
     assert (codes.shape, scale.shape) == (torch.Size((2, 0, 5)), torch.Size((2, 0, 1)))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 def test_weights_that_are_not_finite_are_refused(scheme, value):
     weight = torch.randn(4, 5, 6)
     weight[2, 3, 1] = value
     with pytest.raises(InputError, match=r"must hold finite numbers.*got others in experts \[2\]"):
-        quantise_weights(weight, scheme)
+        quantize_weights(weight, scheme)
 
 
 def test_numbers_beyond_what_a_scale_holds_are_refused():
     with pytest.raises(InputError, match="finite numbers, whose scales float32 can hold"):
-        quantise_weights(torch.full((1, 1, 1), 1e300, dtype=torch.float64))
+        quantize_weights(torch.full((1, 1, 1), 1e300, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,17 @@ def test_numbers_beyond_what_a_scale_holds_are_refused():
 )
 def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
-        quantise_weights(*arguments)
+        quantize_weights(*arguments)
 
 
 def network(
-    scheme: str = "block128", codes: torch.dtype = E4M3, dtype: torch.dtype = torch.float32, **kwargs
-) -> tuple[FeedForwardExpert, QuantisedFeedForwardExpert]:
+    scheme: str = "128x128", codes: torch.dtype = E4M3, dtype: torch.dtype = torch.float32, **kwargs
+) -> tuple[FeedForwardExpert, QuantizedFeedForwardExpert]:
     plain = FeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, dtype=dtype, **kwargs)
     with torch.no_grad():
         for bias in (plain.gate_up_proj_bias, plain.down_proj_bias):
             bias.normal_()
-    return plain, QuantisedFeedForwardExpert.from_feed_forward(plain, scheme=scheme, dtype=codes)
+    return plain, QuantizedFeedForwardExpert.from_feed_forward(plain, scheme=scheme, dtype=codes)
 
 
 def tokens(dtype: torch.dtype = torch.float32):
@@ -156,7 +156,7 @@ def tokens(dtype: torch.dtype = torch.float32):
     return x, TopKRouter(144, num_experts=4, top_k=2)(x.float())
 
 
-def dequantise(made: QuantisedFeedForwardExpert, name: str) -> Tensor:
+def dequantise(made: QuantizedFeedForwardExpert, name: str) -> Tensor:
     codes, scale = getattr(made, name).double(), getattr(made, f"{name}_scale_inv").double()
     if scale.dim() == 2:
         return codes * scale.unsqueeze(2)
@@ -166,7 +166,7 @@ def dequantise(made: QuantisedFeedForwardExpert, name: str) -> Tensor:
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("codes", [E4M3, E5M2])
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 def test_network_computes_with_the_dequantised_weights(scheme, codes, activation):
     plain, made = network(scheme, codes, activation=activation)
     x, routing = tokens()
@@ -185,7 +185,7 @@ def test_network_computes_with_the_dequantised_weights(scheme, codes, activation
 def test_the_original_is_untouched_and_shares_nothing():
     plain = FeedForwardExpert(8, num_experts=2, intermediate_size=6, bias=True).eval()
     before = copy.deepcopy(plain.state_dict())
-    made = QuantisedFeedForwardExpert.from_feed_forward(plain)
+    made = QuantizedFeedForwardExpert.from_feed_forward(plain)
     assert not made.training
     with torch.no_grad():
         for tensor in made.parameters():
@@ -205,19 +205,19 @@ def test_gradients_reach_tokens_and_biases_alone():
     assert x.grad.any()
 
 
-@pytest.mark.parametrize("scheme", ["row", "block128"])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
 def test_state_dict_goes_through_safetensors_under_the_names_of_checkpoints(scheme, tmp_path):
     _, made = network(scheme)
     save_file(made.state_dict(), tmp_path / "experts.safetensors")
     state = load_file(tmp_path / "experts.safetensors")
-    scales = {"row": ([4, 144], [4, 144]), "block128": ([4, 2, 2], [4, 2, 1])}[scheme]
+    scales = {"row": ([4, 144], [4, 144]), "128x128": ([4, 2, 2], [4, 2, 1])}[scheme]
     assert {name: (list(t.shape), t.dtype) for name, t in state.items() if not name.endswith("bias")} == {
         "gate_up_proj": ([4, 144, 144], E4M3),
         "gate_up_proj_scale_inv": (scales[0], torch.float32),
         "down_proj": ([4, 144, 72], E4M3),
         "down_proj_scale_inv": (scales[1], torch.float32),
     }
-    other = QuantisedFeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, scheme=scheme)
+    other = QuantizedFeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, scheme=scheme)
     x, routing = tokens()
     assert not other(x, routing).any()
     other.load_state_dict(state)
@@ -226,8 +226,8 @@ def test_state_dict_goes_through_safetensors_under_the_names_of_checkpoints(sche
 
 def test_memory_is_about_half_of_bfloat16():
     plain = FeedForwardExpert(256, num_experts=2, intermediate_size=256, dtype=torch.bfloat16)
-    for scheme in ("row", "block128"):
-        made = QuantisedFeedForwardExpert.from_feed_forward(plain, scheme=scheme)
+    for scheme in ("row", "128x128"):
+        made = QuantizedFeedForwardExpert.from_feed_forward(plain, scheme=scheme)
         share = sum(t.nbytes for t in made.parameters()) / sum(t.nbytes for t in plain.parameters())
         assert 0.5 < share < 0.51
 
@@ -246,7 +246,7 @@ def test_conversion_of_the_module_leaves_the_quantised_numbers(dtype):
 
 
 def test_nothing_stays_behind_on_meta():
-    made = QuantisedFeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, device="meta")
+    made = QuantizedFeedForwardExpert(144, num_experts=4, intermediate_size=72, bias=True, device="meta")
     moved = network()[1].to("meta")
     x, routing = tokens()
     for layer in (made, moved):
@@ -273,12 +273,12 @@ def test_compiled_in_one_graph_gives_the_same():
 )
 def test_wrong_networks_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
-        QuantisedFeedForwardExpert(8, num_experts=2, intermediate_size=6, **arguments)
+        QuantizedFeedForwardExpert(8, num_experts=2, intermediate_size=6, **arguments)
 
 
 def test_other_networks_are_refused():
     with pytest.raises(InputError, match="experts must be a FeedForwardExpert; got Linear"):
-        QuantisedFeedForwardExpert.from_feed_forward(torch.nn.Linear(2, 2))
+        QuantizedFeedForwardExpert.from_feed_forward(torch.nn.Linear(2, 2))
 
 
 def test_autocast_leaves_the_quantised_numbers():

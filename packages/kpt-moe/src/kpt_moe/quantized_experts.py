@@ -10,11 +10,11 @@ from ._checks import require_known
 from ._dtypes import DTYPES, FLOAT8, NAMES_OF_DTYPES, NAMES_OF_FLOAT8, wide_dtype
 from ._scales import SCALE_BLOCK, in_blocks
 
-#: The schemes of `quantise_weights`.
-SCHEMES = ("row", "block128")
+#: The schemes of `quantize_weights`.
+SCHEMES = ("row", "128x128")
 
 
-def quantise_weights(
+def quantize_weights(
     weight: Tensor, scheme: str = "row", dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """Quantise matrices so that the greatest number under each scale becomes the greatest that the dtype has.
@@ -26,7 +26,7 @@ def quantise_weights(
     Args:
         weight: `[num_experts, outputs, inputs]` of float64, float32, bfloat16 or float16; pass `w.mT` for matrices
             stored as input by output.
-        scheme: `row`, one scale for each output channel, or `block128`, one for each block of 128 by 128 (DeepSeek-V3).
+        scheme: `row`, one scale for each output channel, or `128x128`, one for each block of 128 by 128 (DeepSeek-V3).
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
@@ -43,10 +43,10 @@ def quantise_weights(
     """
     require_known("scheme", scheme, SCHEMES)
     if dtype not in FLOAT8:
-        raise InputError(f"quantise_weights: dtype must be {NAMES_OF_FLOAT8}; got {dtype}")
+        raise InputError(f"quantize_weights: dtype must be {NAMES_OF_FLOAT8}; got {dtype}")
     if weight.dim() != 3 or weight.dtype not in DTYPES:
         raise InputError(
-            f"quantise_weights: weight must be [num_experts, outputs, inputs] of {NAMES_OF_DTYPES}; "
+            f"quantize_weights: weight must be [num_experts, outputs, inputs] of {NAMES_OF_DTYPES}; "
             f"got {weight.dtype} {list(weight.shape)}"
         )
     weight = weight.detach()
@@ -55,11 +55,11 @@ def quantise_weights(
     if weight.numel() == 0:
         return quantised, scale
     for codes, scales, matrix in zip(quantised, scale, weight, strict=True):
-        _quantise_matrix(matrix, codes, scales)
+        _quantize_matrix(matrix, codes, scales)
     if scale.device.type != "meta" and not bool(scale.isfinite().all()):
         experts = (~scale.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
         raise InputError(
-            f"quantise_weights: weight must hold finite numbers, whose scales float32 can hold; got others in experts "
+            f"quantize_weights: weight must hold finite numbers, whose scales float32 can hold; got others in experts "
             f"{experts}: repair those, or keep them unquantised"
         )
     return quantised, scale
@@ -71,7 +71,7 @@ def scale_shape(shape: torch.Size, scheme: str) -> list[int]:
     return [num_experts, outputs] if scheme == "row" else [num_experts, *in_blocks(outputs, inputs)]
 
 
-def _quantise_matrix(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
+def _quantize_matrix(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Quantise `[outputs, inputs]` into given codes and scales."""
     wide = matrix.to(wide_dtype(matrix.dtype))
     outputs, inputs = wide.shape

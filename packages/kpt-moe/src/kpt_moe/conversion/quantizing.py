@@ -7,47 +7,47 @@ from torch import nn
 
 from kpt_core import InputError
 from kpt_moe._scales import SCALE_BLOCK
-from kpt_moe.expert_networks import FeedForwardExpert, QuantisedFeedForwardExpert
+from kpt_moe.expert_networks import FeedForwardExpert, QuantizedFeedForwardExpert
 
 from .kpt_block import kpt_blocks
 
 
-def quantise_experts(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+def quantize_experts(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """Quantise the experts of a converted model to float8_e4m3fn with scales of blocks of 128 by 128 (DeepSeek-V3).
 
     All else stays as it is. `save_pretrained` then writes a checkpoint of the model's family with transformers'
     `quantization_config` for FP8. `from_pretrained` loads it: dequantised on a CPU, and in 8 bits with
     `experts_implementation="kpt"` after `import kpt_moe.transformers`. Of a layer that was not converted, set
-    `layer.experts = QuantisedFeedForwardExpert.from_feed_forward(layer.experts)`, and keep its `state_dict()`.
+    `layer.experts = QuantizedFeedForwardExpert.from_feed_forward(layer.experts)`, and keep its `state_dict()`.
 
     Args:
         model: what `to_kpt_layers` gave.
         inplace: change `model` itself; otherwise a deep copy, and `model` stays as it is.
 
     Returns:
-        The model with `QuantisedFeedForwardExpert` in its blocks.
+        The model with `QuantizedFeedForwardExpert` in its blocks.
 
     Raises:
         InputError: it has no converted block, or experts that such a checkpoint can't hold: with biases, of another
             layout, or with a size that is no multiple of 128. `model` is then unchanged.
 
     Examples:
-        >>> quantise_experts(to_kpt_layers(model)).save_pretrained("experts-in-fp8")
+        >>> quantize_experts(to_kpt_layers(model)).save_pretrained("experts-in-fp8")
     """
-    for path, block in kpt_blocks("quantise_experts", model).items():
+    for path, block in kpt_blocks("quantize_experts", model).items():
         sizes = (block.config.hidden_size, block.config.expert_width)
         plain = isinstance(block.experts, FeedForwardExpert) and not block.config.bias
         if not plain or any(size % SCALE_BLOCK for size in sizes):
             raise InputError(
-                f"quantise_experts: {path or 'the block'} has experts of {block.experts}: FP8 checkpoints of "
+                f"quantize_experts: {path or 'the block'} has experts of {block.experts}: FP8 checkpoints of "
                 "transformers have none of other layouts, with biases, nor of sizes that are no multiples of "
                 f"{SCALE_BLOCK}; leave them as they are"
             )
     if not inplace:
         model = copy.deepcopy(model)
-    for block in dict.fromkeys(kpt_blocks("quantise_experts", model).values()):
+    for block in dict.fromkeys(kpt_blocks("quantize_experts", model).values()):
         experts: Any = block.experts
-        block.experts = QuantisedFeedForwardExpert.from_feed_forward(experts)
+        block.experts = QuantizedFeedForwardExpert.from_feed_forward(experts)
     if hasattr(model, "base_model_prefix"):
         _describe(model)
     return model

@@ -10,13 +10,13 @@ from kpt_core import InputError
 from kpt_moe._checks import require_known
 from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
 from kpt_moe.experts import experts as experts_op
-from kpt_moe.quantised_experts import SCHEMES, quantise_weights, scale_shape
+from kpt_moe.quantized_experts import SCHEMES, quantize_weights, scale_shape
 
 from .base import init_zeros, vectors
 from .feed_forward import FeedForwardExpert, TwoProducts, require_feed_forward
 
 
-class QuantisedFeedForwardExpert(TwoProducts):
+class QuantizedFeedForwardExpert(TwoProducts):
     """`FeedForwardExpert` whose matrices are 8-bit floating-point numbers with scales: half the memory of bfloat16.
 
     Matrices and scales are frozen; gradients reach the tokens, the routing and the biases. Products are those of op
@@ -30,7 +30,7 @@ class QuantisedFeedForwardExpert(TwoProducts):
         intermediate_size: inner width of an expert.
         activation: as in `FeedForwardExpert`.
         bias: give both projections a bias.
-        scheme: of the scales: `row` or `block128`, see `kpt_moe.quantised_experts.quantise_weights`.
+        scheme: of the scales: `row` or `128x128`, see `kpt_moe.quantized_experts.quantize_weights`.
         weight_dtype: of the matrices: float8_e4m3fn or float8_e5m2.
         dtype: of the biases.
 
@@ -47,7 +47,7 @@ class QuantisedFeedForwardExpert(TwoProducts):
         intermediate_size: int,
         activation: str = "swiglu",
         bias: bool = False,
-        scheme: str = "block128",
+        scheme: str = "128x128",
         weight_dtype: torch.dtype = torch.float8_e4m3fn,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -74,13 +74,13 @@ class QuantisedFeedForwardExpert(TwoProducts):
 
     @classmethod
     def from_feed_forward(
-        cls, experts: FeedForwardExpert, *, scheme: str = "block128", dtype: torch.dtype = torch.float8_e4m3fn
+        cls, experts: FeedForwardExpert, *, scheme: str = "128x128", dtype: torch.dtype = torch.float8_e4m3fn
     ) -> Self:
         """Quantise experts; they stay as they are, and share no memory with what is returned.
 
         Args:
             experts: with weights of float64, float32, bfloat16 or float16.
-            scheme: `row` or `block128`.
+            scheme: `row` or `128x128`.
             dtype: float8_e4m3fn or float8_e5m2.
 
         Raises:
@@ -91,7 +91,7 @@ class QuantisedFeedForwardExpert(TwoProducts):
         made = cls(**experts.sizes(), scheme=scheme, weight_dtype=dtype, device="meta", dtype=experts.down_proj.dtype)
         state = {name: value.clone() for name, value in experts.state_dict().items() if name.endswith("_bias")}
         for name in ("gate_up_proj", "down_proj"):
-            state[name], state[f"{name}_scale_inv"] = quantise_weights(getattr(experts, name), scheme, dtype)
+            state[name], state[f"{name}_scale_inv"] = quantize_weights(getattr(experts, name), scheme, dtype)
         made.load_state_dict(state, assign=True)
         return made.train(experts.training)
 
