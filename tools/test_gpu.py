@@ -69,7 +69,8 @@ def test_what_is_measured_is_what_a_gpu_would_be_served(report: Path) -> None:
         "kpt_triton.moe.experts:forward",
         "kpt_attention.torch_kernels.gpu_sdpa:forward",
         "kpt_attention.torch_kernels.gpu_flex:forward",
-        "kpt_attention.torch_kernels.gpu_paged:forward",
+        "kpt_triton.attention.paged:forward",
+        "kpt_triton.fp8.linear:forward",
         "kpt_fp8.torch_kernels.gpu_linear:forward",
         "kpt_fp8.torch_kernels.gpu_scaled_mm:forward",
     }
