@@ -27,7 +27,7 @@ _library = Library("kpt", "FRAGMENT")
 #: Name of a torch op to that of the op that it stands for: it finds the one that was defined last.
 _defined: dict[str, str] = {}
 _arguments: dict[str, str] = {}
-#: Elements before the first one of a tensor that stands for a saved one: as many as keep it aligned.
+#: Elements of memory behind the last one of a tensor that stands for a saved one, which no compiler looks at.
 _VOID = 64
 _TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
@@ -133,18 +133,18 @@ def _void(saved: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return tensors in the place of what is saved, where nothing saves it: to compute it may cost more than the call.
 
     What autograd differentiates asks for none of it. A kernel that is chosen for the backward alone runs its forward
-    again: it knows them by where they begin.
+    again: it knows them by the memory behind them.
     """
     made = []
     for like in saved:
-        whole = like.new_full((_VOID + like.numel(),), math.nan if like.is_floating_point() else 0)
-        made.append(whole[_VOID:].view(like.shape))
+        whole = like.new_full((like.numel() + _VOID,), math.nan if like.is_floating_point() else 0)
+        made.append(whole[: like.numel()].view(like.shape))
     return tuple(made)
 
 
 def _is_void(saved: Sequence[Tensor]) -> bool:
     """Return whether the forward saved nothing."""
-    return all(each.storage_offset() == _VOID for each in saved)
+    return all(each.untyped_storage().nbytes() == (each.numel() + _VOID) * each.itemsize for each in saved)
 
 
 def _own(tensors: Iterable[Tensor], others: Iterable[Tensor | None]) -> list[Tensor]:
