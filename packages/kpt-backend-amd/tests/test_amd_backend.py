@@ -126,7 +126,13 @@ def test_an_old_chip_is_seen_and_not_served(rocm):
 
 def test_every_kernel_is_offered_and_is_where_it_says():
     moe = {op for op in kpt_core.ops() if op.startswith("moe.")}
-    assert {kernel.op for kernel in BACKEND.kernels()} == {*moe, "attention.paged", "fp8.linear", "fp8.quantize", "fp8.scaled_mm"}
+    assert {kernel.op for kernel in BACKEND.kernels()} == {
+        *moe,
+        "attention.paged",
+        "fp8.linear",
+        "fp8.quantize",
+        "fp8.scaled_mm",
+    }
     for kernel in BACKEND.kernels():
         for target in filter(None, (kernel.forward, kernel.backward, kernel.unsupported, kernel.configs)):
             assert callable(load(target))
