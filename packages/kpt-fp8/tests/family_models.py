@@ -254,6 +254,7 @@ FAMILIES = {
     "DBRX": Family(
         "DbrxForCausalLM",
         {
+            "d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
             "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
         },
