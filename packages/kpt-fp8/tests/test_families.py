@@ -17,17 +17,10 @@ from kpt_fp8.checkpoints import convert_checkpoint
 from kpt_fp8.transformers import load
 from transformers_models import sqnr
 
-#: What does not hold yet, by family, and why.
-_STACKED = "its experts are stacked in one tensor in the files, and the conversion leaves such unquantised"
-_UNNAMED = "experts of 8 bits ask the configuration for hidden_act, which it has not"
+#: What does not hold, by family, and why.
 WRONG = {
-    **dict.fromkeys(
-        ("GraniteMoe", "GraniteMoeHybrid", "gpt-oss", "Llama4", "Qwen3-VL-MoE", "Aria", "JetMoe"), _STACKED
-    ),
-    **dict.fromkeys(("Nemotron-H", "LFM2-MoE"), _UNNAMED),
-    "DBRX": "attention in a module norm_attn_norm is left as if it were a norm, experts as they are stacked",
-    "RoBERTa": "lm_head is written as left out, for a tied matrix that is elsewhere, and lm_head.dense is 8-bit",
-    "MiniMax": "a buffer with a number for each head is taken for a stack where there are as many heads as experts",
+    "JetMoe": "its experts are modules of their own kind, which stay as they are",
+    "DBRX": "its experts are modules of their own kind, and attention is within a module norm_attn_norm, as if a norm",
 }
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint, examine_checkpoint
 from kpt_fp8.transformers import load
-from kpt_fp8.transformers.layers import StoredExperts
+from kpt_fp8.transformers.experts import StoredExperts
 from processes import run
 from transformers_models import WRAPPERS, logits, model, numbers, saved, sqnr, with_numbers, wrapper
 
@@ -88,7 +88,7 @@ def test_the_bound_of_activations_is_kept(kind, models, tmp_path):
     layers = [loaded.model.layers[0].self_attn.q_proj]
     if kind == "qwen3_moe":
         experts = loaded.model.layers[0].mlp.experts
-        layers = [lambda x: experts.linear(x, experts.down_proj[0], experts.down_proj_scale_inv[0])]
+        layers = [lambda x: experts._product(x, "down_proj", 0)]
     assert torch.equal(layers[0](x), layers[0](x.clamp(max=1200)))
     assert layers[0](x * torch.inf).isnan().all()
     plain = load(tmp_path / "out", quantize_activations=False).model.layers[0].self_attn.q_proj

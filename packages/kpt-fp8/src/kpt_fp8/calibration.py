@@ -1,5 +1,6 @@
 """Static scales of activations, found by running a model on data: `calibrate`."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,7 @@ from torch import nn
 
 from kpt_core import InputError
 
+from .experts import inputs_of, is_stacked
 from .formats import require_fp8
 from .magnitudes import Largest, Magnitudes, check_method
 from .native_linear import ACTIVATION_DTYPES
@@ -30,7 +32,7 @@ def calibrate(
     layers: Collection[str] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Run a model on data, and choose for each linear layer what to divide its inputs by.
+    """Run a model on data, and choose for each linear layer and each expert's matrices what to divide their inputs by.
 
     The model runs in evaluation mode without gradients, and is left as it was. `convert_model_to_fp8(model,
     activations="tensor", input_scales=calibrate(model, data))` uses the result.
@@ -45,11 +47,13 @@ def calibrate(
         percentile: of that method, above 0 and up to 100.
         dtype: of the weights' codes, as `convert_model_to_fp8` takes it; activations beside e5m2 are e4m3.
         max_batches: stop after so many; None runs all.
-        layers: names of the layers to look at; None looks at all that are linear.
+        layers: names of the layers, or modules of experts, to look at; None looks at all.
         progress: called after each batch with the number of batches done.
 
     Returns:
-        By name of the layer, one positive number. Layers that were not called are not in it.
+        By name of the layer, one positive number. Layers that were not called are not in it. Experts as transformers
+        fuses them have one for each matrix, by the names that checkpoints give these (`mlp.experts.0.gate_proj`); an
+        expert that no token was sent to has the largest of the others.
 
     Raises:
         InputError: no linear layer was called, there was no batch, `data` is a batch itself, a name is none of a linear
@@ -60,12 +64,18 @@ def calibrate(
     require_fp8(owner, "dtype", dtype)
     check_method(method, percentile)
     chosen = _layers(owner, model, layers)
-    seen = {name: Largest() if method == "max" else Magnitudes() for name in chosen}
+    seen: dict[str, Largest | Magnitudes] = defaultdict(Largest if method == "max" else Magnitudes)
     with evaluating(model), ExitStack() as stack:
         for name, layer in chosen.items():
 
-            def count(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], seen: Any = seen[name]) -> None:
-                seen.add(args[0] if args else named["input"])
+            def count(
+                layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any], name: str = name, seen: Any = seen
+            ) -> None:
+                if isinstance(layer, nn.Linear):
+                    seen[name].add(args[0] if args else named["input"])
+                    return
+                for part, rows in inputs_of(layer, *args, **named):
+                    seen[f"{name}.{part}"].add(rows)
 
             stack.callback(layer.register_forward_pre_hook(count, with_kwargs=True).remove)
         for done, batch in enumerate(each_batch(owner, data, max_batches), start=1):
@@ -80,13 +90,30 @@ def calibrate(
     }
     if not found:
         raise InputError(f"{owner}: no linear layer was called with finite numbers: check the data and the model")
-    return found
+    return found | _unreached(chosen, found)
+
+
+def _unreached(chosen: dict[str, nn.Module], found: dict[str, float]) -> dict[str, float]:
+    """Return scales for the experts that no token was sent to."""
+    made: dict[str, float] = {}
+    for name, module in chosen.items():
+        if isinstance(module, nn.Linear):
+            continue
+        count = next(module.parameters()).shape[0]
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            own = {expert: found.get(f"{name}.{expert}.{part}") for expert in range(count)}
+            most = max((each for each in own.values() if each is not None), default=None)
+            if most is not None:
+                made |= {f"{name}.{expert}.{part}": most for expert, scale in own.items() if scale is None}
+    return made
 
 
 def _layers(owner: str, model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Module]:
     require_module(owner, model)
     every: dict[str, nn.Module] = {
-        name: each for name, each in model.named_modules(remove_duplicate=names is None) if isinstance(each, nn.Linear)
+        name: each
+        for name, each in model.named_modules(remove_duplicate=names is None)
+        if isinstance(each, nn.Linear) or is_stacked(each)
     }
     if not every:
         raise InputError(f"{owner}: model has no nn.Linear; got {type(model).__name__}: pass the model to be converted")

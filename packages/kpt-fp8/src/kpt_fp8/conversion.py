@@ -10,7 +10,7 @@ from torch import nn
 
 from kpt_core import InputError
 
-from .experts import NativeFP8Experts, refusal
+from .experts import NativeFP8Experts, is_stacked, refusal
 from .formats import FP8_DTYPES
 from .fp8_tensor import FP8Tensor
 from .linear import NONE
@@ -269,7 +269,9 @@ def _static(
             f"{activations!r}: give 'tensor', or leave input_scales out"
         )
     linear = [n for n, each in model.named_modules(remove_duplicate=False) if isinstance(each, nn.Linear)]
-    unknown = [name for name in scales if name not in linear]
+    # Those of experts are for checkpoints: here their activations stay as they are.
+    stacked = [f"{n}." for n, each in model.named_modules(remove_duplicate=False) if is_stacked(each)]
+    unknown = [name for name in scales if name not in linear and not name.startswith(tuple(stacked))]
     if unknown:
         raise InputError(
             f"{_OWNER}: input_scales has {unknown[0]!r}, which is no linear layer of the model; the first of its "

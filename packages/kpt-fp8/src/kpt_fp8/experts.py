@@ -1,5 +1,6 @@
 """Experts of a Mixture-of-Experts layer with 8-bit weights: `NativeFP8Experts`, by op `moe.experts` of kpt-moe."""
 
+from collections.abc import Iterator
 from typing import Any, Self, cast
 
 import torch
@@ -158,6 +159,21 @@ def is_fused_experts(module: nn.Module) -> bool:
     )
 
 
+def is_stacked(module: nn.Module) -> bool:
+    """Tell whether a module holds matrices of all experts in one parameter each, called with a routing or rows."""
+    return is_fused_experts(module) or takes_rows(type(module))
+
+
+def takes_rows(kind: type[nn.Module]) -> bool:
+    """Tell whether experts are called with the rows of each one after the other, without a routing: Llama 4's."""
+    return kind.__name__ == "Llama4TextExperts"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Tell whether matrices are stored as input by output."""
+    return bool(getattr(module, "is_transposed", takes_rows(type(module))))
+
+
 def unusual_part(experts: Any) -> str:
     """Return what keeps fused experts from being converted, whatever runs them; empty where nothing does."""
     known = {f"{name}{bias}" for name in ("gate_up_proj", "up_proj", "down_proj") for bias in ("", "_bias")}
@@ -165,6 +181,38 @@ def unusual_part(experts: Any) -> str:
     if getattr(experts, "has_post_expert_norm", False) or others:
         return f"there is no place for its {others[0] if others else 'norm after each expert'}"
     return "its experts are spread over processes" if getattr(experts, "_is_expert_parallel", False) else ""
+
+
+def inputs_of(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor | None = None, *_: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Compute what each matrix of fused experts is multiplied by, as their forward is called.
+
+    Yields:
+        Names as of matrices that a checkpoint has one by one, `0.gate_proj`, and their inputs `[rows, inputs]`.
+    """
+    first = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
+    weight, bias, transposed = getattr(experts, first), getattr(experts, f"{first}_bias", None), is_transposed(experts)
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    each = rows.shape[0] // weight.shape[0]
+    for expert, matrix in enumerate(weight):
+        # Llama 4 gives every expert rows of its own.
+        own = (
+            rows[expert * each : (expert + 1) * each] if top_k_index is None else rows[(top_k_index == expert).any(-1)]
+        )
+        if own.numel() == 0:
+            continue
+        inside = own @ (matrix if transposed else matrix.mT)
+        inside = inside if bias is None else inside + bias[expert]
+        if first == "up_proj":
+            inside = experts.act_fn(inside)
+        elif hasattr(experts, "_apply_gate"):
+            inside = experts._apply_gate(inside)
+        else:
+            gate, up = inside.chunk(2, -1)
+            inside = experts.act_fn(gate) * up
+        yield from ((f"{expert}.{name}", own) for name in ("gate_proj", "up_proj")[first == "up_proj" :])
+        yield f"{expert}.down_proj", inside
 
 
 def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from .foreign import foreign_at, write_foreign
 from .formats import Format, format_named, module_of
 from .scheme import NUMBERS, QuantizedWeight, Scheme
 from .soundness import require_sound
+from .stacks import KEY, cut_stacks, layout_of, stacked_modules
 from .staging import ShardWriter, check_target, copy_rest, staged, write_json
 from .widening import PLAIN, unquantized, write_plain
 
@@ -156,16 +157,16 @@ def convert_checkpoint(
     contents = describe(folder)
     contents.require_good()
     chosen = _scheme(contents, form, granularity, activations, dtype, scale_dtype, input_scales is not None)
+    stacks = cut_stacks(contents, lambda each: _taken(each, excluded)) if contents.scheme is None else {}
     anew = _to_quantize(contents, excluded)
     report = CheckpointReport(contents.format.name if contents.format else "unquantised", to, chosen)
     report.notes.extend(_notes(contents, chosen))
     report.notes.extend(_ragged(contents, anew, form, chosen))
     work = _Work(contents, form, chosen, anew, dict(input_scales or {}), requantize)
-    if work.stacked():
-        report.notes.append(f"Experts stacked in one tensor stay as they are: {', '.join(work.stacked())}.")
+    report.notes.extend(_stacked(contents, stacks))
     with staged(real) as staging, folder.reading() as reader:
         copy_rest(folder.path, staging)
-        write_json(staging / CONFIG, _config(folder.config, form.write_config(chosen, work.skipped())))
+        write_json(staging / CONFIG, _config(folder.config, stacks, form.write_config(chosen, work.skipped())))
         writer = ShardWriter(staging, work.metadata(), max_shard_bytes)
         for done, name in enumerate(work.names):
             if progress is not None:
@@ -180,10 +181,6 @@ def convert_checkpoint(
         writer.finish()
         report.bytes = writer.total
     return report
-
-
-#: What configurations call the number of experts.
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 
 @dataclass(slots=True)
@@ -204,6 +201,7 @@ class _Work:
         at |= {name: order[weight.codes] for name, weight in self.contents.weights.items()}
         self.names = sorted(at, key=at.__getitem__)
         if self.scheme.static:
+            self._rename_scales()
             for name in (*self.contents.weights, *self.anew):
                 held = name in self.contents.weights and self.contents.weights[name].input_scale
                 given = self.input_scales.get(module_of(name))
@@ -219,25 +217,24 @@ class _Work:
                         "calibrate again"
                     )
 
+    def _rename_scales(self) -> None:
+        """Name scales as the files name modules, where the model that was calibrated names them otherwise."""
+        own = [name for name in (*self.contents.weights, *self.anew) if module_of(name) not in self.input_scales]
+        layout = layout_of(self.contents) if own and self.input_scales else None
+        for name in own if layout else ():
+            held = self.input_scales.get(module_of(layout.name(name, converted=False))) if layout else None
+            if held is not None:
+                self.input_scales[module_of(name)] = held
+
     def skipped(self) -> list[str]:
         """Modules with a matrix that stays as it is."""
         left = (each for name, each in self.contents.plain.items() if name not in self.anew)
         found = [module_of(each.name) for each in left if each.name.endswith(".weight") and len(each.shape) > 1]
         config = self.contents.folder.config
         tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", True))
-        if tied and not any(module_of(name).endswith(HEAD) for name in self.names):
+        if tied and not any(HEAD in module_of(name).split(".") for name in self.names):
             found.append(HEAD)  # it is the matrix of the embeddings, which stays as it is
-        return list(dict.fromkeys([*found, *self.stacked()]))
-
-    def stacked(self) -> list[str]:
-        """Modules of experts whose matrices are in one tensor, which stay as they are."""
-        config = self.contents.folder.config
-        parts = (config, config.get("text_config") or {})
-        counts = {part.get(key) for part in parts for key in _COUNTS}
-        stacks = [name for name, each in self.contents.plain.items() if len(each.shape) == 3]
-        owners = {name: name.rpartition(".")[0] for name in stacks}
-        found = (o for n, o in owners.items() if o.endswith(".experts") or self.contents.plain[n].shape[0] in counts)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, *stacked_modules(self.contents)]))
 
     def metadata(self) -> dict[str, str]:
         shapes = {name: each.shape for name, each in self.contents.weights.items()}
@@ -336,8 +333,7 @@ def _to_quantize(contents: Contents, excluded: tuple[str, ...]) -> dict[str, Sto
     found = {
         name: each
         for name, each in contents.plain.items()
-        if name.endswith(".weight") and len(each.shape) == 2 and each.dtype in NUMBERS and name not in routers
-        if not any(matches(module_of(name), pattern) for pattern in excluded)
+        if name.endswith(".weight") and name not in routers and _taken(each, excluded)
         # nn.MultiheadAttention reads the weight of this layer, which it never calls.
         if f"{name.removesuffix('out_proj.weight')}in_proj_weight" not in contents.plain
     }
@@ -347,6 +343,29 @@ def _to_quantize(contents: Contents, excluded: tuple[str, ...]) -> dict[str, Sto
             "two dimensions: check exclude, and that experts are stored one by one"
         )
     return found
+
+
+def _taken(stored: Stored, excluded: tuple[str, ...]) -> bool:
+    """Tell whether a tensor is a matrix of numbers whose module is not excluded."""
+    kind = len(stored.shape) == 2 and stored.dtype in NUMBERS
+    return kind and not any(matches(module_of(stored.name), pattern) for pattern in excluded)
+
+
+def _stacked(contents: Contents, cut: Mapping[str, Any]) -> list[str]:
+    """Say what became of experts stacked in one tensor."""
+    notes = []
+    if cut:
+        notes.append(
+            f"Experts stacked in one tensor are written matrix by matrix ({', '.join(cut)}): kpt_fp8.transformers.load "
+            "reads that, and --to bfloat16 joins them again; transformers' from_pretrained looks for the stack."
+        )
+    left = stacked_modules(contents)
+    if left:
+        notes.append(
+            f"Experts stacked in one tensor stay as they are: {', '.join(left)}: excluded, or of a layout that "
+            "transformers' experts do not have."
+        )
+    return notes
 
 
 def _routers(tensors: Mapping[str, Stored]) -> set[str]:
@@ -412,6 +431,6 @@ def _ragged(contents: Contents, anew: Mapping[str, Stored], form: Format, chosen
     ]
 
 
-def _config(config: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with another quantization_config."""
-    return {**unquantized(config), "quantization_config": dict(quantization)}
+def _config(config: Mapping[str, Any], stacks: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with another quantization_config."""
+    return {**unquantized(config), **({KEY: dict(stacks)} if stacks else {}), "quantization_config": dict(quantization)}

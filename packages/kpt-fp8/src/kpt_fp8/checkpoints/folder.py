@@ -33,6 +33,16 @@ class Stored:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a matrix of one expert is in a tensor of all: `stack[expert]`, transposed or not, and some rows of it."""
+
+    stack: str
+    expert: int
+    rows: slice
+    transposed: bool
+
+
 class CheckpointFolder:
     """A folder with config.json and weights in safetensors, in one file or several with an index.
 
@@ -42,6 +52,7 @@ class CheckpointFolder:
         files: names of the files with weights, in their order.
         tensors: by name, in the order of the files.
         faults: sentences about index and files; empty where all is well.
+        cuts: by name of a tensor that is a part of another, which one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,6 +72,7 @@ class CheckpointFolder:
         self.config = read_json(self.path / CONFIG)
         self.faults: list[str] = []
         self.tensors: dict[str, Stored] = {}
+        self.cuts: dict[str, Cut] = {}
         index = self._index()
         self.files = tuple(dict.fromkeys(sorted(index.values()))) if index is not None else (SINGLE,)
         for file in self.files:
@@ -150,7 +162,11 @@ class TensorReader:
         from safetensors import SafetensorError
 
         file = self._folder.tensors[name].file
+        cut = self._folder.cuts.get(name)
         try:
+            if cut is not None:
+                whole: Tensor = self._opened(file).get_slice(cut.stack)[cut.expert]
+                return (whole.mT if cut.transposed else whole)[cut.rows].contiguous()
             tensor: Tensor = self._opened(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self._folder.path / file}: {name} can't be read ({error}): {_HINT}") from error

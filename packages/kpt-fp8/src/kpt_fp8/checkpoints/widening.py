@@ -15,6 +15,7 @@ from .changing import ConvertedTensor
 from .contents import Contents
 from .folder import CONFIG, TensorReader
 from .soundness import require_sound
+from .stacks import KEY, joined
 from .staging import ShardWriter, copy_rest, staged, write_json
 
 #: What weights may become that are no longer quantised.
@@ -47,7 +48,14 @@ def write_plain(
                    key=lambda n: order[contents.weights[n].codes if n in contents.weights else n])  # fmt: skip
     notes = [f"Scales of attention's caches are left out: {', '.join(caches[:3])}{' ...' * (len(caches) > 3)}."]
     told: list[ConvertedTensor] = []
+    stacks, done_stacks = joined(contents.folder.config, contents.weights), set[str]()
     with staged(target) as staging, contents.folder.reading() as reader:
+
+        def widened(name: str) -> Tensor:
+            tensor, change = _widened(owner, name, contents, reader, to)
+            told.append(change)
+            return tensor
+
         copy_rest(contents.folder.path, staging)
         write_json(staging / CONFIG, _config(contents.folder.config, to))
         writer = ShardWriter(staging, {"format": "pt"}, max_shard_bytes)
@@ -57,9 +65,13 @@ def write_plain(
             if name in contents.plain:
                 writer.add(name, reader.tensor(name))
                 continue
-            tensor, change = _widened(owner, name, contents, reader, to)
-            writer.add(name, tensor)
-            told.append(change)
+            if name not in stacks:
+                writer.add(name, widened(name))
+                continue
+            whole, stack, experts = stacks[name]
+            if whole not in done_stacks:
+                writer.add(whole, stack.join(widened, experts))
+                done_stacks.add(whole)
         writer.finish()
     return told, notes if caches else [], writer.total
 
@@ -91,7 +103,7 @@ def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config(config: Mapping[str, Any], to: str) -> dict[str, Any]:
     """Return config.json of the plain checkpoint."""
-    made = unquantized(config)
+    made = {key: value for key, value in unquantized(config).items() if key != KEY}
     for part in (made, made.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(part, dict) and (key in part or (key == "dtype" and "torch_dtype" not in part)):

@@ -24,8 +24,10 @@ from kpt_fp8.checkpoints.folder import CheckpointFolder, TensorReader
 from kpt_fp8.checkpoints.formats import Format, format_of
 from kpt_fp8.checkpoints.scheme import Scheme
 from kpt_fp8.conversion import without_broadcast
+from kpt_fp8.experts import is_stacked
 
-from .layers import StoredExperts, StoredLinear, experts_of
+from .experts import StoredExperts
+from .layers import StoredLinear
 
 METHOD = "kpt_fp8"
 
@@ -96,6 +98,17 @@ def stacking(converter: WeightConverter, sources: list[str], target: str, reader
     return made
 
 
+def _splits() -> tuple[list[WeightConverter], ...]:
+    """Return converters for experts that `convert_checkpoint` split, of models that have none: with a gate, without."""
+    merge, join = MergeModulelist(0), Concatenate(1)
+    halves = ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"]
+    down = WeightConverter(["experts.*.down_proj.weight"], "experts.down_proj", [merge])
+    return (
+        [WeightConverter(halves, "experts.gate_up_proj", [merge, join]), down],
+        [WeightConverter(halves[1:], "experts.up_proj", [merge]), down],
+    )
+
+
 @register_quantization_config(METHOD)
 class KptFP8Config(QuantizationConfigMixin):
     """Names KPT as what loads a checkpoint, with the `quantization_config` that this has.
@@ -133,6 +146,7 @@ class KptFP8Quantizer(HfQuantizer):
         super().__init__(quantization_config, **choices)
         self.format: Format = format_of(quantization_config.checkpoint)
         self.scheme: Scheme = self.format.read_config(quantization_config.checkpoint)
+        self.splits: list[WeightConverter] = []
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Choose what runs the experts, unless it is asked for; this hook sees the configuration first."""
@@ -152,9 +166,9 @@ class KptFP8Quantizer(HfQuantizer):
             made: nn.Module | None = None
             if own and type(module) is nn.Linear:
                 made = StoredLinear(module, self.format, self.scheme, found[f"{name}.weight"], folder.tensors)
-            elif own and hasattr(module, "down_proj") and not isinstance(module.down_proj, nn.Module):
+            elif own and is_stacked(module):
                 text, quantized = model.config.get_text_config(), self.quantization_config.activations
-                made = experts_of(module, text, self.scheme, quantized)
+                made = StoredExperts(module, text, self.scheme, quantized)
             if made is not None:
                 model.set_submodule(name, made)
                 done |= own
@@ -182,6 +196,10 @@ class KptFP8Quantizer(HfQuantizer):
             own, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
             if own not in parameters and name in parameters:
                 own = name  # as transformers loads it, too
+            for extra in () if own in parameters or not quantized else _splits():
+                other, pattern = rename_source_key(name, renamings, extra, model.base_model_prefix, parameters)
+                if pattern is not None and other in parameters:
+                    self.splits, own = extra, other
             if quantized:
                 found[own] = name
         return found
@@ -190,7 +208,7 @@ class KptFP8Quantizer(HfQuantizer):
         """Converters that stack codes and scales of experts, in place of those that stack weights."""
         params = [name for name, _ in model.named_parameters()]
         made: list[Any] = []
-        for each in weight_conversions:
+        for each in (*weight_conversions, *self.splits):
             target = each._original_target_patterns[0]
             if not stacks(each) or not any(param.endswith(f"{target}_scale_inv") for param in params):
                 made.append(each)
@@ -211,8 +229,7 @@ class KptFP8Quantizer(HfQuantizer):
         self.reader.close()
         for name, module in list(model.named_modules()):
             if isinstance(module, StoredExperts):
-                module.requires_grad_(False)  # transformers makes parameters that ask for gradients
-                module.require_sound(name)
+                module.settle(name)
             elif isinstance(module, StoredLinear):
                 native = module.native(name, self.quantization_config.activations)
                 model.set_submodule(name, native.train(module.training))
