@@ -150,6 +150,7 @@ FAMILIES = {
     "Starcoder2": Family("Starcoder2ForCausalLM"),
     "Falcon-H1": Family("FalconH1ForCausalLM", {**_MAMBA, "mamba_d_ssm": 256}),
     "Bamba": Family("BambaForCausalLM", {**_MAMBA, "attn_layer_indices": [1]}),
+    "Mamba": Family("MambaForCausalLM", {"state_size": 16, "time_step_rank": 128}),
     "Mamba2": Family("Mamba2ForCausalLM", {"num_heads": 8, "n_groups": 1, "state_size": 16, "chunk_size": 8}),
     "BERT": Family("BertForMaskedLM", _RAGGED, granularity="tensor"),
     "RoBERTa": Family("RobertaForMaskedLM"),
@@ -229,6 +230,15 @@ FAMILIES = {
     ),
     "gpt-oss": Family("GptOssForCausalLM", _LOCAL, experts=True),
     "Llama4": Family("Llama4ForCausalLM", {**_LOCAL, "intermediate_size_mlp": 256, "moe_layers": [1]}, experts=True),
+    "Qwen3.5-MoE": Family(
+        "Qwen3_5MoeForCausalLM",
+        {
+            **_COUNTED, "shared_expert_intermediate_size": 128, "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        experts=True,
+    ),
     "Qwen3-VL-MoE": Family(
         "Qwen3VLMoeForConditionalGeneration", {"image_token_id": _IMAGE}, "patches in text", {**_MROPE, **_COUNTED},
         _QWEN_TOWER, experts=True,
@@ -244,6 +254,28 @@ FAMILIES = {
     ),
     "Hunyuan-V1-MoE": Family("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2}, experts=True),
     "MiniMax": Family("MiniMaxForCausalLM", {**_LOCAL, "block_size": 8}, experts=True),
+    "MiniMax-M2": Family("MiniMaxM2ForCausalLM", _LOCAL, experts=True),
+    "Kimi-Linear": Family(
+        "KimiLinearForCausalLM",
+        {**_LATENT, **_ROUTED, **_COUNTED, "layer_types": ["full_attention", "full_attention"]}, experts=True,
+    ),
+    "LongCat-Flash": Family(
+        "LongcatFlashForCausalLM",
+        {
+            **_LATENT, "num_layers": 1, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
+            "expert_ffn_hidden_size": 128, "ffn_hidden_size": 256,
+        },
+        experts=True,
+    ),
+    "Gemma4-MoE": Family(
+        "Gemma4ForCausalLM",
+        {
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 128,
+            "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
+        },
+        experts=True,
+    ),
     "LFM2-MoE": Family(
         "Lfm2MoeForCausalLM", {**_COUNTED, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
         experts=True,
