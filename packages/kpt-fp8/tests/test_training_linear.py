@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError, UnknownNameError
@@ -29,8 +30,12 @@ def pair(recipe, k=192, n=96, **options):
 
 
 def run(layer, x, gradient):
+    return run_as(layer, layer, x, gradient)
+
+
+def run_as(call, layer, x, gradient):
     x = x.detach().clone().requires_grad_()
-    out = layer(x)
+    out = call(x)
     out.backward(gradient)
     gradients = [x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad]
     layer.zero_grad()
@@ -332,6 +337,47 @@ def test_compiled_as_one_graph(recipe, backend):
         update_delayed_scales(copied)
         for ours, theirs in zip(model.buffers(), copied.buffers(), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "delayed", "row", "block"])
+def test_a_compiler_sees_one_op_that_gives_what_is_given_without_it(recipe):
+    torch._dynamo.reset()
+    _, layer = pair(recipe, dtype=torch.bfloat16)
+    twin = copy.deepcopy(layer)
+    graphs = []
+
+    def look(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call_")])
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(twin, fullgraph=True, backend=look, dynamic=False)
+    torch.manual_seed(1)
+    for frozen in (False, True):
+        layer.weight.requires_grad_(not frozen)
+        twin.weight.requires_grad_(not frozen)
+        for size in (1, 1, 64):  # the last one saturates under delayed scales
+            x, gradient = size * torch.randn(160, 192).bfloat16(), torch.randn(160, 96).bfloat16()
+            for expected, got in zip(run(layer, x, gradient), run_as(compiled, twin, x, gradient), strict=True):
+                assert expected is got is None or torch.equal(expected, got)
+            assert torch.equal(layer.observed, twin.observed)
+            update_delayed_scales(layer)
+            update_delayed_scales(twin)
+    for targets in graphs:
+        assert targets.count(torch.ops.kpt_fp8.training_product.default) == 1
+        assert len(targets) < 16
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
+def test_the_ops_of_a_compiler_are_what_they_say(recipe):
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((130, 192), (96, 192), (96,)))
+    observed, of_gradient = torch.rand(2, 4), torch.rand(1, 4)
+    plain = (recipe, torch.float8_e4m3fn, E5M2, [recipe == "tensor"] * 3, True, True)
+    op = torch.ops.kpt_fp8.training_product.default
+    scales = torch.ones(3) if recipe == "tensor" else None
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for needs in ([True, True], [False, True], [True, False]):
+        given = [each.detach().requires_grad_(need) for each, need in zip((x, weight), needs, strict=True)]
+        torch.library.opcheck(op, (*given, bias, observed, of_gradient, scales, *plain, needs), test_utils=checks)
 
 
 def test_a_layer_of_an_optimizer_keeps_its_parameters_and_the_others_their_reasons():

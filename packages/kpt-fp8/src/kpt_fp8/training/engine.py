@@ -167,7 +167,7 @@ class FP8TrainingEngine:
         observed = torch.stack([layer.observed.to(where) for layer in self.layers.values()])
         share_largest(tops, observed)
         for layer, own in zip(self.layers.values(), observed, strict=True):
-            layer.observed.copy_(own)  # what is remembered is of all processes, too
+            layer.set_observed(own)  # what is remembered is of all processes, too
         owners = [names.get(id(each), "a parameter of the optimizer") for each in self._parameters()]
         wrong = [name for name, top in zip(owners, tops.tolist(), strict=True) if not top < math.inf]
         return wrong, {

@@ -24,7 +24,10 @@ def update_delayed_scales(model: nn.Module) -> None:
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Watched)]
     if layers:
-        share_largest(*(layer.observed for layer in layers))
+        observed = [layer.observed for layer in layers]
+        share_largest(*observed)
+        for layer, own in zip(layers, observed, strict=True):
+            layer.set_observed(own)
     remember(layers)
     for layer in layers:
         layer.reset_observed()

@@ -1,7 +1,8 @@
 """The three products of a linear layer on 8-bit operands, as one autograd function."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from .quantizing import ERROR, GRADIENT, INPUT, WEIGHT, current, error_of, obser
 from .recipe import FP8Recipe
 
 #: What shares a scale, of rows and of the weight.
-_SHARED = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("1x128", "128x128")}
+SHARED = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("1x128", "128x128")}
+#: Of `x` and of the weight, the numbers and their scale.
+Saved: TypeAlias = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +40,19 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, observed: Tensor, scales: Tensor | None, how: How
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        observed: Tensor,
+        observed_gradient: Tensor,
+        scales: Tensor | None,
+        how: How,
     ) -> Tensor:
         """Multiply `[M, K]` by a weight `[N, K]`: `[M, N]` of `x`'s dtype."""
-        recipe = how.recipe
-        of_rows, of_weight = _SHARED[recipe.granularity]
-        x_codes, x_scale = _quantised(x, recipe.dtype, of_rows, INPUT, observed, scales, how)
-        w_codes, w_scale = _quantised(weight, recipe.dtype, of_weight, WEIGHT, observed, scales, how)
-        out = scaled_mm(
-            x_codes,
-            w_codes.t(),
-            x_scale,
-            w_scale.t() if of_weight == "128x128" else w_scale,
-            bias,
-            granularity_a=of_rows,
-            granularity_b=of_weight,
-            out_dtype=x.dtype,
-        )
-        left: tuple[Tensor | None, Tensor | None] = (None, None)
-        right: tuple[Tensor | None, Tensor | None] = (None, None)
-        if ctx.needs_input_grad[0]:
-            # Rows of the transposed weight have scales of their own.
-            right = (weight, None) if of_weight == "row" else (w_codes, w_scale)
-        if ctx.needs_input_grad[1]:
-            if of_rows == "tensor":
-                left = x_codes, x_scale
-            elif of_rows == "row":
-                left = x, None
-            else:
-                left = current(x.t(), recipe.dtype, of_rows)[:2]
-        ctx.save_for_backward(*left, *right)
-        ctx.observed, ctx.scales, ctx.how = observed, scales, how
+        out, saved = multiply(x, weight, bias, observed, scales, how, ctx.needs_input_grad[:2])
+        ctx.save_for_backward(*saved)
+        ctx.observed, ctx.scales, ctx.how = observed_gradient, scales, how
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return out
@@ -76,46 +61,103 @@ class Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of `x`, weight and bias."""
-        x, x_scale, weight, w_scale = ctx.saved_tensors
-        how: How = ctx.how
-        recipe = how.recipe
-        of_rows, of_weight = _SHARED[recipe.granularity]
-        grad_x = grad_weight = grad_bias = None
-        codes = scale = gradient.new_empty(0)
-        if ctx.needs_input_grad[0] or (ctx.needs_input_grad[1] and of_rows == "tensor"):
-            codes, scale = _quantised(gradient, recipe.gradient_dtype, of_rows, GRADIENT, ctx.observed, ctx.scales, how)
-        if ctx.needs_input_grad[0]:
-            if of_weight == "row":
-                transposed, w_scale, _ = current(weight.t(), recipe.dtype, of_weight)
-                weight = transposed.t()
-            grad_x = scaled_mm(
-                codes, weight, scale, w_scale, granularity_a=of_rows, granularity_b=of_weight, out_dtype=gradient.dtype
-            )
-        if ctx.needs_input_grad[1]:
-            if of_rows == "row":
-                grad_weight = (gradient.t() @ x).to(ctx.weight_dtype)
+        saved, needs, dtypes = ctx.saved_tensors, ctx.needs_input_grad[:3], (ctx.weight_dtype, ctx.bias_dtype)
+        return (*gradients(gradient, saved, ctx.observed, ctx.scales, ctx.how, needs, *dtypes), None, None, None, None)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    observed: Tensor,
+    scales: Tensor | None,
+    how: How,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Saved]:
+    """Multiply, write what is observed, and give what `gradients` of `x` and of the weight, if needed, go by."""
+    recipe = how.recipe
+    of_rows, of_weight = SHARED[recipe.granularity]
+    x_codes, x_scale = _quantised(x, recipe.dtype, of_rows, INPUT, observed[INPUT], scales, how)
+    w_codes, w_scale = _quantised(weight, recipe.dtype, of_weight, WEIGHT, observed[WEIGHT], scales, how)
+    out = scaled_mm(
+        x_codes,
+        w_codes.t(),
+        x_scale,
+        w_scale.t() if of_weight == "128x128" else w_scale,
+        bias,
+        granularity_a=of_rows,
+        granularity_b=of_weight,
+        out_dtype=x.dtype,
+    )
+    left: tuple[Tensor | None, Tensor | None] = (None, None)
+    right: tuple[Tensor | None, Tensor | None] = (None, None)
+    if needs[0]:
+        # Rows of the transposed weight have scales of their own.
+        right = (weight, None) if of_weight == "row" else (w_codes, w_scale)
+    if needs[1]:
+        if of_rows == "tensor":
+            left = x_codes, x_scale
+        elif of_rows == "row":
+            left = x, None
+        else:
+            left = current(x.t(), recipe.dtype, of_rows)[:2]
+    return out, (*left, *right)
+
+
+def gradients(
+    gradient: Tensor,
+    saved: Saved,
+    observed: Tensor,
+    scales: Tensor | None,
+    how: How,
+    needs: Sequence[bool],
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of `x`, weight and bias that are needed, and write what is observed."""
+    x, x_scale, weight, w_scale = saved
+    recipe = how.recipe
+    of_rows, of_weight = SHARED[recipe.granularity]
+    grad_x = grad_weight = grad_bias = None
+    codes = scale = gradient.new_empty(0)
+    if needs[0] or (needs[1] and of_rows == "tensor"):
+        codes, scale = _quantised(gradient, recipe.gradient_dtype, of_rows, GRADIENT, observed[0], scales, how)
+    if needs[0]:
+        assert weight is not None
+        if of_weight == "row":
+            transposed, w_scale, _ = current(weight.t(), recipe.dtype, of_weight)
+            weight = transposed.t()
+        assert w_scale is not None
+        grad_x = scaled_mm(
+            codes, weight, scale, w_scale, granularity_a=of_rows, granularity_b=of_weight, out_dtype=gradient.dtype
+        )
+    if needs[1]:
+        assert x is not None
+        if of_rows == "row":
+            grad_weight = (gradient.t() @ x).to(weight_dtype)
+        else:
+            assert x_scale is not None
+            if of_rows == "tensor":
+                left, right = codes.t(), x
             else:
-                if of_rows == "tensor":
-                    left, right = codes.t(), x
-                else:
-                    left, scale, _ = current(gradient.t(), recipe.gradient_dtype, of_rows)
-                    right, x_scale = x.t(), x_scale.t()
-                grad_weight = scaled_mm(
-                    left,
-                    right,
-                    scale,
-                    x_scale,
-                    granularity_a=of_rows,
-                    granularity_b=of_rows,
-                    out_dtype=ctx.weight_dtype,
-                )
-        if ctx.needs_input_grad[2]:
-            grad_bias = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+                left, scale, _ = current(gradient.t(), recipe.gradient_dtype, of_rows)
+                right, x_scale = x.t(), x_scale.t()
+            grad_weight = scaled_mm(
+                left, right, scale, x_scale, granularity_a=of_rows, granularity_b=of_rows, out_dtype=weight_dtype
+            )
+    if needs[2]:
+        grad_bias = gradient.sum(0, dtype=torch.float32).to(bias_dtype)
+    return grad_x, grad_weight, grad_bias
 
 
 def plain_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, observed: Tensor, scales: Tensor | None, how: How
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    observed: Tensor,
+    observed_gradient: Tensor,
+    scales: Tensor | None,
+    how: How,
 ) -> Tensor:
     """Multiply what was quantised in plain PyTorch, as often differentiable as asked for: what runs under torch.func.
 
@@ -125,11 +167,11 @@ def plain_product(
     unseen = replace(how, observes=False)
 
     def rounded(tensor: Tensor, granularity: str, role: int) -> Tensor:
-        codes, scale = _quantised(tensor.detach(), how.recipe.dtype, granularity, role, observed, scales, unseen)
+        codes, scale = _quantised(tensor.detach(), how.recipe.dtype, granularity, role, observed[role], scales, unseen)
         near = dequantize(codes, scale, granularity=granularity, dtype=tensor.dtype)
         return tensor + (near - tensor).detach()
 
-    of_rows, of_weight = _SHARED[how.recipe.granularity]
+    of_rows, of_weight = SHARED[how.recipe.granularity]
     product = rounded(x, of_rows, INPUT) @ rounded(weight, of_weight, WEIGHT).to(x.dtype).t()
     return product if bias is None else product + bias.to(x.dtype)
 
@@ -146,5 +188,5 @@ def _quantised(
     if seen is not None:
         if how.measures:
             seen[ERROR] = error_of(x, codes, scale, granularity)
-        observed[role].copy_(torch.maximum(observed[role], seen))
+        observed.copy_(torch.maximum(observed, seen))
     return codes, scale

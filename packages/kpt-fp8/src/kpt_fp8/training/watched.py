@@ -10,8 +10,9 @@ from kpt_core import InputError
 from kpt_core.autocast import without_autocast
 from kpt_core.dispatch import under_transform
 
+from .opaque import opaque_product
 from .product import How, Product, plain_product
-from .quantizing import OBSERVED, ROLES
+from .quantizing import GRADIENT, OBSERVED, ROLES
 from .recipe import FP8Recipe
 
 
@@ -22,7 +23,7 @@ class Watched(nn.Module):
         recipe: how numbers are quantised; `set_recipe` changes it.
         observes: whether a forward or backward pass in training mode counts what happens.
         measures: whether it measures errors too, which reads all numbers once more.
-        observed: `[3, 4]` float32: of input, weight and gradient the largest magnitude, the share of codes that
+        observed: a copy, `[3, 4]` float32: of input, weight and gradient the largest magnitude, the share of codes that
             saturated under a delayed scale, the share of codes that are zero, and the error if it was measured. Each is
             the maximum since `reset_observed`.
         amax_history: with delayed scales, `[3, history]` float32; None without.
@@ -32,7 +33,8 @@ class Watched(nn.Module):
     """
 
     recipe: FP8Recipe
-    observed: Tensor
+    observed_forward: Tensor
+    observed_gradient: Tensor
     amax_history: Tensor | None
     scales: Tensor | None
 
@@ -46,9 +48,21 @@ class Watched(nn.Module):
             return torch.zeros(shape, device=device, dtype=torch.float32)
 
         # Apart from the weights, whose state dict is for every other program too: `delayed_state` has them.
-        self.register_buffer("observed", new(len(ROLES), len(OBSERVED)), persistent=False)
+        # Two, since a compiled backward pass writes the whole of a buffer: it would undo what other forward passes saw.
+        self.register_buffer("observed_forward", new(GRADIENT, len(OBSERVED)), persistent=False)
+        self.register_buffer("observed_gradient", new(1, len(OBSERVED)), persistent=False)
         for name, shape in (("amax_history", (len(ROLES), recipe.history)), ("scales", (len(ROLES),))):
             self.register_buffer(name, new(*shape) if recipe.delayed else None, persistent=False)
+
+    @property
+    def observed(self) -> Tensor:
+        """What was observed, by role; see `Watched`."""
+        return torch.cat((self.observed_forward, self.observed_gradient))
+
+    def set_observed(self, observed: Tensor) -> None:
+        """Set what was observed, as `observed` gave it."""
+        self.observed_forward.copy_(observed[:GRADIENT])
+        self.observed_gradient.copy_(observed[GRADIENT:])
 
     def set_recipe(self, recipe: FP8Recipe) -> None:
         """Quantise in another way from now on. Histories stay as the first recipe made them."""
@@ -71,12 +85,15 @@ class Watched(nn.Module):
             input = input if input.dtype is torch.float64 else input.to(torch.get_autocast_dtype(where))
         delayed = self.recipe.delayed
         with without_autocast(where):
-            multiply = plain_product if under_transform() else Product.apply
+            # One node of a compiler's graph, which else has some eighty to look at for each layer.
+            compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+            multiply = plain_product if under_transform() else opaque_product if compiled else Product.apply
             rows: Tensor = multiply(
                 input.reshape(-1, weight.shape[1]),
                 weight,
                 bias,
-                self.observed,
+                self.observed_forward,
+                self.observed_gradient,
                 self.scales if delayed else None,  # Dynamo takes no tensor twice
                 How(
                     recipe=self.recipe,
@@ -90,7 +107,8 @@ class Watched(nn.Module):
 
     def reset_observed(self) -> None:
         """Forget what was observed."""
-        self.observed.zero_()
+        self.observed_forward.zero_()
+        self.observed_gradient.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         kept = {id(buffer) for buffer in self.buffers(recurse=False)}
