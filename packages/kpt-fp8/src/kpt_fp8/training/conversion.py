@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from kpt_core.registry import backends
 from kpt_fp8.selection import chosen_layers, require_module, require_parent
 
 from .experts import FP8TrainingExperts, refusal
@@ -60,6 +61,7 @@ def convert_to_fp8_training(
         for name in names:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, module)
+    backends()  # discovered now, and not in the first step, which took four times as long as later ones
     leave_to_each_process(model)
     return found.skipped
 
