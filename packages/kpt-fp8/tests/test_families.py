@@ -19,8 +19,6 @@ from transformers_models import sqnr
 
 #: What does not hold, by family, and why.
 WRONG = {
-    "Mamba": "its layer multiplies by dt_proj.weight itself, without the linear layer, which codes don't allow",
-    "Kimi-Linear": "transformers names the experts by a pattern with a backslash, and so no scale is loaded for them",
     "LongCat-Flash": "experts that return their input have rows in one of the two stacks, which differ in length",
     "JetMoe": "its experts are modules of their own kind, which stay as they are",
     "DBRX": "its experts are modules of their own kind, and attention is within a module norm_attn_norm, as if a norm",

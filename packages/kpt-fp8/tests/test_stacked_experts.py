@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from kpt_core import InputError
-from kpt_fp8 import calibrate
+from kpt_fp8 import NativeFP8Experts, calibrate
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -117,15 +117,12 @@ def test_an_expert_that_no_token_reached_has_the_largest_scale_of_the_others():
 def test_another_implementation_of_8_bit_experts_is_refused_by_name(sources, tmp_path):
     convert_checkpoint(sources / "gpt-oss", tmp_path / "out", to="compressed-tensors")
     model = load(tmp_path / "out", experts_implementation="grouped_mm")
-    with pytest.raises(InputError, match=r"experts_implementation='grouped_mm' does not run 8-bit experts here"):
+    with pytest.raises(InputError, match=r"experts_implementation='grouped_mm' does not run 8-bit experts"):
         model(IDS)
 
 
 def test_experts_with_parts_that_have_no_8_bit_form_are_refused():
-    from kpt_fp8.checkpoints.scheme import Scheme
-    from kpt_fp8.transformers.experts import StoredExperts
-
     experts = FAMILIES["Qwen3-MoE"].made().model.layers[0].mlp.experts
     experts.register_parameter("scale_of_each", torch.nn.Parameter(torch.ones(4)))
-    with pytest.raises(InputError, match="no 8-bit form here: there is no place for its scale_of_each"):
-        StoredExperts(experts, None, Scheme(granularity="row", dtype=torch.float8_e4m3fn), activations=False)
+    with pytest.raises(InputError, match="no 8-bit form: there is no place for its scale_of_each"):
+        NativeFP8Experts(experts)

@@ -17,7 +17,7 @@ from .linear import NONE
 from .native_linear import NativeFP8Linear, one_positive
 from .quality import Quality, QualityMeter
 from .selection import Chosen, Selection, chosen_layers, require_module, require_parent, require_some, trained
-from .weight_state import FP8Module, bytes_of
+from .weight_state import bytes_of
 from .weights import require_finite
 
 _OWNER = "convert_model_to_fp8"
@@ -133,8 +133,8 @@ def convert_model_to_fp8(
     _require_numbers(found)
     static = _static(model, found, input_scales, activations)
 
-    def converted(chosen: _Chosen) -> tuple[FP8Module, ConvertedLayer]:
-        made: FP8Module
+    def converted(chosen: _Chosen) -> tuple[nn.Module, ConvertedLayer]:
+        made: nn.Module
         module = trained(chosen.module)
         if isinstance(module, nn.Linear):
             meter = QualityMeter()
@@ -180,7 +180,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     return report
 
 
-_Convert = Callable[[_Chosen], tuple[FP8Module, ConvertedLayer]]
+_Convert = Callable[[_Chosen], tuple[nn.Module, ConvertedLayer]]
 
 
 def _copied(
@@ -197,7 +197,7 @@ def _copied(
         for name, bias in _biases(each.module):
             # A bias that something else has, too, stays shared.
             copied = memo.setdefault(id(bias), nn.Parameter(bias.detach().clone(), bias.requires_grad))
-            setattr(made, _name_of_bias(name), copied)
+            setattr(made, name, copied)
     progress(len(chosen), len(chosen), "done")
     try:
         return copy.deepcopy(model, memo), layers
@@ -221,7 +221,7 @@ def _in_place(
         layers.append(layer)
         for name, bias in _biases(each.module):
             # An optimizer that has the bias goes on with it.
-            setattr(made, _name_of_bias(name), bias)
+            setattr(made, name, bias)
         for name in each.names:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, made)
@@ -232,10 +232,6 @@ def _in_place(
 
 def _biases(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, each) for name, each in module.named_parameters(recurse=False) if name.endswith("bias")]
-
-
-def _name_of_bias(name: str) -> str:
-    return "gate_up_proj_bias" if name == "up_proj_bias" else name
 
 
 def _leave_refused_experts(found: Selection, granularity: str, dtype: torch.dtype) -> None:

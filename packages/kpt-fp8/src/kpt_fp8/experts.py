@@ -1,161 +1,300 @@
-"""Experts of a Mixture-of-Experts layer with 8-bit weights: `NativeFP8Experts`, by op `moe.experts` of kpt-moe."""
+"""Experts of a Mixture-of-Experts layer with 8-bit weights: `NativeFP8Experts`, by kpt-moe or op `fp8.linear`."""
 
-from collections.abc import Iterator
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import MethodType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from kpt_core import InputError, UnknownNameError, get_op
 
-from .fp8_tensor import FP8Tensor
+from .dequantize import dequantize
+from .linear import NONE, linear
+from .native_linear import clamped
 from .quality import Quality, QualityMeter
 from .scales import scale_shape
-from .weight_state import FP8Module
 from .weights import quantize_weight
 
 _OP = "moe.experts"
 #: Of the op: other scales, or other formats of codes, it does not take.
 _GRANULARITIES = ("row", "128x128")
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: The op's plain activations, by type of torch's and transformers' modules.
-_PLAIN = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "relu2",
-}
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+_SIDE = 128
+#: What may run them, as `experts_implementation` names it.
+_KPT, _EAGER = "kpt", "eager"
 
 
-class NativeFP8Experts(FP8Module):
-    """The fused experts of a Hugging Face model, with frozen weights of 8-bit codes and scales.
+class NativeFP8Experts(nn.Module):
+    """The fused experts of a Hugging Face model with frozen 8-bit weights.
 
-    It is called as they are, with tokens and their routing, and runs op `moe.experts`. Gradients reach tokens, routing
-    weights and biases. Activations are not quantised. Its state dict holds codes as `gate_up_proj` and `down_proj`,
-    with `gate_up_proj_scale` and `down_proj_scale`: the layouts that the op takes.
+    They are called as the model's own are, and run by op `moe.experts` of kpt-moe, with activations as they come; or
+    one after the other by op `fp8.linear`, which may quantise activations. Gradients reach tokens, routing weights and
+    biases. Sizes, activation and biases are those of the model's own module. Whatever the layout there, `gate_up_proj`
+    (`up_proj` without a gate) is `[experts, width, hidden_size]` with the gate's rows above the up projection's, and
+    `down_proj` `[experts, hidden_size, intermediate_size]`.
+
+    `gate_up_proj_scale_inv`, which despite the name multiplies, has the scales of the gate's matrix and then those of
+    the up projection's, as checkpoints have them: `[E, 2, 1]`, `[E, 2 * I, 1]` or
+    `[E, 2 * ceil(I / 128), ceil(H / 128)]`; those of static activations likewise, `[E, 2, 1]`.
 
     Args:
-        gate_up_proj: `[experts, width, hidden_size]`; width is twice the intermediate size for gated activations.
-        down_proj: `[experts, hidden_size, intermediate_size]`. Both have scales per `row` or `128x128`.
-        gate_up_proj_bias: `[experts, width]`, or None.
-        down_proj_bias: `[experts, hidden_size]`, or None.
-        activation: as the op takes it.
-        interleaved: rows of gate and up projection alternate.
+        experts: the model's own; not changed. Codes and scales are on the meta device: see `from_experts`.
+        granularity: `tensor`, `row` or `128x128`.
+        dtype: of the codes.
+        activations: what op `fp8.linear` quantises activations by where it runs them; `none` leaves them as they are.
+        static: there are static scales of activations.
+        input_bound: the largest magnitude of activations before they are quantised.
+        config: of the text model, for experts that have none.
+        implementation: "kpt" for kpt-moe, or "eager"; None: `_experts_implementation` of the configuration says it.
 
     Raises:
-        InputError: weights have other scales or another format.
-        UnknownNameError: kpt-moe is not installed.
+        InputError: the module has something that has no 8-bit form.
     """
-
-    gate_up_proj: FP8Tensor
-    down_proj: FP8Tensor
 
     def __init__(
         self,
-        gate_up_proj: FP8Tensor,
-        down_proj: FP8Tensor,
-        gate_up_proj_bias: Tensor | None = None,
-        down_proj_bias: Tensor | None = None,
+        experts: Any,
         *,
-        activation: str = "swiglu",
-        interleaved: bool = False,
+        granularity: str = "row",
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        activations: str = NONE,
+        static: bool = False,
+        input_bound: float | None = None,
+        config: Any = None,
+        implementation: str | None = None,
     ) -> None:
         super().__init__()
-        self.op = get_op(_OP)
-        for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-            reason = format_refusal(weight.granularity, weight.codes.dtype)
-            if reason or weight.dim() != 3:
-                raise InputError(
-                    f"{type(self).__name__}: {name} must be an FP8Tensor [experts, outputs, inputs] that op {_OP} "
-                    f"takes; got {weight!r}{reason and ': ' + reason}"
-                )
-            setattr(self, name, nn.Parameter(weight, requires_grad=False))
-        for name, bias in (("gate_up_proj_bias", gate_up_proj_bias), ("down_proj_bias", down_proj_bias)):
-            own = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
-            self.register_parameter(name, own)
-        self.activation, self.interleaved = activation, interleaved
-        self.num_experts = gate_up_proj.shape[0]
+        reason = unusual_part(experts)
+        if reason:
+            raise InputError(
+                f"{type(self).__name__}: {type(experts).__name__} has no 8-bit form: {reason}: exclude the experts, or "
+                "load the model with transformers"
+            )
+        # What the activation of the model's class reads.
+        own = {name: value for name, value in vars(experts).items() if not name.startswith("_") and name != "training"}
+        vars(self).update(own)
+        for name, child in experts.named_children():
+            self.add_module(name, child)
+        self.kind, self.config, self.implementation = type(experts), getattr(experts, "config", config), implementation
+        self.has_gate = getattr(experts, "has_gate", True)
+        self.has_bias = any(name.endswith("_bias") for name, _ in experts.named_parameters(recurse=False))
+        self.interleaved = self.has_gate and not getattr(experts, "is_concatenated", True)
+        self.is_transposed, self.is_concatenated, self._is_expert_parallel = False, True, False
+        self.granularity, self.activations, self.input_bound = granularity, activations, input_bound
+        self.block_size = (_SIDE, _SIDE) if granularity == "128x128" else None
+        for name, parts in self.projections():
+            own = getattr(experts, name)
+            count, rows, columns = own.mT.shape if is_transposed(experts) else own.shape
+            one = scale_shape((rows // parts, columns), granularity)
+            shape = [count, parts * (one[0] if one else 1), one[1] if len(one) > 1 else 1]
+            self._hold(name, torch.empty(count, rows, columns, dtype=dtype, device="meta"))
+            self._hold(f"{name}_scale_inv", torch.empty(shape, dtype=torch.float32, device="meta"))
+            if static:
+                self._hold(f"{name}_activation_scale", torch.empty(count, parts, 1, dtype=torch.float32, device="meta"))
+            self.register_parameter(f"{name}_bias", getattr(experts, f"{name}_bias", None))
+            self.num_experts: int = count
 
     @classmethod
     def from_experts(
         cls, experts: nn.Module, *, granularity: str = "row", dtype: torch.dtype = torch.float8_e4m3fn
     ) -> tuple[Self, Quality]:
-        """Quantise a model's experts, one at a time, and tell how well the new weights stand for the old ones.
+        """Quantise a model's experts, a matrix at a time, and tell how well the new weights stand for the old ones.
 
         Args:
-            experts: a module that `is_fused_experts`; it stays as it is, and shares its biases with the result.
+            experts: a module that `is_stacked`; it stays as it is, and shares its biases with the result.
             granularity: `row` or `128x128`.
             dtype: of the codes: float8_e4m3fn or float8_e5m2.
 
         Raises:
-            InputError: the op can't stand for them; see `refusal`.
+            InputError: they can't be converted; see `refusal`.
         """
         reason = refusal(experts, granularity, dtype)
         if reason:
             raise InputError(f"{cls.__name__}: {type(experts).__name__} can't be converted: {reason}")
-        module: Any = experts
-        meter = QualityMeter()
-        first = "gate_up_proj" if module.has_gate else "up_proj"
-        up, down = (
-            _quantized(getattr(module, name), module, granularity, dtype, meter) for name in (first, "down_proj")
-        )
-        made = cls(
-            up,
-            down,
-            getattr(module, f"{first}_bias", None),
-            getattr(module, "down_proj_bias", None),
-            activation=cast(str, _activation(module)),
-            interleaved=module.has_gate and not module.is_concatenated,
-        )
+        made, meter = cls(experts, granularity=granularity, dtype=dtype, implementation=_KPT), QualityMeter()
+        for name, parts in made.projections():
+            weight = getattr(experts, name).detach()
+            codes = torch.empty(getattr(made, name).shape, dtype=dtype, device=weight.device)
+            scale = torch.empty(getattr(made, f"{name}_scale_inv").shape, device=weight.device)
+            for own, scales, matrix in zip(codes, scale, weight.mT if is_transposed(experts) else weight, strict=True):
+                halves = matrix.unflatten(0, (-1, parts)).unbind(1) if made.interleaved else matrix.chunk(parts)
+                for into, scales_into, half in zip(own.chunk(parts), scales.chunk(parts), halves, strict=True):
+                    done, found, _ = quantize_weight(half, dtype=dtype, granularity=granularity, meter=meter)
+                    into.copy_(done)
+                    scales_into.copy_(found.reshape(scales_into.shape))
+            made._hold(name, codes)
+            made._hold(f"{name}_scale_inv", scale)
         return made.train(experts.training), meter.result()
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send each token through its experts.
+    def projections(self) -> tuple[tuple[str, int], ...]:
+        """Return the parameters of weights, and how many matrices of a checkpoint each of an expert is of."""
+        return (("gate_up_proj", 2) if self.has_gate else ("up_proj", 1)), ("down_proj", 1)
+
+    def matrices(self, name: str) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
+        """Yield expert, codes, scale and static scale of each matrix of a projection, as checkpoints have them."""
+        codes, scales = getattr(self, name).detach(), getattr(self, f"{name}_scale_inv").detach()
+        given = getattr(self, f"{name}_activation_scale", None)
+        parts = dict(self.projections())[name]
+        for expert, (own, scale) in enumerate(zip(codes, scales, strict=True)):
+            inputs = [None] * parts if given is None else list(given[expert].detach().flatten())
+            for half, part, static in zip(own.chunk(parts), scale.chunk(parts), inputs, strict=True):
+                yield expert, half, part.reshape(scale_shape(half.shape, self.granularity)), static
+
+    def dequantize(self, name: str) -> Tensor:
+        """Return a projection of all experts as numbers `[experts, outputs, inputs]` of float32."""
+        made = [
+            dequantize(codes, scale, granularity=self.granularity, dtype=torch.float32)
+            for _, codes, scale, _ in self.matrices(name)
+        ]
+        return torch.cat(made).view(getattr(self, name).shape)
+
+    def bias(self, name: str) -> Tensor | None:
+        """Return a projection's bias in the order of the weights; the parameter has the model's own."""
+        own: Tensor | None = getattr(self, f"{name}_bias")
+        alternate = own is not None and self.interleaved and name == "gate_up_proj"
+        return own.unflatten(-1, (-1, 2)).mT.flatten(-2) if own is not None and alternate else own
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    @property
+    def _apply_gate(self) -> Callable[[Tensor], Tensor]:
+        """Of the model's class, bound, so that kpt-moe sees which one."""
+        own: Any = getattr(self.kind, "_apply_gate", _gate_by_halves)
+        return MethodType(_gate_of_alternating if self.interleaved else own, self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move codes and scales as `fn` does; their dtypes are the format's, and stay."""
+        biases = [getattr(self, f"{name}_bias") for name, _ in self.projections()]
+
+        def moved(tensor: Tensor) -> Tensor:
+            probe = fn(tensor.new_empty(0))
+            same = probe.dtype is tensor.dtype or any(tensor is each for each in biases)
+            return fn(tensor) if same else tensor.to(probe.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """Send each token through its experts, by what `experts_implementation` names: "kpt" or "eager".
 
         Args:
-            hidden_states: `[tokens, hidden_size]` of the biases' dtype, if there are some.
-            top_k_index: `[tokens, top_k]`; ids that are no expert's contribute nothing.
+            hidden_states: `[tokens, hidden_size]`.
+            top_k_index: `[tokens, top_k]`; ids that are no expert's contribute nothing. None in Llama 4, whose rows are
+                `[experts * tokens, hidden_size]`, zero where an expert was not chosen.
             top_k_weights: `[tokens, top_k]`.
 
         Returns:
-            `[tokens, hidden_size]` of `hidden_states`' dtype.
+            Of the shape and dtype of `hidden_states`.
 
         Raises:
-            InputError: a shape, dtype or device does not fit.
+            InputError: another implementation is chosen, or there are adapters that it can't run.
         """
-        up, down = self.gate_up_proj, self.down_proj
-        up.require_frozen()
-        down.require_frozen()
-        return self.op(  # type: ignore[no-any-return]
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            up.codes,
-            down.codes,
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
-            activation=self.activation,
-            interleaved=self.interleaved,
-            gate_up_scale=up.scale,
-            down_scale=down.scale,
-        )
+        chosen = self.implementation or getattr(self.config, "_experts_implementation", None) or _EAGER
+        if chosen not in (_KPT, _EAGER):
+            raise InputError(
+                f"{type(self).__name__}: experts_implementation={chosen!r} does not run 8-bit experts: choose "
+                f'"{_KPT}" or "{_EAGER}"'
+            )
+        if top_k_index is None or top_k_weights is None:
+            hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+            owner = torch.arange(self.num_experts, device=hidden_states.device)
+            owner = owner.repeat_interleave(hidden_states.shape[0] // self.num_experts)
+            # A row of zeros remains one, so none is computed.
+            top_k_index = torch.where(hidden_states.any(-1), owner, self.num_experts).unsqueeze(1)
+            top_k_weights = hidden_states.new_ones(top_k_index.shape)
+        if chosen == _KPT:
+            run = _found.get(_KPT) or _find()
+            return run(self, hidden_states, top_k_index, top_k_weights)
+        if nn.utils.parametrize.is_parametrized(self):  # an adapter of PEFT, which adds to codes as if to numbers
+            raise InputError(
+                f'{type(self).__name__}: adapters on 8-bit experts need experts_implementation="{_KPT}" (pip install '
+                "kpt-moe); or give LoraConfig the names of linear layers in target_modules, as in ['q_proj', 'v_proj']"
+            )
+        return self._one_by_one(hidden_states, top_k_index, top_k_weights)
+
+    def _one_by_one(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden_states, dtype=torch.float32)
+        (first, _), (last, _) = self.projections()
+        for expert in top_k_index.unique().tolist():
+            if 0 <= expert < self.num_experts:
+                token, place = torch.where(top_k_index == expert)
+                inside = self._product(hidden_states[token], first, expert)
+                activation: Any = self._apply_gate if self.has_gate else self.act_fn
+                inside = activation(inside)
+                made = self._product(inside, last, expert)
+                made = made * top_k_weights[token, place, None].to(made.dtype)
+                total.index_add_(0, token, made.to(total.dtype))
+        return total.to(hidden_states.dtype)
+
+    def _product(self, rows: Tensor, name: str, expert: int) -> Tensor:
+        """Multiply by one expert's matrix, or by the gate's and the up projection's, which scales keep apart."""
+        weight, scales = getattr(self, name)[expert].detach(), getattr(self, f"{name}_scale_inv")[expert].detach()
+        given, bias = getattr(self, f"{name}_activation_scale", None), self.bias(name)
+        if self.activations != NONE and self.input_bound is not None:
+            rows = clamped(rows, self.input_bound)
+        parts = dict(self.projections())[name]
+        if given is None and (
+            self.granularity == "row" or (self.block_size and weight.shape[0] % (parts * _SIDE) == 0)
+        ):
+            parts = 1
+        made = torch.cat([
+            linear(
+                rows,
+                codes,
+                scale.reshape(scale_shape(codes.shape, self.granularity)),
+                None,
+                None if given is None or self.activations == NONE else given[expert].reshape(-1)[part],
+                granularity=self.granularity,
+                activations=self.activations,
+                activation_dtype=weight.dtype,
+            )
+            for part, (codes, scale) in enumerate(zip(weight.chunk(parts), scales.chunk(parts), strict=True))
+        ], -1)  # fmt: skip
+        return made if bias is None else made + bias[expert]
 
     def extra_repr(self) -> str:
         """For `print(module)`."""
-        return (
-            f"num_experts={self.num_experts}, activation={self.activation!r}, gate_up_proj={self.gate_up_proj!r}, "
-            f"down_proj={self.down_proj!r}"
-        )
+        shapes = ", ".join(f"{name}={list(getattr(self, name).shape)}" for name, _ in self.projections())
+        return f"{self.kind.__name__}, {shapes}, granularity={self.granularity!r}, activations={self.activations!r}"
+
+
+#: What runs them, once it was looked for: a class does not hold what pickle would need KPT's other package for.
+_found: dict[str, Callable[..., Tensor]] = {}
+
+
+def _find() -> Callable[..., Tensor]:
+    try:
+        module = import_module("kpt_moe.transformers")
+    except ImportError as error:
+        raise InputError(
+            f'NativeFP8Experts: experts_implementation="{_KPT}" is of kpt-moe ({error}): pip install kpt-moe'
+        ) from error
+    return _found.setdefault(_KPT, module.kpt_fp8_experts_forward)
+
+
+def _gate_by_halves(experts: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return experts.act_fn(gate) * up  # type: ignore[no-any-return]
+
+
+def _gate_of_alternating(experts: Any, gate_up: Tensor) -> Tensor:
+    """Apply the gate of a class that has rows of gate and up projection in turn to them one after the other."""
+    return experts.kind._apply_gate(experts, gate_up.unflatten(-1, (2, -1)).mT.flatten(-2))  # type: ignore[no-any-return]
 
 
 def is_fused_experts(module: nn.Module) -> bool:
     """Tell whether a module holds experts as transformers fuses them: matrices of all experts in one parameter each."""
-    return hasattr(module, "_apply_gate") and all(
-        isinstance(weight := getattr(module, name, None), Tensor) and weight.dim() == 3
-        for name in ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+    return (
+        hasattr(module, "_apply_gate")
+        and not isinstance(module, NativeFP8Experts)
+        and all(
+            isinstance(weight := getattr(module, name, None), Tensor) and weight.dim() == 3
+            for name in ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+        )
     )
 
 
@@ -206,11 +345,10 @@ def inputs_of(
         inside = inside if bias is None else inside + bias[expert]
         if first == "up_proj":
             inside = experts.act_fn(inside)
-        elif hasattr(experts, "_apply_gate"):
-            inside = experts._apply_gate(inside)
         else:
-            gate, up = inside.chunk(2, -1)
-            inside = experts.act_fn(gate) * up
+            inside = (
+                experts._apply_gate(inside) if hasattr(experts, "_apply_gate") else _gate_by_halves(experts, inside)
+            )
         yield from ((f"{expert}.{name}", own) for name in ("gate_proj", "up_proj")[first == "up_proj" :])
         yield f"{expert}.down_proj", inside
 
@@ -225,8 +363,6 @@ def refusal(experts: nn.Module, granularity: str, dtype: torch.dtype) -> str:
     reason = unusual_part(module)
     if reason:
         return reason
-    if _activation(module) is None:
-        return f"op {_OP} has no such activation ({type(getattr(module, 'act_fn', module)).__name__})"
     return format_refusal(granularity, dtype)
 
 
@@ -235,26 +371,3 @@ def format_refusal(granularity: str, dtype: torch.dtype) -> str:
     if granularity not in _GRANULARITIES:
         return f"op {_OP} takes scales per {' or '.join(_GRANULARITIES)}, not {granularity}"
     return "" if dtype in _DTYPES else f"op {_OP} takes codes of float8_e4m3fn or float8_e5m2, not {dtype}"
-
-
-def _activation(module: Any) -> str | None:
-    act_fn = getattr(module, "act_fn", None)
-    kind = type(act_fn)
-    plain = _PLAIN.get(kind.__name__) if kind.__module__.startswith(("torch.nn.", "transformers.activations")) else None
-    if not module.has_gate:
-        return plain
-    # A gate of its own may compute anything.
-    default = getattr(type(module)._apply_gate, "__qualname__", "") == "_default_apply_gate"
-    return _GATED.get(plain or "") if default else None
-
-
-def _quantized(weight: Tensor, module: Any, granularity: str, dtype: torch.dtype, meter: QualityMeter) -> FP8Tensor:
-    """`[experts, outputs, inputs]`, however the module stores it."""
-    matrices = weight.detach().mT if module.is_transposed else weight.detach()
-    codes = torch.empty(matrices.shape, dtype=dtype, device=weight.device)
-    scale = torch.empty(scale_shape(matrices.shape, granularity), device=weight.device, dtype=torch.float32)
-    for own, scales, matrix in zip(codes, scale, matrices, strict=True):
-        made, found, _ = quantize_weight(matrix, dtype=dtype, granularity=granularity, meter=meter)
-        own.copy_(made)
-        scales.copy_(found)
-    return FP8Tensor(codes, scale, granularity, weight.dtype)

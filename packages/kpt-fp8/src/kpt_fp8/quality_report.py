@@ -1,9 +1,10 @@
 """How well the layers of a converted model stand for the original's: `quality_report`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor, nn
 
 from kpt_core import InputError
 
-from .experts import NativeFP8Experts, is_fused_experts
-from .fp8_tensor import FP8Tensor
+from .experts import NativeFP8Experts, is_stacked, is_transposed
 from .native_linear import NativeFP8Linear
 from .quality import Quality, QualityMeter, sqnr
 from .report import Report
@@ -20,6 +20,8 @@ from .selection import require_module
 from .trials import call, each_batch, evaluating, watch_output
 
 _OWNER = "quality_report"
+#: A weight: its name, what it was, what gives its numbers now, and what shares a scale.
+_Held = tuple[str, Tensor, Callable[[], Tensor], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,14 @@ def quality_report(
     require_module(_OWNER, original)
     require_module(_OWNER, converted)
     pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
-    weights: dict[str, list[tuple[str, Tensor, FP8Tensor]]] = {}
+    weights: dict[str, list[_Held]] = {}
     modules = dict(original.named_modules(remove_duplicate=False))
     for name, layer in converted.named_modules():
         if isinstance(layer, NativeFP8Linear):
             linear = _original_of(name, modules.get(name), layer)
-            pairs[name], weights[name] = (linear, layer), [(name, linear.weight.detach(), layer.weight)]
+            held = layer.weight
+            pairs[name] = linear, layer
+            weights[name] = [(name, linear.weight.detach(), held.dequantize, held.granularity)]
         elif isinstance(layer, NativeFP8Experts):
             weights[name] = _weights_of(name, modules.get(name), layer)
             pairs[name] = modules[name], layer
@@ -128,14 +132,14 @@ def quality_report(
     outputs = {} if data is None else _outputs(original, pairs, list(each_batch(_OWNER, data, None)))
     layers = []
     for module, own in weights.items():
-        for name, exact, held in own:
-            before, after = exact.flatten(0, -2), held.dequantize().flatten(0, -2)
+        for name, exact, dequantized, granularity in own:
+            before, after = exact.flatten(0, -2), dequantized().flatten(0, -2)
             weight = sqnr(before, after)
             layers.append(
                 LayerQuality(
                     name,
-                    held.granularity,
-                    tuple(held.shape),
+                    granularity,
+                    tuple(exact.shape),
                     weight,
                     float(10 ** (-weight.sqnr / 20)),
                     _worst_rows(before, after, rows),
@@ -161,16 +165,18 @@ def _original_of(name: str, linear: nn.Module | None, layer: NativeFP8Linear) ->
     )
 
 
-def _weights_of(name: str, experts: nn.Module | None, layer: NativeFP8Experts) -> list[tuple[str, Tensor, FP8Tensor]]:
+def _weights_of(name: str, experts: nn.Module | None, layer: NativeFP8Experts) -> list[_Held]:
     """Return the names of the two weights, what they were, `[experts, N, K]`, and what they are."""
-    found = []
+    found: list[_Held] = []
     module: Any = experts
-    if experts is not None and is_fused_experts(experts):
-        for own in ("gate_up_proj", "down_proj"):
-            source = own if module.has_gate or own == "down_proj" else "up_proj"
-            exact = getattr(module, source).detach()
-            found.append((f"{name}.{own}", exact.mT if module.is_transposed else exact, getattr(layer, own)))
-    if not found or any(exact.shape != held.shape or exact.is_meta for _, exact, held in found):
+    for own, _ in layer.projections() if module is not None and is_stacked(module) else ():
+        exact = getattr(module, own, torch.empty(0, device="meta")).detach()
+        exact = exact.mT if is_transposed(module) else exact
+        if layer.interleaved and own == "gate_up_proj":
+            exact = exact.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        if exact.shape == getattr(layer, own).shape and not exact.is_meta:
+            found.append((f"{name}.{own}", exact, partial(layer.dequantize, own), layer.granularity))
+    if len(found) < len(layer.projections()):
         got = "nothing" if experts is None else f"a {type(experts).__name__} of other numbers"
         raise InputError(
             f"{_OWNER}: original must have experts at {name!r} as those that converted has; got {got}: give the model "

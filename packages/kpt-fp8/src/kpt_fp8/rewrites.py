@@ -12,7 +12,7 @@ from torch import nn
 
 from kpt_core import InputError
 
-from .experts import NativeFP8Experts, is_fused_experts, refusal
+from .experts import NativeFP8Experts, is_stacked, refusal
 from .linear import NONE
 from .native_linear import NativeFP8Linear
 from .selection import select
@@ -86,7 +86,7 @@ class FP8Experts:
         from kpt_optimize import Site
 
         for path, module in model.named_modules():
-            if path and is_fused_experts(module) and not refusal(module, self.granularity, torch.float8_e4m3fn):
+            if path and is_stacked(module) and not refusal(module, self.granularity, torch.float8_e4m3fn):
                 yield Site(path, "moe.experts")
 
     def replacement(self, module: nn.Module) -> nn.Module:

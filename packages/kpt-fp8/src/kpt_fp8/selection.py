@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kpt_core import InputError
 from kpt_core.shared_config import SwitchWatch
 
-from .experts import is_fused_experts
+from .experts import NativeFP8Experts, is_stacked
 from .formats import DTYPES, NAMES_OF_DTYPES
 from .weight_state import FP8Module
 
@@ -156,9 +156,9 @@ def _left(
     module: nn.Module, names: list[str], include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
 ) -> str:
     """Say why a layer is left as it is; empty where it isn't."""
-    if isinstance(module, FP8Module):
+    if isinstance(module, FP8Module | NativeFP8Experts):
         return "it is 8-bit already"
-    if not isinstance(module, nn.Linear) and not is_fused_experts(module):
+    if not isinstance(module, nn.Linear) and not is_stacked(module):
         return f"it is a {type(module).__name__} with stacked matrices, no experts as transformers fuses them"
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         # It may do something else with its weight, as attention's output projection in torch does.

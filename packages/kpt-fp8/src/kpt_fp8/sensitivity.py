@@ -106,7 +106,7 @@ class Candidate:
     @property
     def weight(self) -> Tensor:
         """Return the weight, of experts that of their first matrices."""
-        return self.layer.weight if isinstance(self.layer, NativeFP8Linear) else self.layer.gate_up_proj
+        return next(self.layer.parameters())
 
 
 def measure_sensitivity(

@@ -27,10 +27,14 @@ from .staging import ShardWriter, check_target, copy_rest, staged, write_json
 from .widening import PLAIN, unquantized, write_plain
 
 _OWNER = "convert_checkpoint"
-#: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers.
+#: Modules of matrices that are no `nn.Linear`, or that lose the most: embeddings, norms, routers, output layers; and
+#: `dt_proj`, whose weight Mamba multiplies by without calling it.
 HEAD = "lm_head"
 _TABLES = ("*embed*", "*norm*", "wte", "wpe", "shared", "relative_attention_bias")
-LEFT = (HEAD, "shared_head.head", *_TABLES, "gate", "gate.wg", "*router*", "*shared_expert_gate", "score", "classifier")
+LEFT = (
+    *(HEAD, "shared_head.head", "score", "classifier", *_TABLES, "dt_proj"),
+    *("gate", "gate.wg", "*router*", "*shared_expert_gate"),
+)
 #: Models whose matrices are stored transposed, so that a row there is no row of `nn.Linear`.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt")
 _SHARD = 2 << 30

@@ -22,11 +22,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from kpt_core import InputError
 from kpt_fp8.checkpoints.folder import CheckpointFolder, TensorReader
 from kpt_fp8.checkpoints.formats import Format, format_of
-from kpt_fp8.checkpoints.scheme import Scheme
+from kpt_fp8.checkpoints.scheme import QuantizedWeight, Scheme
+from kpt_fp8.checkpoints.soundness import require_sound
 from kpt_fp8.conversion import without_broadcast
-from kpt_fp8.experts import is_stacked
+from kpt_fp8.experts import NativeFP8Experts, is_stacked
+from kpt_fp8.linear import NONE
 
-from .experts import StoredExperts
 from .layers import StoredLinear
 
 METHOD = "kpt_fp8"
@@ -167,8 +168,7 @@ class KptFP8Quantizer(HfQuantizer):
             if own and type(module) is nn.Linear:
                 made = StoredLinear(module, self.format, self.scheme, found[f"{name}.weight"], folder.tensors)
             elif own and is_stacked(module):
-                text, quantized = model.config.get_text_config(), self.quantization_config.activations
-                made = StoredExperts(module, text, self.scheme, quantized)
+                made = self._experts(module, model.config.get_text_config())
             if made is not None:
                 model.set_submodule(name, made)
                 done |= own
@@ -185,6 +185,25 @@ class KptFP8Quantizer(HfQuantizer):
                     "numbers: exclude the module where the checkpoint is converted"
                 )
         return model
+
+    def _experts(self, module: nn.Module, config: Any) -> NativeFP8Experts:
+        scheme, quantized = self.scheme, self.quantization_config.activations
+        return NativeFP8Experts(
+            module,
+            granularity=scheme.granularity,
+            dtype=scheme.dtype,
+            activations=scheme.activations if quantized else NONE,
+            static=scheme.static,
+            input_bound=scheme.bound if quantized else None,
+            config=config,
+        )
+
+    def _require_sound(self, name: str, experts: NativeFP8Experts) -> None:
+        for own, _ in experts.projections():
+            for expert, codes, scale, static in experts.matrices(own):
+                if not codes.is_meta:
+                    weight = QuantizedWeight(codes, scale, self.scheme.granularity, static)
+                    require_sound(f"{own} of expert {expert} of {name}", weight)
 
     def _quantized_parameters(self, model: Any, parameters: dict[str, Any]) -> dict[str, str]:
         """By name of a parameter that the files have in 8 bits, as transformers renames it, a name that they have."""
@@ -209,7 +228,7 @@ class KptFP8Quantizer(HfQuantizer):
         params = [name for name, _ in model.named_parameters()]
         made: list[Any] = []
         for each in (*weight_conversions, *self.splits):
-            target = each._original_target_patterns[0]
+            target = each._original_target_patterns[0].replace("\\", "")  # some are written as patterns
             if not stacks(each) or not any(param.endswith(f"{target}_scale_inv") for param in params):
                 made.append(each)
                 continue
@@ -228,8 +247,9 @@ class KptFP8Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         self.reader.close()
         for name, module in list(model.named_modules()):
-            if isinstance(module, StoredExperts):
-                module.settle(name)
+            if isinstance(module, NativeFP8Experts):
+                module.requires_grad_(False)  # transformers makes parameters that ask for gradients
+                self._require_sound(name, module)
             elif isinstance(module, StoredLinear):
                 native = module.native(name, self.quantization_config.activations)
                 model.set_submodule(name, native.train(module.training))

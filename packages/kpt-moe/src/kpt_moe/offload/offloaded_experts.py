@@ -248,7 +248,7 @@ def _compute_network(module: Any, x: Tensor) -> Tensor:
 def _compute_transformers(module: Any, x: Tensor) -> Tensor:
     from kpt_moe.transformers import kpt_experts_forward, kpt_fp8_experts_forward
 
-    if getattr(module, "quantize_activations", False):  # of kpt-fp8, which does so by its own forward alone
+    if getattr(module, "activations", "none") != "none":  # of kpt-fp8, which quantises by its own forward alone
         return module.forward(x, *_all_to_one(x))  # type: ignore[no-any-return]
     forward = kpt_fp8_experts_forward if hasattr(module, "down_proj_scale_inv") else kpt_experts_forward
     return forward(module, x, *_all_to_one(x))

@@ -92,8 +92,8 @@ def kpt_fp8_experts_forward(
         adapted = _adapted(module, hidden_states.dtype)
         return _by_numbers(module, hidden_states, top_k_index, top_k_weights, adapted)
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, up_bias = getattr(module, name), getattr(module, f"{name}_bias", None)
-    down, down_bias = module.down_proj, getattr(module, "down_proj_bias", None)
+    up, up_bias = getattr(module, name), _bias(module, name)
+    down, down_bias = module.down_proj, _bias(module, "down_proj")
     if up.dtype.is_floating_point and up.dtype.itemsize > 1:
         refuse_widened(module, name)
         return kpt_experts_forward(self, hidden_states, top_k_index, top_k_weights)
@@ -150,8 +150,11 @@ def refusal_of(block_size: Sequence[int] | None, expert_dtype: str = "fp8") -> s
 
 def _adapted(module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights as numbers, with what adapters add to them (peft, for parameters): codes can't take it."""
-    found = {}
+    found: dict[str, Any] = {}
     for ours, name in parameter_names(module).items():
+        if ours.endswith("_bias"):
+            found[ours] = _bias(module, name.removesuffix("_bias"))
+            continue
         chain = getattr(module.parametrizations, name, ())
         weight = chain.original if chain else getattr(module, name)
         if weight.dtype in FLOAT8:
@@ -194,6 +197,12 @@ def _frozen(module: Any, name: str, halves: int, codes: Tensor | None = None) ->
         scale = scale.reshape(num_experts, -1)
         scale = scale.repeat_interleave(outputs // scale.shape[1], 1)
     return codes, scale
+
+
+def _bias(module: Any, name: str) -> Any:
+    """Return the bias of a projection; kpt-fp8's experts give it in the order of their weights."""
+    own = getattr(module, "bias", None)
+    return own(name) if callable(own) else getattr(module, f"{name}_bias", None)
 
 
 def _product(rows: Tensor, codes: Tensor, scale: Tensor, pairs: SortedPairs) -> Tensor:
