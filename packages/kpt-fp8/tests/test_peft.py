@@ -4,14 +4,15 @@ import torch
 from checkpoint_files import quantized
 from kpt_core import InputError
 from kpt_fp8 import NativeFP8Linear, convert_model_to_fp8
-from kpt_fp8.checkpoints import convert_checkpoint
+from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+from family_models import FAMILIES
 from kpt_fp8.transformers import load
 from transformers_models import IDS, logits, model, sqnr
 
@@ -117,6 +118,49 @@ def test_an_adapter_on_experts_that_are_not_run_by_kpt_is_refused_instead_of_lef
     adapted = get_peft_model(load(tmp_path / "out", experts_implementation="eager"), LoraConfig(r=4, **TARGETS[0]))
     with pytest.raises(InputError, match='adapters on 8-bit experts need experts_implementation="kpt"'):
         adapted(input_ids=IDS)
+
+
+def test_experts_that_were_made_in_memory_take_adapters_too():
+    losses, gradients = [], []
+    whole = model("qwen3_moe")
+    converted = convert_model_to_fp8(whole, include="experts")
+    with torch.no_grad():
+        for name, module in whole.named_modules():
+            for own in ("gate_up_proj", "down_proj") if name.endswith(".experts") else ():
+                getattr(module, own).copy_(converted.get_submodule(name).dequantize(own))
+    for base in (converted, whole):
+        adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=32, **TARGETS[0]))
+        with torch.no_grad():
+            for place, each in enumerate(p for p in adapted.parameters() if p.requires_grad):
+                each.normal_(std=0.1, generator=torch.Generator().manual_seed(place))
+        losses.append(adapted(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        gradients.append([each.grad for each in adapted.parameters() if each.requires_grad])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_adapters_on_experts_in_another_order_are_refused(tmp_path):
+    FAMILIES["gpt-oss"].made().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", to="compressed-tensors")
+    adapted = get_peft_model(load(tmp_path / "out"), LoraConfig(r=4, **TARGETS[0]))
+    with pytest.raises(InputError, match="matrices of GptOssExperts are in another order here"):
+        adapted(input_ids=IDS)
+
+
+@pytest.mark.parametrize("reader", ["load", "transformers"])
+def test_a_merged_model_is_saved_and_loads(reader, tmp_path):
+    model("llama").save_pretrained(tmp_path / "source")
+    quantized(tmp_path / "fp8", tmp_path / "source", "fp8-block")
+    adapted = get_peft_model(
+        load(tmp_path / "fp8"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    assert not check_checkpoint(tmp_path / "merged")
+    again = load(tmp_path / "merged") if reader == "load" else AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(again), logits(merged), rtol=1e-2, atol=1e-3)
 
 
 @pytest.fixture

@@ -45,6 +45,16 @@ def test_they_come_back_as_they_were_stacked(name, sources, tmp_path):
     assert all(torch.equal(again[key], each) for key, each in tensors_of(tmp_path / "fp8").items())
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_they_are_saved_as_they_were_loaded(name, sources, tmp_path):
+    convert_checkpoint(sources / name, tmp_path / "fp8", to="fp8", granularity="tensor")
+    load(tmp_path / "fp8", dtype=torch.float32).save_pretrained(tmp_path / "again")
+    before, after = tensors_of(tmp_path / "fp8"), tensors_of(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key].float(), each.float()) for key, each in before.items())
+    assert config_of(tmp_path / "again")["stacked_experts"] == config_of(tmp_path / "fp8")["stacked_experts"]
+
+
 def test_they_stay_stacked_where_one_of_them_is_excluded(sources, tmp_path):
     report = convert_checkpoint(sources / "gpt-oss", tmp_path / "out", to="compressed-tensors", exclude="*.down_proj")
     assert any("stay as they are: model.layers.0.mlp.experts" in note for note in report.notes)

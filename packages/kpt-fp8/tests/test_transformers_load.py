@@ -312,10 +312,33 @@ def test_transformers_keeps_what_it_has(models, tmp_path):
     assert AUTO_QUANTIZER_MAPPING["fp8"].__module__.startswith("transformers.")
     assert AUTO_QUANTIZER_MAPPING["kpt_fp8"].__module__ == "kpt_fp8.transformers.quantizer"
     assert AUTO_QUANTIZATION_CONFIG_MAPPING["fp8"].__module__.startswith("transformers.")
-    quantized(tmp_path / "out", models["llama on disk"], "fp8-block")
-    loaded = load(tmp_path / "out")
-    with pytest.raises(ValueError, match="not serializable"):
-        loaded.save_pretrained(tmp_path / "again")
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(("kind", "variant"), PAIRS)
+def test_what_is_loaded_is_saved_as_it_was(kind, variant, models, tmp_path):
+    quantized(tmp_path / "out", models[f"{kind} on disk"], variant)
+    loaded = load(tmp_path / "out", quantize_activations="static" in variant)
+    if variant == "torchao":
+        with pytest.raises(InputError, match="a checkpoint of torchao is not written again"):
+            loaded.save_pretrained(tmp_path / "again")
+        return
+    loaded.save_pretrained(tmp_path / "again")
+    before, after = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "again")
+    assert {name: (each.dtype, each.shape) for name, each in before.items()} == {
+        name: (each.dtype, each.shape) for name, each in after.items()
+    }
+    assert all(torch.equal(bits(after[name]), bits(each)) for name, each in before.items())
+    assert config_of(tmp_path / "again")["quantization_config"] == config_of(tmp_path / "out")["quantization_config"]
+
+
+def test_static_scales_that_were_left_out_are_missed_when_it_is_saved(models, tmp_path):
+    quantized(tmp_path / "out", models["llama on disk"], "fp8-tensor-static")
+    with pytest.raises(InputError, match="load it with quantize_activations=True"):
+        load(tmp_path / "out").save_pretrained(tmp_path / "again")
 
 
 def test_experts_run_by_kpt_moe_where_it_is_installed(models, tmp_path):

@@ -81,6 +81,7 @@ class NativeFP8Experts(nn.Module):
         self.has_gate = getattr(experts, "has_gate", True)
         self.has_bias = any(name.endswith("_bias") for name, _ in experts.named_parameters(recurse=False))
         self.interleaved = self.has_gate and not getattr(experts, "is_concatenated", True)
+        self.reordered = self.interleaved or is_transposed(experts)
         self.is_transposed, self.is_concatenated, self._is_expert_parallel = False, True, False
         self.granularity, self.activations, self.input_bound = granularity, activations, input_bound
         self.block_size = (_SIDE, _SIDE) if granularity == "128x128" else None
@@ -206,10 +207,17 @@ class NativeFP8Experts(nn.Module):
             # A row of zeros remains one, so none is computed.
             top_k_index = torch.where(hidden_states.any(-1), owner, self.num_experts).unsqueeze(1)
             top_k_weights = hidden_states.new_ones(top_k_index.shape)
+        adapted = nn.utils.parametrize.is_parametrized(self)  # by PEFT, which adds to codes as if to numbers
+        if adapted and self.reordered:
+            raise InputError(
+                f"{type(self).__name__}: matrices of {self.kind.__name__} are in another order here than in the model, "
+                "so that an adapter on them would not fit it: give LoraConfig the names of linear layers in "
+                "target_modules, as in ['q_proj', 'v_proj']"
+            )
         if chosen == _KPT:
             run = _found.get(_KPT) or _find()
             return run(self, hidden_states, top_k_index, top_k_weights)
-        if nn.utils.parametrize.is_parametrized(self):  # an adapter of PEFT, which adds to codes as if to numbers
+        if adapted:
             raise InputError(
                 f'{type(self).__name__}: adapters on 8-bit experts need experts_implementation="{_KPT}" (pip install '
                 "kpt-moe); or give LoraConfig the names of linear layers in target_modules, as in ['q_proj', 'v_proj']"

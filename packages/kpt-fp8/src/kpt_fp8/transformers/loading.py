@@ -68,6 +68,7 @@ def load(
         "experts": "eager" if quantize_activations or find_spec("kpt_moe") is None else "kpt",
         "quantized": dict.fromkeys(contents.plain, False) | dict.fromkeys(contents.weights, True),
         "key_mapping": arguments.get("key_mapping"),
+        "scale_dtype": contents.scheme.scale_dtype if contents.scheme else torch.float32,
     }
     chosen = model_class or _class_of(config)
     wanted = arguments.pop("output_loading_info", False)

@@ -1,6 +1,7 @@
 """What transformers is told of KPT: the quantisation method "kpt_fp8", its configuration and its quantizer."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kpt_core import InputError
+from kpt_fp8.checkpoints.changing import recoded
 from kpt_fp8.checkpoints.folder import CheckpointFolder, TensorReader
 from kpt_fp8.checkpoints.formats import Format, format_of
 from kpt_fp8.checkpoints.scheme import QuantizedWeight, Scheme
@@ -27,6 +29,7 @@ from kpt_fp8.checkpoints.soundness import require_sound
 from kpt_fp8.conversion import without_broadcast
 from kpt_fp8.experts import NativeFP8Experts, is_stacked
 from kpt_fp8.linear import NONE
+from kpt_fp8.native_linear import NativeFP8Linear
 
 from .layers import StoredLinear
 
@@ -36,8 +39,8 @@ METHOD = "kpt_fp8"
 class _Stack(ConversionOps):
     """What `MergeModulelist` and `Concatenate` make, of names in the files: a matrix is read, copied, and gone."""
 
-    def __init__(self, reader: TensorReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: TensorReader, stored: Callable[[Tensor], Tensor]) -> None:
+        self._reader, self._stored = reader, stored
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # transformers copies it for each layer; files stay open
@@ -67,8 +70,32 @@ class _Stack(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Such a model is not saved."""
-        return self
+        """Return what a model that is saved does."""
+        return _Unstack(self._stored)
+
+
+class _Unstack(ConversionOps):
+    """Gives the experts' weights or scales one by one, as files have them."""
+
+    def __init__(self, stored: Callable[[Tensor], Tensor]) -> None:
+        self._stored = stored
+
+    def convert(  # type: ignore[override]  # the rest is passed by name
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> dict[str, Tensor]:
+        """Return by name in the files what one tensor holds."""
+        (held,) = input_dict.values()
+        parts = len(target_patterns)
+        return {
+            name.replace("*", str(expert)): self._stored(part)
+            for expert, own in enumerate(held[0] if isinstance(held, list) else held)
+            for name, part in zip(target_patterns, own.chunk(parts), strict=True)
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Nothing asks for the reverse of a reverse."""
+        raise NotImplementedError
 
 
 def _matrix(stored: Tensor) -> Tensor:
@@ -80,7 +107,8 @@ class _Stacking(WeightConverter):
     """Hands on names of tensors instead of what transformers reads, which is mapped memory that no one has touched."""
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: object) -> None:
-        super().add_tensor(target_key, source_key, source_pattern, source_key)  # type: ignore[arg-type]
+        held = future if isinstance(future, Tensor) else source_key  # a model that is saved has the tensor
+        super().add_tensor(target_key, source_key, source_pattern, held)  # type: ignore[arg-type]
 
 
 def stacks(converter: object) -> bool:
@@ -92,9 +120,18 @@ def stacks(converter: object) -> bool:
     return done == wanted and all(each.endswith(".weight") for each in converter._original_source_patterns)
 
 
-def stacking(converter: WeightConverter, sources: list[str], target: str, reader: TensorReader) -> WeightConverter:
-    """Return a converter that stacks without a second copy, and on the CPU, so that a GPU holds the result alone."""
-    made = _Stacking(sources, [target], [_Stack(reader)], force_cpu=True)
+def stacking(
+    converter: WeightConverter,
+    sources: list[str],
+    target: str,
+    reader: TensorReader,
+    stored: Callable[[Tensor], Tensor] = lambda part: part,
+) -> WeightConverter:
+    """Return a converter that stacks without a second copy, and on the CPU, so that a GPU holds the result alone.
+
+    `stored` gives a matrix the shape and dtype that files have, when the model is saved.
+    """
+    made = _Stacking(sources, [target], [_Stack(reader, stored)], force_cpu=True)
     made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
     return made
 
@@ -102,11 +139,12 @@ def stacking(converter: WeightConverter, sources: list[str], target: str, reader
 def _splits() -> tuple[list[WeightConverter], ...]:
     """Return converters for experts that `convert_checkpoint` split, of models that have none: with a gate, without."""
     merge, join = MergeModulelist(0), Concatenate(1)
-    halves = ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"]
-    down = WeightConverter(["experts.*.down_proj.weight"], "experts.down_proj", [merge])
+    # With a dot before, so that shared_experts are none.
+    halves = [r"\.experts.*.gate_proj.weight", r"\.experts.*.up_proj.weight"]
+    down = WeightConverter([r"\.experts.*.down_proj.weight"], r"\.experts.down_proj", [merge])
     return (
-        [WeightConverter(halves, "experts.gate_up_proj", [merge, join]), down],
-        [WeightConverter(halves[1:], "experts.up_proj", [merge]), down],
+        [WeightConverter(halves, r"\.experts.gate_up_proj", [merge, join]), down],
+        [WeightConverter(halves[1:], r"\.experts.up_proj", [merge]), down],
     )
 
 
@@ -115,7 +153,7 @@ class KptFP8Config(QuantizationConfigMixin):
     """Names KPT as what loads a checkpoint, with the `quantization_config` that this has.
 
     `quantized` tells by name of a weight in the files whether it is 8-bit; `key_mapping` is `from_pretrained`'s;
-    `experts` runs the experts where nothing else is asked for.
+    `experts` runs the experts where nothing else is asked for; `scale_dtype` is that of the scales in the files.
     """
 
     def __init__(
@@ -125,6 +163,7 @@ class KptFP8Config(QuantizationConfigMixin):
         quantized: Mapping[str, bool] | None = None,
         key_mapping: Mapping[str, str] | None = None,
         experts: str = "eager",
+        scale_dtype: torch.dtype = torch.float32,
         **_: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' own are an enum
@@ -132,7 +171,11 @@ class KptFP8Config(QuantizationConfigMixin):
         self.activations = activations
         self.quantized = dict(quantized or {})
         self.key_mapping = None if key_mapping is None else dict(key_mapping)
-        self.experts = experts
+        self.experts, self.scale_dtype = experts, scale_dtype
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json says of the checkpoint, whoever loads it."""
+        return copy.deepcopy(self.checkpoint)
 
 
 @register_quantizer(METHOD)
@@ -228,8 +271,9 @@ class KptFP8Quantizer(HfQuantizer):
         params = [name for name, _ in model.named_parameters()]
         made: list[Any] = []
         for each in (*weight_conversions, *self.splits):
-            target = each._original_target_patterns[0].replace("\\", "")  # some are written as patterns
-            if not stacks(each) or not any(param.endswith(f"{target}_scale_inv") for param in params):
+            target = each._original_target_patterns[0]
+            plain = target.replace("\\", "")  # some are written as patterns
+            if not stacks(each) or not any(param.endswith(f"{plain}_scale_inv") for param in params):
                 made.append(each)
                 continue
             sources = each._original_source_patterns
@@ -239,9 +283,10 @@ class KptFP8Quantizer(HfQuantizer):
             made.append(stacking(each, codes, target, self.reader))
             names = {"scale_inv": self.format.scale_name, "activation_scale": self.format.input_scale_name}
             for ending, name in names.items():
-                if any(param.endswith(f"{target}_{ending}") for param in params):
-                    stored = [name(source) for source in sources]
-                    made.append(stacking(each, stored, f"{target}_{ending}", self.reader))
+                if any(param.endswith(f"{plain}_{ending}") for param in params):
+                    named = [name(source) for source in sources]
+                    shaped = self._stored_scale if ending == "scale_inv" else self._stored_input_scale
+                    made.append(stacking(each, named, f"{target}_{ending}", self.reader, shaped))
         return made
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -256,9 +301,51 @@ class KptFP8Quantizer(HfQuantizer):
         without_broadcast(model)
         return model
 
+    def _stored_scale(self, scale: Tensor) -> Tensor:
+        """Return a scale, `[N, 1]` or `[a, b]`, in the shape of the files, and their dtype if that has its numbers."""
+        shape = scale.shape if self.scheme.granularity == "128x128" else (scale.shape[0], 1)
+        rows = shape[0] if self.scheme.granularity == "row" else 1
+        size = (rows, 1) if self.scheme.granularity != "128x128" else (shape[0] * 128, shape[1] * 128)
+        narrow = scale.to(self.quantization_config.scale_dtype)
+        made = narrow if torch.equal(narrow.to(scale.dtype), scale) else scale
+        return made.reshape(self.format.stored_shape(size, self.scheme.granularity))
+
+    def _stored_input_scale(self, scale: Tensor) -> Tensor:
+        return scale.reshape(self.format.stored_shape((1, 1), "tensor"))
+
     def is_serializable(self) -> bool:
-        """Not: the checkpoint is the folder that it was loaded from."""
-        return False
+        """Return True: in the format that it was loaded from, torchao's excepted, which has headers of its own."""
+        if self.format.name == "torchao":
+            raise InputError(
+                "save_pretrained: a checkpoint of torchao is not written again: load one that convert_checkpoint wrote "
+                "as compressed-tensors"
+            )
+        return True
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return what `save_pretrained` writes: codes and scales by the names of the format."""
+        state = {}
+        modules = {name: each for name, each in model.named_modules() if isinstance(each, NativeFP8Linear)}
+        for key, tensor in model.state_dict().items():
+            owner, _, last = key.rpartition(".")
+            if owner not in modules or last == "bias":
+                state[key] = tensor
+            elif last == "weight":
+                held, weight = modules[owner], f"{owner}.weight"
+                codes, scale, given = held.weight.codes, held.weight.scale, held.input_scale
+                if codes.dtype is not self.scheme.dtype:  # of a device that multiplies fnuz alone
+                    codes, scale = recoded(codes, scale, self.scheme.dtype)
+                    given = None if given is None else given / 2
+                state[self.format.codes_name(weight)] = codes
+                state[self.format.scale_name(weight)] = self._stored_scale(scale.reshape(_matrix(scale).shape))
+                if self.scheme.static:
+                    if given is None:
+                        raise InputError(
+                            f"save_pretrained: the static scale of activations of {owner} was left out when the model "
+                            "was loaded: load it with quantize_activations=True"
+                        )
+                    state[self.format.input_scale_name(weight)] = self._stored_input_scale(given)
+        return state, {}
 
     @property
     def is_trainable(self) -> bool:
