@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kpt_cli.bench.moe import Shape, transformers_experts
+from kpt_fp8 import quantize_to_fp8
 from kpt_moe.experts import experts
-from kpt_moe.quantized_experts import quantize_weights
 
-#: Schemes of `kpt_moe.quantized_experts.quantize_weights`, and what tables call them.
+#: What shares a scale, and what tables call them.
 SCHEMES = {"row": "fp8 row", "128x128": "fp8 block"}
 #: gpt-oss: `(up + 1) * gate * sigmoid(1.702 * gate)`, both clamped; matrices are stored as input by output.
 _GPT_OSS = {"transposed": True, "interleaved": True, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
@@ -230,8 +230,8 @@ def _disjoint(shape: Shape, device: torch.device, generator: torch.Generator) ->
 
 def quantised(problem: Experts, scheme: str) -> Experts:
     """Return the problem with 8-bit weights, in two copies."""
-    (up, up_scale), (down, down_scale) = (quantize_weights(matrices, scheme) for matrices in problem.copies[0])
-    own = up, down, up_scale, down_scale
+    up, down = (quantize_to_fp8(matrices, granularity=scheme) for matrices in problem.copies[0])
+    own = up.codes, down.codes, up.scale, down.scale
     copies = [own, tuple(tensor.clone() for tensor in own)]
     return Experts(problem.shape, False, copies, problem.x, problem.grad, problem.routings, problem.rows)
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import kpt_core
 from kpt_cli.bench.moe import Shape
+from kpt_fp8 import quantize_to_fp8
 from kpt_moe.permutation import sort_by_expert
-from kpt_moe.quantized_experts import quantize_weights
 from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 
 #: In the order in which they are measured.
@@ -122,7 +122,8 @@ def product_contest(size: int, rows: int, scheme: str, device: torch.device, see
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(size, size, generator=generator) / size**0.5
     x = torch.randn(rows, size, generator=generator)
-    codes, scale = quantize_weights(weight.unsqueeze(0), scheme)
+    narrow = quantize_to_fp8(weight.unsqueeze(0), granularity=scheme)
+    codes, scale = narrow.codes, narrow.scale
     x16 = x.bfloat16()
     # In blocks the scales are those of the stored matrix, by output and input; the op wants input first.
     own = scale.mT if scale.dim() == 3 else scale

@@ -27,8 +27,8 @@ import bench
 import kpt_core
 from kpt_cli.bench.moe import Shape
 from kpt_core.registry import add_backend, remove_backend
+from kpt_fp8 import quantize_to_fp8
 from kpt_moe.experts import experts as experts_op
-from kpt_moe.quantized_experts import quantize_weights
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 EXACT = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
@@ -275,11 +275,13 @@ def test_consecutive_calls_of_one_token_share_no_expert_and_reach_all_of_both_co
 
 @pytest.mark.parametrize("scheme", ["row", "128x128"])
 def test_dequantised_multiplies_each_number_by_its_scale(scheme: str) -> None:
-    codes, scale = quantize_weights(torch.randn(1, 130, 140, generator=torch.Generator().manual_seed(0)), scheme)
-    found = experts.dequantised(codes[0], scale[0])
+    matrix = torch.randn(130, 140, generator=torch.Generator().manual_seed(0))
+    narrow = quantize_to_fp8(matrix, granularity=scheme)
+    codes, scale = narrow.codes, narrow.scale
+    found = experts.dequantised(codes, scale)
     for row, column in ((0, 0), (127, 128), (129, 139)):
-        own = scale[0, row] if scheme == "row" else scale[0, row // 128, column // 128]
-        assert found[row, column] == codes[0, row, column].double() * own.double()
+        own = scale[row] if scheme == "row" else scale[row // 128, column // 128]
+        assert found[row, column] == codes[row, column].double() * own.double()
 
 
 def test_a_copy_of_too_many_weights_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

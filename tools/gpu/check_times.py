@@ -74,10 +74,10 @@ def grouped(setting: Setting, op: str) -> tuple[str, Mapping[str, Any]]:
     if op == "moe.grouped_mm_wgrad":
         return op, {"x": x, "grad": _normal(setting, rows, 2 * inner), "offsets": offsets}
     if op == "moe.scaled_grouped_mm":
-        from kpt_moe.quantized_experts import quantize_weights
+        from kpt_fp8 import quantize_to_fp8
 
-        codes, scale = quantize_weights(weight.mT.contiguous(), "row")
-        return op, {"x": x, "weight": codes.mT, "scale": scale[:, None], "offsets": offsets}
+        narrow = quantize_to_fp8(weight.mT)
+        return op, {"x": x, "weight": narrow.codes.mT, "scale": narrow.scale[:, None], "offsets": offsets}
     return op, {"x": x, "weight": weight, "offsets": offsets}
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from kpt_core import InputError
 from kpt_moe.experts import experts
 from kpt_moe.experts import experts as op
-from kpt_moe.quantized_experts import quantize_weights
 from oracle import CLAMPED, Inputs, gradients, make_inputs, naive_experts
+
+kpt_fp8 = pytest.importorskip("kpt_fp8")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GPT_OSS = {**CLAMPED, "limit": 7.0, "interleaved": True, "transposed": True}
@@ -23,10 +24,10 @@ CHOICES = {
 
 
 def quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    codes, scale = quantize_weights(weight.mT if transposed else weight, scheme, dtype)
+    made = kpt_fp8.quantize_to_fp8(weight.mT if transposed else weight, dtype, scheme)
     if not transposed:
-        return codes, scale
-    return codes.mT.contiguous(), scale.mT.contiguous() if scheme == "128x128" else scale
+        return made.codes, made.scale
+    return made.codes.mT.contiguous(), made.scale.mT.contiguous() if scheme == "128x128" else made.scale
 
 
 def dequantised(codes: Tensor, scale: Tensor, transposed: bool) -> Tensor:

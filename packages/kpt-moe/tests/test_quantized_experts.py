@@ -1,4 +1,4 @@
-"""Quantising experts: the numbers, and the network that holds them."""
+"""The network that holds quantised experts."""
 
 import copy
 
@@ -10,135 +10,13 @@ from torch import Tensor
 from kpt_core import InputError, UnknownNameError
 from kpt_moe.expert_networks import FeedForwardExpert
 from kpt_moe.expert_networks.quantized import QuantizedFeedForwardExpert
-from kpt_moe.quantized_experts import quantize_weights
 from kpt_moe.routers import TopKRouter
 
+kpt_fp8 = pytest.importorskip("kpt_fp8")
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: (bits of the mantissa, bias of the exponent, greatest finite code).
-FORMATS = {E4M3: (3, 7, 0x7E), E5M2: (2, 15, 0x7B)}
-#: (relative error of normal numbers, absolute error in units of the scale).
-BOUNDS = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}
-
-
-def nearest(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes of the nearest numbers that the format has, the even one of two, saturating: from its definition."""
-    mantissa, bias, last = FORMATS[dtype]
-    known = []
-    for code in range(last + 1):
-        exponent, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / (1 << mantissa)
-        known.append(fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias))
-    values = torch.tensor(known, dtype=torch.float64)
-    size = numbers.abs().double().clamp(max=known[-1])
-    above = torch.searchsorted(values, size).clamp(min=1)
-    low, high = size - values[above - 1], values[above] - size
-    up = (high < low) | ((high == low) & (above % 2 == 0))
-    return torch.where(up, above, above - 1) + 128 * torch.signbit(numbers)
-
-
-def groups(weight: Tensor, scheme: str):
-    """(places of the numbers under one scale, place of that scale)."""
-    experts, outputs, inputs = weight.shape
-    for e in range(experts):
-        if scheme == "row":
-            yield from (((e, slice(o, o + 1), slice(None)), (e, o)) for o in range(outputs))
-        else:
-            for o in range(-(-outputs // 128)):
-                for i in range(-(-inputs // 128)):
-                    blocks = slice(128 * o, 128 * o + 128), slice(128 * i, 128 * i + 128)
-                    yield (e, *blocks), (e, o, i)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("scheme", ["row", "128x128"])
-@pytest.mark.parametrize("shape", [(2, 5, 7), (1, 128, 128), (2, 130, 257), (1, 1, 1)])
-def test_numbers_are_the_nearest_under_a_scale_of_the_greatest(shape, scheme, dtype):
-    weight = torch.randn(shape) * torch.logspace(-6, 0, shape[2])
-    codes, scale = quantize_weights(weight, scheme, dtype)
-    assert (codes.dtype, codes.shape, scale.dtype) == (dtype, weight.shape, torch.float32)
-    count = 0
-    for place, own in groups(weight, scheme):
-        part = weight[place]
-        want = part.abs().max() / {E4M3: 448, E5M2: 57344}[dtype]
-        assert scale[own] == want
-        assert torch.equal(codes[place].view(torch.uint8).long(), nearest(part / want, dtype))
-        count += 1
-    assert count == scale.numel()
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("scheme", ["row", "128x128"])
-@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_within_the_bound_of_the_dtype(source, scheme, dtype):
-    weight = torch.randn(2, 130, 257).to(source)
-    codes, scale = quantize_weights(weight, scheme, dtype)
-    relative, absolute = BOUNDS[dtype]
-    for place, own in groups(weight, scheme):
-        number = weight[place].double()
-        error = (codes[place].double() * scale[own].double() - number).abs()
-        bound = torch.maximum(number.abs() * relative, absolute * scale[own].double())
-        assert (error <= bound * (1 + 1e-5)).all()
-
-
-@pytest.mark.parametrize("scheme", ["row", "128x128"])
-def test_zeros_have_scale_one(scheme):
-    weight = torch.randn(2, 130, 140)
-    weight[1] = 0
-    codes, scale = quantize_weights(weight, scheme)
-    assert (scale[1] == 1).all()
-    assert not codes[1].float().any()
-    assert (scale[0] != 1).all()
-
-
-@pytest.mark.parametrize("amax", [1e-45, 1e-38, 3e38])
-def test_extreme_numbers_stay_finite(amax):
-    weight = torch.tensor([amax, -amax / 2, 0.0]).view(1, 1, 3)
-    codes, scale = quantize_weights(weight)
-    assert scale.isfinite().all()
-    assert (scale > 0).all()
-    assert not codes.isnan().any()
-    assert ((codes.double() * scale.double().unsqueeze(2) - weight.double()).abs() <= max(amax * 2**-4, 2e-41)).all()
-
-
-def test_the_weights_stay_as_they_are():
-    weight = torch.randn(2, 128, 256, requires_grad=True)
-    before = weight.detach().clone()
-    codes, scale = quantize_weights(weight, "128x128")
-    assert torch.equal(weight, before)
-    assert not codes.requires_grad
-    assert not scale.requires_grad
-
-
-def test_empty_weights():
-    codes, scale = quantize_weights(torch.empty(2, 0, 5), "128x128")
-    assert (codes.shape, scale.shape) == (torch.Size((2, 0, 5)), torch.Size((2, 0, 1)))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("scheme", ["row", "128x128"])
-def test_weights_that_are_not_finite_are_refused(scheme, value):
-    weight = torch.randn(4, 5, 6)
-    weight[2, 3, 1] = value
-    with pytest.raises(InputError, match=r"must hold finite numbers.*got others in experts \[2\]"):
-        quantize_weights(weight, scheme)
-
-
-def test_numbers_beyond_what_a_scale_holds_are_refused():
-    with pytest.raises(InputError, match="finite numbers, whose scales float32 can hold"):
-        quantize_weights(torch.full((1, 1, 1), 1e300, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((torch.ones(1, 1, 1), "rwo"), UnknownNameError, "unknown scheme 'rwo': did you mean 'row'"),
-        ((torch.ones(1, 1, 1), "row", torch.int8), InputError, "dtype must be float8_e4m3fn or float8_e5m2; got"),
-        ((torch.ones(1, 1),), InputError, r"\[num_experts, outputs, inputs\].*got torch.float32 \[1, 1\]"),
-        ((torch.ones(1, 1, 1, dtype=torch.int64),), InputError, r"got torch.int64 \[1, 1, 1\]"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        quantize_weights(*arguments)
+#: Relative error of normal numbers.
+BOUNDS = {E4M3: 2**-4, E5M2: 2**-3}
 
 
 def network(
@@ -178,8 +56,50 @@ def test_network_computes_with_the_dequantised_weights(scheme, codes, activation
     assert (made(x, routing) - want).abs().max() <= 1e-5 * want.abs().max()
     # Independent relative errors, uniform up to the bound: those of both products and of their activation together.
     original = plain.double()(x.double(), routing)
-    assert (want - original).norm() <= 2 * BOUNDS[codes][0] * original.norm()
+    assert (want - original).norm() <= 2 * BOUNDS[codes] * original.norm()
     assert (want - original).norm() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
+def test_numbers_are_those_of_kpt_fp8(scheme, dtype):
+    plain, made = network(scheme, dtype=dtype)
+    for name in ("gate_up_proj", "down_proj"):
+        want = kpt_fp8.quantize_to_fp8(getattr(plain, name), E4M3, scheme)
+        assert torch.equal(getattr(made, name).view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(getattr(made, f"{name}_scale_inv"), want.scale)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("scheme", ["row", "128x128"])
+def test_weights_that_are_not_finite_are_refused(scheme, value):
+    plain = FeedForwardExpert(8, num_experts=4, intermediate_size=6)
+    with torch.no_grad():
+        plain.down_proj[2, 3, 1] = value
+    with pytest.raises(InputError, match=r"down_proj must hold finite numbers.*got others in experts \[2\]"):
+        QuantizedFeedForwardExpert.from_feed_forward(plain, scheme=scheme)
+
+
+def test_numbers_beyond_what_a_scale_holds_are_refused():
+    plain = FeedForwardExpert(8, num_experts=1, intermediate_size=6, dtype=torch.float64)
+    torch.nn.init.constant_(plain.gate_up_proj, 1e300)
+    with pytest.raises(InputError, match="finite numbers, whose scales float32 can hold"):
+        QuantizedFeedForwardExpert.from_feed_forward(plain)
+
+
+def test_without_kpt_fp8_the_error_says_what_to_install(monkeypatch):
+    def absent(name: str) -> None:
+        raise UnknownNameError("op", name, ())
+
+    monkeypatch.setattr("kpt_moe.expert_networks.quantized.get_op", absent)
+    with pytest.raises(InputError, match=r"unknown op 'fp8\.quantize'.*pip install kpt-fp8"):
+        network()
+
+
+def test_experts_without_numbers_stay_without():
+    plain = FeedForwardExpert(8, num_experts=2, intermediate_size=6, device="meta")
+    made = QuantizedFeedForwardExpert.from_feed_forward(plain)
+    assert all(tensor.is_meta for tensor in made.state_dict().values())
 
 
 def test_the_original_is_untouched_and_shares_nothing():

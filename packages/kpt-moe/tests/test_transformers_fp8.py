@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from kpt_core import InputError, record
+from kpt_fp8 import quantize_to_fp8
 from kpt_fp8.transformers import load as load_fp8
-from kpt_moe.quantized_experts import quantize_weights
 from kpt_moe.rewrites import Bfloat16Experts
 from kpt_moe.transformers import NAME, kpt_fp8_experts_forward
 
@@ -84,7 +84,8 @@ class Checkpoint:
 
 def per_block(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales of blocks, and what they stand for."""
-    codes, scale = (part[0] for part in quantize_weights(weight.unsqueeze(0), "128x128"))
+    made = quantize_to_fp8(weight, granularity="128x128")
+    codes, scale = made.codes, made.scale
     spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
     return codes, scale, codes.float() * spread
 

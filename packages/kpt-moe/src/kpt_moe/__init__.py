@@ -48,7 +48,6 @@ _MOVED = {
     "layers": "AdaptiveMoELayer GLaMStyleMoE SharedExperts SparseMoELayer SwitchTransformerMoE",
     "losses": "GlobalLoad entropy_loss global_batch_loss gshard_loss sequence_loss z_loss",
     "permutation": "Permutation sort_by_expert",
-    "quantized_experts": "quantize_weights",
     "routers": "DynamicCapacityRouter ExpertChoiceRouter GShardRouter HashRouter "
     "LearnedRouter LinearRouter Router SwitchRouter",
     "routing_trace": "RoutingTrace record_routing replay_routing",

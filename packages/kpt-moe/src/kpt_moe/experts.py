@@ -89,7 +89,7 @@ def _check_quantised(name: str, weight: Tensor, scale: Tensor | None, x: Tensor,
     if weight.dtype not in FLOAT8:
         raise InputError(
             f"moe.experts: {name}_proj must be {NAMES_OF_FLOAT8} where {name}_scale is given; got {weight.dtype}: "
-            "quantise it (kpt_moe.quantized_experts.quantize_weights), or leave the scale out"
+            "quantise it (kpt_fp8.quantize_to_fp8), or leave the scale out"
         )
     num_experts, *sizes = weight.shape
     shapes = [[num_experts, sizes[1 if transposed else 0]], [num_experts, *in_blocks(*sizes)]]

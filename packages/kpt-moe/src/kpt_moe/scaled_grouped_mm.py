@@ -23,7 +23,7 @@ def _check(call: Call) -> None:
     if weight.dtype not in FLOAT8:
         raise InputError(
             f"{_NAME}: weight must be {NAMES_OF_FLOAT8}; got {weight.dtype}: quantise it "
-            f"(kpt_moe.quantized_experts.quantize_weights), or call moe.grouped_mm"
+            f"(kpt_fp8.quantize_to_fp8), or call moe.grouped_mm"
         )
     if x_scale is None and x.dtype not in DTYPES:
         raise InputError(

@@ -1,6 +1,5 @@
 """The models that make the round trips: every way in which KPT serves a model of transformers, in tiny."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import kpt_moe.transformers  # noqa: F401  registers the implementation
 from conversion_models import PROMPT
 from families import FAMILIES
-from kpt_moe.conversion import quantize_experts, to_kpt_layers, upcycle
+from kpt_moe.conversion import to_kpt_layers, upcycle
 
 
-def original(family: str, size: int = 32) -> PreTrainedModel:
-    """The model as transformers has it; `size` is that of tokens, and from 128 on that of experts too."""
-    values = dict(FAMILIES[family].values)
-    if size >= 128:
-        values |= {"hidden_size": size, "moe_intermediate_size": size}
-        values |= {"intermediate_size": size} if family == "mixtral" else {}
-    return dataclasses.replace(FAMILIES[family], values=values).build()
+def original(family: str) -> PreTrainedModel:
+    """The model as transformers has it."""
+    return FAMILIES[family].build()
 
 
 def served(family: str) -> PreTrainedModel:
@@ -33,11 +28,6 @@ def served(family: str) -> PreTrainedModel:
 def converted(family: str) -> Any:
     """By `to_kpt_layers`."""
     return to_kpt_layers(original(family), inplace=True, strict=True)
-
-
-def quantised(family: str) -> Any:
-    """The same with FP8 experts."""
-    return quantize_experts(to_kpt_layers(original(family, 128), strict=True), inplace=True)
 
 
 def dense() -> PreTrainedModel:
@@ -68,8 +58,6 @@ MODELS: dict[str, tuple[Callable[[str], Any], str]] = {
     "converted qwen3_moe": (converted, "qwen3_moe"),
     "converted qwen2_moe": (converted, "qwen2_moe"),
     "converted deepseek_v3": (converted, "deepseek_v3"),
-    "quantised mixtral": (quantised, "mixtral"),
-    "quantised deepseek_v3": (quantised, "deepseek_v3"),
     "upcycled llama": (upcycled, "llama"),
 }
 

@@ -12,6 +12,7 @@ from conversion_models import PROMPT, assert_close
 from kpt_core import InputError
 from kpt_moe import MoEConfig, MoELayer
 from kpt_moe.conversion import KptMoEBlock, to_transformers
+from kpt_moe.expert_networks import QuantizedFeedForwardExpert
 
 pytestmark = [
     pytest.mark.usefixtures("quiet"),
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 
-ADAPTED = [name for name in MODELS if not name.startswith("quantised")]
 TARGETS = {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
@@ -47,7 +47,7 @@ def trained(model: Any, **options: Any) -> Any:
     return adapted
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", MODELS)
 def test_trains_merges_and_comes_back(name, tmp_path):
     before = logits(build(name))
     model = trained(build(name))
@@ -65,7 +65,7 @@ def test_trains_merges_and_comes_back(name, tmp_path):
     assert merged.state_dict().keys() == build(name).state_dict().keys()
 
 
-@pytest.mark.parametrize("name", [name for name in ADAPTED if name.startswith(("served", "converted"))])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("served", "converted"))])
 def test_adapters_are_those_of_the_original(name, tmp_path):
     model = trained(build(name))
     model.save_pretrained(tmp_path / "ours")
@@ -115,13 +115,19 @@ def test_a_layer_reads_what_its_experts_need_through_a_wrapper(wrap):
         layer(x)
 
 
+def in_8_bits() -> Any:
+    model = build("converted mixtral")
+    for block in model.modules():
+        if isinstance(block, KptMoEBlock):
+            block.experts = QuantizedFeedForwardExpert.from_feed_forward(block.experts)
+    return model
+
+
 def test_fp8_experts_refuse_an_adapter_and_other_modules_take_it():
-    refused = get_peft_model(
-        build("quantised mixtral"), adapter(target_modules=[], target_parameters=["experts.down_proj"])
-    )
+    refused = get_peft_model(in_8_bits(), adapter(target_modules=[], target_parameters=["experts.down_proj"]))
     with pytest.raises(InputError, match=r"adds to down_proj of QuantizedFeedForwardExpert.*before they are quantised"):
         logits(refused)
-    adapted = trained(build("quantised mixtral"), target_parameters=None)
+    adapted = trained(in_8_bits(), target_parameters=None)
     want = logits(adapted)
     merged = adapted.merge_and_unload()
     assert_close(logits(merged), want)

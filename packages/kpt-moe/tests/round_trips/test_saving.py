@@ -1,6 +1,5 @@
 """Saved models come back, in transformers that knows nothing of KPT and in KPT."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from round_trip_kinds import MODELS, build, converted, dense, logits, original, other, upcycled
+from round_trip_kinds import MODELS, build, converted, logits, original, other, upcycled
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from conversion_models import CONVERTED, PROMPT, assert_close
 from kpt_core import InputError
+from kpt_fp8.checkpoints import convert_checkpoint
 from kpt_fp8.transformers import load as load_fp8
-from kpt_moe import FeedForwardExpert, MoELayer
-from kpt_moe.conversion import load_upcycled, quantize_experts, to_kpt_layers, to_transformers, upcycle
+from kpt_moe import MoELayer
+from kpt_moe.conversion import load_upcycled, to_kpt_layers, to_transformers, upcycle
 from kpt_moe.expert_networks import QuantizedFeedForwardExpert
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -83,27 +83,20 @@ def test_files_are_those_of_the_original(name, saved, tmp_path):
     assert any(".experts.0." in key for key in have), "the hub has each expert's matrices by themselves"
 
 
-@pytest.mark.parametrize("name", ["quantised mixtral", "quantised deepseek_v3"])
-def test_fp8_files_have_the_names_of_the_hub(name, saved):
-    tensors = load_file(saved[name] / "model.safetensors")
-    where = "block_sparse_moe.experts.0.w2" if "mixtral" in name else "mlp.experts.0.down_proj"
-    weight = f"model.layers.1.{where}.weight"
-    assert tensors[weight].dtype is torch.float8_e4m3fn
-    assert tensors[f"{weight}_scale_inv"].shape == (1, 1)
-    config = json.loads((saved[name] / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "fp8"
-    assert "lm_head" in config["modules_to_not_convert"]
-
-
 @pytest.mark.parametrize("name", FAMILY)
 def test_loads_in_kpt(name, saved):
-    load = load_fp8 if name.startswith("quantised") else AutoModelForCausalLM.from_pretrained
-    model = load(saved[name], dtype=torch.float32, experts_implementation="kpt")
+    model = AutoModelForCausalLM.from_pretrained(saved[name], dtype=torch.float32, experts_implementation="kpt")
     assert_close(logits(model), logits(build(name)))
-    if name.startswith("quantised"):
-        assert torch.float8_e4m3fn in {parameter.dtype for parameter in model.parameters()}
-    else:
-        assert_close(logits(to_kpt_layers(model, strict=True)), logits(build(name)))
+    assert_close(logits(to_kpt_layers(model, strict=True)), logits(build(name)))
+
+
+@pytest.mark.parametrize("name", ["converted mixtral", "converted deepseek_v3"])
+def test_becomes_an_fp8_checkpoint(name, saved, tmp_path):
+    convert_checkpoint(saved[name], tmp_path / "fp8", to="fp8", granularity="tensor")
+    convert_checkpoint(tmp_path / "fp8", tmp_path / "wide", to="float32")
+    model = load_fp8(tmp_path / "fp8", dtype=torch.float32, experts_implementation="kpt", quantize_activations=False)
+    assert torch.float8_e4m3fn in {tensor.dtype for path, tensor in model.state_dict().items() if ".experts" in path}
+    assert_close(logits(model), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "wide")))
 
 
 def test_an_upcycled_model_loads_in_kpt(saved, tmp_path):
@@ -134,7 +127,7 @@ def test_only_what_upcycle_made_is_loaded_as_upcycled(saved, tmp_path):
         load_upcycled(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["converted mixtral", "converted deepseek_v3", "quantised mixtral", "upcycled llama"])
+@pytest.mark.parametrize("name", ["converted mixtral", "converted deepseek_v3", "upcycled llama"])
 def test_shards(name, tmp_path):
     model = build(name)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -213,26 +206,3 @@ def test_the_way_back_takes_its_hook_along():
     back = to_transformers(converted("mixtral"))
     assert not back._load_state_dict_pre_hooks
     assert not [hooks for module in back.modules() if (hooks := module._state_dict_hooks)]
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: dense(), "LlamaForCausalLM has no block that to_kpt_layers replaced"),
-        (lambda: converted("mixtral"), "no multiples of 128; leave them as they are"),
-        (lambda: converted("gpt_oss"), "none of other layouts, with biases"),
-    ],
-)
-def test_experts_that_no_fp8_checkpoint_can_hold_are_refused(model, message):
-    made = model()
-    with pytest.raises(InputError, match=message):
-        quantize_experts(made, inplace=True)
-    assert not any(isinstance(module, QuantizedFeedForwardExpert) for module in made.modules())
-
-
-def test_a_copy_is_quantised_unless_asked_otherwise():
-    model = to_kpt_layers(original("mixtral", 128))
-    assert quantize_experts(model) is not model
-    assert all(isinstance(m.experts, FeedForwardExpert) for m in model.modules() if isinstance(m, MoELayer))
-    assert not hasattr(model.config, "quantization_config")
-    assert quantize_experts(model, inplace=True) is model

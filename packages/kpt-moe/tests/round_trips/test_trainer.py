@@ -19,7 +19,7 @@ pytestmark = [
 
 STEPS, SAVED_AT = 4, 2
 #: Every kind of model and every family once; the rest are the same again, for `nox -s full`.
-EACH_KIND = ("served qwen3_moe", "converted deepseek_v3", "quantised mixtral", "upcycled llama")
+EACH_KIND = ("served qwen3_moe", "converted deepseek_v3", "upcycled llama")
 
 
 def data() -> list[dict[str, torch.Tensor]]:

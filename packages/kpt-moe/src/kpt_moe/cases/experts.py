@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kpt_core import UnknownNameError
 from kpt_moe.activations import GATED, PLAIN, Activation
-from kpt_moe.quantized_experts import SCHEMES, quantize_weights
+from kpt_moe.expert_networks.quantized import SCHEMES
 from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes, WrongInput
 
-from .common import MANY, WIDE, WIDER, case, normal, wrong
+from .common import MANY, WIDE, WIDER, case, normal, quantised, wrong
 
 _wrong = partial(wrong, "moe.experts")
 
@@ -66,7 +66,7 @@ def _away_from_kinks(x: Tensor, up: Tensor, inputs: int, quantised: bool) -> tup
 
 
 def _quantised(weight: Tensor, scheme: str, transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    codes, scale = quantize_weights(weight.mT if transposed else weight, scheme, dtype)
+    codes, scale = quantised(weight.mT if transposed else weight, scheme, dtype)
     # No option of its own, or there would be more cases: the second of the dtypes has the wider scales.
     scale = scale.to(torch.float64 if dtype is torch.float8_e5m2 else torch.float32)
     if not transposed:

@@ -16,6 +16,8 @@ from kpt_moe.routers import Router
 from kpt_moe.routing import Routing
 from kpt_optimize.cases import LayerCase
 
+from .common import quantised
+
 HIDDEN, EXPERTS, TOP_K = 16, 4, 2
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "intermediate_size": 24, "bias": True}
 
@@ -88,7 +90,12 @@ def _ids(generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _quantised(**options: Any) -> QuantizedFeedForwardExpert:
-    return QuantizedFeedForwardExpert.from_feed_forward(FeedForwardExpert(**options))
+    made = QuantizedFeedForwardExpert(**options)
+    state = FeedForwardExpert(**options).state_dict()
+    for name in ("gate_up_proj", "down_proj"):
+        state[name], state[f"{name}_scale_inv"] = quantised(state[name], made.scheme, torch.float8_e4m3fn)
+    made.load_state_dict(state, assign=True)
+    return made
 
 
 def _experts(make: Callable[..., nn.Module], name: str, **options: Any) -> LayerCase:

@@ -4,7 +4,6 @@ from ._names import accept_checkpoint_names
 from .converting import to_kpt_layers, to_transformers
 from .experts import VariantFeedForwardExpert
 from .kpt_block import KptMoEBlock
-from .quantizing import quantize_experts
 from .upcycling import Layers, load_upcycled, upcycle
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "VariantFeedForwardExpert",
     "accept_checkpoint_names",
     "load_upcycled",
-    "quantize_experts",
     "to_kpt_layers",
     "to_transformers",
     "upcycle",

@@ -28,7 +28,6 @@ def _renames(block: Any) -> Iterator[tuple[str, str, Any]]:
     for ours, theirs in block.paths.items():
         if ours != theirs:
             yield ours, theirs, block.correction[1] if theirs == block.plan.correction else None
-            yield f"{ours}_scale_inv", f"{theirs}_scale_inv", None
 
 
 def accept_checkpoint_names(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from kpt_core import InputError
 
 from ._names import accept_checkpoint_names, refuse_checkpoint_names
 from .blocks import MoEBlock, moe_blocks, replace_modules
-from .kpt_block import KptMoEBlock, kpt_blocks
+from .kpt_block import KptMoEBlock
 
 
 def to_kpt_layers(model: nn.Module, *, inplace: bool = False, strict: bool = False) -> nn.Module:
@@ -72,7 +72,12 @@ def to_transformers(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         InputError: it has no converted block, or one whose layer was changed to something that the block can't compute.
             `model` is then unchanged.
     """
-    blocks = kpt_blocks("to_transformers", model)
+    modules = model.named_modules(remove_duplicate=False)
+    blocks = {path: module for path, module in modules if isinstance(module, KptMoEBlock)}
+    if not blocks:
+        raise InputError(
+            f"to_transformers: {type(model).__name__} has no block that to_kpt_layers replaced: call that first"
+        )
     for path, block in blocks.items():
         block.require_unchanged(path)
     made = replace_modules(model, blocks, lambda path, block: block.restored(), inplace=inplace)

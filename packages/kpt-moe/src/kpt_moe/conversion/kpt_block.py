@@ -181,15 +181,6 @@ class _Telling(Mixed):
         return logits, weights, index
 
 
-def kpt_blocks(owner: str, model: nn.Module) -> dict[str, KptMoEBlock]:
-    """The converted blocks of a model, at all their paths; `InputError` if it has none."""
-    modules = model.named_modules(remove_duplicate=False)
-    blocks = {path: module for path, module in modules if isinstance(module, KptMoEBlock)}
-    if not blocks:
-        raise InputError(f"{owner}: {type(model).__name__} has no block that to_kpt_layers replaced: call that first")
-    return blocks
-
-
 def _held(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
     """The dictionary that has a parameter or buffer of a module, and its name there."""
     owner_path, _, name = path.rpartition(".")

@@ -6,14 +6,23 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from kpt_core import InputError
+from kpt_core import InputError, UnknownNameError, get_op
 from kpt_moe._checks import require_known
 from kpt_moe._dtypes import FLOAT8, NAMES_OF_FLOAT8
+from kpt_moe._scales import in_blocks
 from kpt_moe.experts import experts as experts_op
-from kpt_moe.quantized_experts import SCHEMES, quantize_weights, scale_shape
 
 from .base import init_zeros, vectors
 from .feed_forward import FeedForwardExpert, TwoProducts, require_feed_forward
+
+#: What shares a scale.
+SCHEMES = ("row", "128x128")
+
+
+def scale_shape(shape: torch.Size, scheme: str) -> list[int]:
+    """The shape of the scales of matrices `[num_experts, outputs, inputs]`."""
+    num_experts, outputs, inputs = shape
+    return [num_experts, outputs] if scheme == "row" else [num_experts, *in_blocks(outputs, inputs)]
 
 
 class QuantizedFeedForwardExpert(TwoProducts):
@@ -30,7 +39,8 @@ class QuantizedFeedForwardExpert(TwoProducts):
         intermediate_size: inner width of an expert.
         activation: as in `FeedForwardExpert`.
         bias: give both projections a bias.
-        scheme: of the scales: `row` or `128x128`, see `kpt_moe.quantized_experts.quantize_weights`.
+        scheme: of the scales: `row`, one for each output channel, or `128x128`, one for each block of 128 by 128
+            (DeepSeek-V3).
         weight_dtype: of the matrices: float8_e4m3fn or float8_e5m2.
         dtype: of the biases.
 
@@ -76,7 +86,9 @@ class QuantizedFeedForwardExpert(TwoProducts):
     def from_feed_forward(
         cls, experts: FeedForwardExpert, *, scheme: str = "128x128", dtype: torch.dtype = torch.float8_e4m3fn
     ) -> Self:
-        """Quantise experts; they stay as they are, and share no memory with what is returned.
+        """Quantise experts by kpt-fp8; they stay as they are, and share no memory with what is returned.
+
+        One expert is quantised at a time: the memory needed beside the result is that of one matrix.
 
         Args:
             experts: with weights of float64, float32, bfloat16 or float16.
@@ -84,16 +96,41 @@ class QuantizedFeedForwardExpert(TwoProducts):
             dtype: float8_e4m3fn or float8_e5m2.
 
         Raises:
-            InputError: no `FeedForwardExpert`, the weights hold NaN or infinity, or the dtype is none of the two.
+            InputError: no `FeedForwardExpert`, the weights hold NaN or infinity, the dtype is none of the two, or
+                kpt-fp8 is not installed.
             UnknownNameError: no such scheme.
         """
         require_feed_forward(cls.__name__, experts)
         made = cls(**experts.sizes(), scheme=scheme, weight_dtype=dtype, device="meta", dtype=experts.down_proj.dtype)
         state = {name: value.clone() for name, value in experts.state_dict().items() if name.endswith("_bias")}
         for name in ("gate_up_proj", "down_proj"):
-            state[name], state[f"{name}_scale_inv"] = quantize_weights(getattr(experts, name), scheme, dtype)
+            state[name], state[f"{name}_scale_inv"] = cls._quantize(name, getattr(experts, name), scheme, dtype)
         made.load_state_dict(state, assign=True)
         return made.train(experts.training)
+
+    @classmethod
+    def _quantize(cls, name: str, weight: Tensor, scheme: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Codes and scales of `[num_experts, outputs, inputs]`."""
+        try:
+            quantize = get_op("fp8.quantize")
+        except UnknownNameError as error:
+            raise InputError(
+                f"{cls.__name__}: experts are quantised by kpt-fp8 ({error}): pip install kpt-fp8"
+            ) from error
+        weight = weight.detach()
+        codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        scale = torch.empty(scale_shape(weight.shape, scheme), dtype=torch.float32, device=weight.device)
+        finite = torch.empty(len(weight), dtype=torch.bool, device=weight.device)
+        for expert, matrix in enumerate(weight):
+            codes[expert], scale[expert] = quantize(matrix, dtype=dtype, granularity=scheme)
+            # Scales don't tell: the op saturates infinities.
+            finite[expert] = matrix.float().isfinite().all()
+        if not weight.is_meta and not bool(finite.all()):
+            raise InputError(
+                f"{cls.__name__}: {name} must hold finite numbers, whose scales float32 can hold; got others in "
+                f"experts {(~finite).nonzero().flatten().tolist()}: repair those, or keep them unquantised"
+            )
+        return codes, scale
 
     def rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """As of `FeedForwardExpert`."""
