@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -98,6 +99,22 @@ class _Unstack(ConversionOps):
         raise NotImplementedError
 
 
+def _codes(part: Tensor) -> Tensor:
+    return part
+
+
+def _stored_scale(form: Format, granularity: str, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """Return a scale, `[N, 1]` or `[a, b]`, in the shape of the files, and in `dtype` if that has its numbers."""
+    narrow = scale.to(dtype)
+    blocks = 128 if granularity == "128x128" else 1
+    shape = form.stored_shape([blocks * size for size in scale.shape], granularity)
+    return (narrow if torch.equal(narrow.to(scale.dtype), scale) else scale).reshape(shape)
+
+
+def _stored_input_scale(form: Format, scale: Tensor) -> Tensor:
+    return scale.reshape(form.stored_shape((1, 1), "tensor"))
+
+
 def _matrix(stored: Tensor) -> Tensor:
     """Weights `[N, K]` as they are; scales `[]`, `[1]`, `[N]`, `[N, 1]` or `[a, 1, b, 1]` as matrices."""
     return stored.reshape(-1, 1) if stored.dim() < 2 else stored.reshape(stored.shape[0], -1)
@@ -125,7 +142,7 @@ def stacking(
     sources: list[str],
     target: str,
     reader: TensorReader,
-    stored: Callable[[Tensor], Tensor] = lambda part: part,
+    stored: Callable[[Tensor], Tensor] = _codes,
 ) -> WeightConverter:
     """Return a converter that stacks without a second copy, and on the CPU, so that a GPU holds the result alone.
 
@@ -270,6 +287,7 @@ class KptFP8Quantizer(HfQuantizer):
         """Converters that stack codes and scales of experts, in place of those that stack weights."""
         params = [name for name, _ in model.named_parameters()]
         made: list[Any] = []
+        scale_of, input_scale_of = self._stored()
         for each in (*weight_conversions, *self.splits):
             target = each._original_target_patterns[0]
             plain = target.replace("\\", "")  # some are written as patterns
@@ -285,7 +303,7 @@ class KptFP8Quantizer(HfQuantizer):
             for ending, name in names.items():
                 if any(param.endswith(f"{plain}_{ending}") for param in params):
                     named = [name(source) for source in sources]
-                    shaped = self._stored_scale if ending == "scale_inv" else self._stored_input_scale
+                    shaped = scale_of if ending == "scale_inv" else input_scale_of
                     made.append(stacking(each, named, f"{target}_{ending}", self.reader, shaped))
         return made
 
@@ -301,17 +319,10 @@ class KptFP8Quantizer(HfQuantizer):
         without_broadcast(model)
         return model
 
-    def _stored_scale(self, scale: Tensor) -> Tensor:
-        """Return a scale, `[N, 1]` or `[a, b]`, in the shape of the files, and their dtype if that has its numbers."""
-        shape = scale.shape if self.scheme.granularity == "128x128" else (scale.shape[0], 1)
-        rows = shape[0] if self.scheme.granularity == "row" else 1
-        size = (rows, 1) if self.scheme.granularity != "128x128" else (shape[0] * 128, shape[1] * 128)
-        narrow = scale.to(self.quantization_config.scale_dtype)
-        made = narrow if torch.equal(narrow.to(scale.dtype), scale) else scale
-        return made.reshape(self.format.stored_shape(size, self.scheme.granularity))
-
-    def _stored_input_scale(self, scale: Tensor) -> Tensor:
-        return scale.reshape(self.format.stored_shape((1, 1), "tensor"))
+    def _stored(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Return what gives scales of weights, and static ones of activations, the form of the files."""
+        scheme, dtype = self.scheme, self.quantization_config.scale_dtype
+        return partial(_stored_scale, self.format, scheme.granularity, dtype), partial(_stored_input_scale, self.format)
 
     def is_serializable(self) -> bool:
         """Return True: in the format that it was loaded from, torchao's excepted, which has headers of its own."""
@@ -324,6 +335,7 @@ class KptFP8Quantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return what `save_pretrained` writes: codes and scales by the names of the format."""
+        scale_of, input_scale_of = self._stored()
         state = {}
         modules = {name: each for name, each in model.named_modules() if isinstance(each, NativeFP8Linear)}
         for key, tensor in model.state_dict().items():
@@ -337,14 +349,14 @@ class KptFP8Quantizer(HfQuantizer):
                     codes, scale = recoded(codes, scale, self.scheme.dtype)
                     given = None if given is None else given / 2
                 state[self.format.codes_name(weight)] = codes
-                state[self.format.scale_name(weight)] = self._stored_scale(scale.reshape(_matrix(scale).shape))
+                state[self.format.scale_name(weight)] = scale_of(_matrix(scale))
                 if self.scheme.static:
                     if given is None:
                         raise InputError(
                             f"save_pretrained: the static scale of activations of {owner} was left out when the model "
                             "was loaded: load it with quantize_activations=True"
                         )
-                    state[self.format.input_scale_name(weight)] = self._stored_input_scale(given)
+                    state[self.format.input_scale_name(weight)] = input_scale_of(given)
         return state, {}
 
     @property
