@@ -128,6 +128,7 @@ def test_every_kernel_is_offered_and_is_where_it_says():
     moe = {op for op in kpt_core.ops() if op.startswith("moe.")}
     assert {kernel.op for kernel in BACKEND.kernels()} == {
         *moe,
+        "attention.dense",
         "attention.paged",
         "fp8.linear",
         "fp8.quantize",

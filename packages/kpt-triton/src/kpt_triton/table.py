@@ -50,6 +50,14 @@ KERNELS = (
     ),
     _row("fp8.linear", "linear", "linear", unsupported="kpt_triton.fp8.linear:unsupported"),
     _row(
+        "attention.dense",
+        "dense",
+        "dense",
+        backward=None,
+        dtypes=_DTYPES - {"float32"},
+        unsupported="kpt_triton.attention.dense:unsupported",
+    ),
+    _row(
         "attention.paged",
         "paged",
         "paged",

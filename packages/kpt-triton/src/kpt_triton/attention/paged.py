@@ -19,9 +19,9 @@ from kpt_triton.contracts import BF16, E4M3, FP16, FP32, integers, lean, pointer
 from kpt_triton.launching import on_its_device, precision, programs
 from kpt_triton.numeric import dot, narrow, widen
 
+from .scores import LOWEST, tanh
+
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: The least number of float32: what is subtracted from scores in rows that see nothing.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
 #: The largest head_dim, which is padded to a power of two.
 _MOST_DIM = 256
 #: Rows of a program: products of matrices have 16 or more.
@@ -53,17 +53,6 @@ def unsupported(call: Any) -> str | None:
 
 
 @triton.jit
-def _tanh(x):
-    """The hyperbolic tangent in float32, small arguments' too (Cephes' polynomial)."""
-    size = tl.abs(x)
-    square = x * x
-    small = ((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square
-    small = x + x * square * ((small + 1.33314422036e-1) * square - 3.33332819422e-1)
-    large = 1.0 - 2.0 / (tl.exp(2 * size) + 1.0)
-    return tl.where(size < 0.625, small, tl.where(x < 0, -large, large))
-
-
-@triton.jit
 def _finish(
     acc, total, top, place, head, inside, groups, out, lse, sinks, v_scale,
     SINKS: tl.constexpr, V_SCALED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUES: tl.constexpr,
@@ -72,7 +61,7 @@ def _finish(
     if SINKS:
         sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, sink)
-        base = tl.maximum(higher, _LOWEST)
+        base = tl.maximum(higher, LOWEST)
         fading = tl.exp(top - base)
         acc *= fading[:, None]
         total = total * fading + tl.exp(sink - base)
@@ -85,7 +74,7 @@ def _finish(
     dims = tl.arange(0, VALUES)
     written = inside[:, None] & (dims < VALUE_DIM)[None, :]
     tl.store(out + place[:, None] * VALUE_DIM + dims[None, :], narrow(acc, out.dtype.element_ty), mask=written)
-    found = tl.maximum(top, _LOWEST) + tl.log(total)
+    found = tl.maximum(top, LOWEST) + tl.log(total)
     tl.store(lse + place, tl.where(dead, float("-inf"), found), mask=inside)
 
 
@@ -166,7 +155,7 @@ def _decode_kernel(
         )  # fmt: skip
         scores = dot(rows, widen(k, rows.dtype).T, tl.zeros((ROWS, KEYS), tl.float32), PRECISION) * scale
         if CAPPED:
-            scores = _tanh(scores) * cap
+            scores = tanh(scores) * cap
         if SLOPES:
             scores -= slope[:, None] * (length - 1 - key).to(tl.float32)[None, :]
         if BIAS:
@@ -174,7 +163,7 @@ def _decode_kernel(
             scores += tl.load(added, mask=inside[:, None] & seen[None, :], other=0.0).to(tl.float32)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.maximum(higher, _LOWEST)
+        base = tl.maximum(higher, LOWEST)
         weights = tl.exp(scores - base[:, None])
         fading = tl.exp(top - base)
         total = total * fading + tl.sum(weights, 1)
@@ -203,7 +192,7 @@ def _merge_kernel(
     part = tl.arange(0, PARTS)
     top = tl.load(tops + place * count + part, mask=part < count, other=float("-inf"))
     highest = tl.max(top, 0)
-    base = tl.maximum(highest, _LOWEST)
+    base = tl.maximum(highest, LOWEST)
     total = tl.sum(tl.load(sums + place * count + part, mask=part < count, other=0.0) * tl.exp(top - base), 0)
     values = tl.arange(0, VALUES)
     acc = tl.zeros((VALUES,), tl.float32)
