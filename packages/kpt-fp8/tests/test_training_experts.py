@@ -127,6 +127,9 @@ def work(rank, folder):
     weights = [p.detach().clone() for p in model.parameters()]
     scales = [layer.scales.clone() for layer in engine.layers.values()]
     torch.save((told, weights, scales, *without_an_engine(rank)), folder / f"{rank}.pt")
+    # What holds the group goes before it: torch joins the group's threads with the interpreter locked, and one of them
+    # may wait for that lock.
+    del wrapped, engine
     dist.destroy_process_group()
 
 
