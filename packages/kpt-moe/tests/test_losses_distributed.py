@@ -77,6 +77,8 @@ def work(rank: int, folder: str) -> None:
     results["ddp"] = total.detach(), model.module.router.weight.grad
     results["asked"] = monitor.step()["module.router"].asked
     torch.save(results, f"{folder}/{rank}.pt")
+    # torch joins the group's threads with the interpreter locked where something else frees it, and may wait for ever.
+    del model, router_losses, monitor, load, group
     dist.destroy_process_group()
 
 
