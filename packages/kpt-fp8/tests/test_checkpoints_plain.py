@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoint_files import VARIANTS, quantized, tensors_of
-from kpt_core import InputError
+from kpt_core import InputError, KptWarning
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from kpt_fp8.checkpoints import check_checkpoint, convert_checkpoint
+from kpt_fp8.transformers import load
 from transformers_models import logits, numbers, saved, with_numbers
 
 PAIRS = [*(("llama", variant) for variant in VARIANTS), ("mixtral", "fp8-block"), ("qwen3_moe", "ct-channel")]
@@ -68,6 +69,8 @@ def test_scales_of_caches_are_left_out_and_told(models, tmp_path):
     report = convert_checkpoint(tmp_path / "fp8", tmp_path / "plain", to="bfloat16")
     assert "model.layers.0.self_attn.k_scale" in report.notes[0]
     assert not scales.keys() & tensors_of(tmp_path / "plain").keys()
+    with pytest.warns(KptWarning, match=r"caches are ignored, as model.layers.0.self_attn.k_scale"):
+        load(tmp_path / "fp8")
 
 
 @pytest.mark.parametrize(

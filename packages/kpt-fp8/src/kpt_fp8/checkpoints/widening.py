@@ -21,7 +21,7 @@ from .staging import ShardWriter, copy_rest, staged, write_json
 #: What weights may become that are no longer quantised.
 PLAIN = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: How names of tensors end that scale caches of attention, which a plain checkpoint has no place for.
-_OF_CACHES = ("k_scale", "v_scale", "kv_scale")
+OF_CACHES = ("k_scale", "v_scale", "kv_scale")
 
 
 def write_plain(
@@ -43,7 +43,7 @@ def write_plain(
             "dtype= and save it"
         )
     order = {name: place for place, name in enumerate(contents.folder.tensors)}
-    caches = [name for name in contents.plain if name.rpartition(".")[2] in _OF_CACHES]
+    caches = [name for name in contents.plain if name.rpartition(".")[2] in OF_CACHES]
     names = sorted({*contents.plain, *contents.weights}.difference(caches),
                    key=lambda n: order[contents.weights[n].codes if n in contents.weights else n])  # fmt: skip
     notes = [f"Scales of attention's caches are left out: {', '.join(caches[:3])}{' ...' * (len(caches) > 3)}."]

@@ -1,6 +1,7 @@
 """Loading a checkpoint: `load`."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,9 +11,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kpt_core import InputError
+from kpt_core import InputError, KptWarning
 from kpt_fp8.checkpoints.contents import describe
 from kpt_fp8.checkpoints.folder import CheckpointFolder
+from kpt_fp8.checkpoints.widening import OF_CACHES
 
 from .layers import multiplied
 from .quantizer import METHOD
@@ -52,6 +54,10 @@ def load(
             f"{_OWNER}: {path} is not quantised: load it with transformers and convert_model_to_fp8, or write a "
             "quantised one with convert_checkpoint"
         )
+    caches = [name for name in contents.plain if name.rpartition(".")[2] in OF_CACHES]
+    if caches:
+        message = f"{_OWNER}: scales of attention's caches are ignored, as {caches[0]}: caches hold the model's dtype"
+        warnings.warn(message, KptWarning, stacklevel=2)
     # A class for a part of a model reads that part's configuration.
     kind = getattr(model_class, "config_class", None) or AutoConfig
     config = arguments.pop("config", None) or kind.from_pretrained(
