@@ -172,6 +172,15 @@ def check_unseen(mask: str, device: torch.device, kernel: Any = kernel) -> None:
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-5, atol=2e-6)
 
 
+def test_a_sink_of_nan_reaches_its_head(device: torch.device) -> None:
+    given = arguments() | {"sinks": torch.tensor([0.0, math.nan, 1.0, 2.0])}
+    call = dense.bind(**{name: value.to(device) for name, value in given.items()})
+    for found in kernel.forward(call):
+        assert found is not None
+        assert found[:, 1].isnan().all()
+        assert found[:, [0, 2, 3]].isfinite().all()
+
+
 @pytest.mark.parametrize("tile", [(32, 64), (128, 128), (64, 32)], ids=str)
 @pytest.mark.parametrize("mask", [name for name in _MASKS if name not in ("nothing", *list(_MASKS)[1:4])])
 def test_the_schedule_has_each_tile_that_is_seen_once(mask: str, tile: tuple[int, int], device: torch.device) -> None:

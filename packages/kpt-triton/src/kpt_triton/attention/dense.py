@@ -149,7 +149,7 @@ def _forward_kernel(
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
         top = tl.maximum(top, sink)
-        total += tl.where(sink > LOWEST, 1.0, 0.0)
+        total += tl.where(sink > LOWEST, 1.0, tl.where(sink == sink, 0.0, sink))  # NaN stays
     slope = 0.0
     if SLOPES:
         slope = tl.load(slopes + head).to(tl.float32) * _LOG2E
