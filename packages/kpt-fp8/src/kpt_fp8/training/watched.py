@@ -56,7 +56,7 @@ class Watched(nn.Module):
 
     @property
     def observed(self) -> Tensor:
-        """What was observed, by role; see `Watched`."""
+        """Return what was observed, by role; see `Watched`."""
         return torch.cat((self.observed_forward, self.observed_gradient))
 
     def set_observed(self, observed: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint's linear layers are loaded into."""
+"""Linear layers as the files have them, which a checkpoint is loaded into."""
 
 from collections.abc import Mapping
 from contextlib import suppress

@@ -20,7 +20,7 @@ from kpt_triton.launching import inner_contiguous, on_its_device
 from kpt_triton.numeric import dot, narrow
 
 from .mask import allowed, schedule_kernel
-from .scores import LOWEST, tanh
+from .scores import LOWEST, numbers, single, tanh
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -82,9 +82,7 @@ def _tile(
     at_k = k + key.to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
     at_v = v + key.to(tl.int64)[:, None] * stride_vn + values[None, :] * stride_vd
     if MASKED:
-        seen = allowed(
-            row, inside, start, queries, keys, position, intervals, table, bits, KEYS, CAUSAL, INTERVALS, BITS
-        )
+        seen = allowed(row, inside, start, keys, position, intervals, table, bits, KEYS, CAUSAL, INTERVALS, BITS)
         # What no row sees has no influence, NaN neither.
         some = tl.max(seen.to(tl.int32), 0) > 0
         k_tile = tl.load(at_k, mask=some[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -217,8 +215,8 @@ def attend(call: Any, launch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]
     lists, counts, of_lists = _schedule(call, launch, plan, lines, tiles, lse)
     scale = dim**-0.5 if call.scale is None else float(call.scale)
     scale = scale / call.softcap if call.softcap else scale * _LOG2E.value
-    sinks, slopes = _numbers(call.sinks), _numbers(call.alibi_slopes)
-    bias = None if call.bias is None else _single(call.bias).expand(batch, heads, queries, keys)
+    sinks, slopes = numbers(call.sinks), numbers(call.alibi_slopes)
+    bias = None if call.bias is None else single(call.bias).expand(batch, heads, queries, keys)
     intervals, table, bits, of_plan = plan
     _forward_kernel[(lines, heads, batch)](
         q, k, v, out, lse, *(lse if each is None else each for each in (sinks, slopes, bias)), lists, counts,
@@ -266,16 +264,6 @@ def _tensors(call: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tu
 
 def _strides(tensor: Tensor) -> list[int]:
     return [tensor.stride(place) if tensor.shape[place] > 1 else 0 for place in range(2)]
-
-
-def _single(tensor: Tensor) -> Tensor:
-    """Return a tensor of which nothing is in float64, which some of Intel's GPUs lack."""
-    return tensor.detach().float() if tensor.dtype is torch.float64 else tensor.detach()
-
-
-def _numbers(tensor: Tensor | None) -> Tensor | None:
-    """Return numbers of heads, one beside the other."""
-    return None if tensor is None else _single(tensor).contiguous()
 
 
 def _launch_of(call: Any) -> dict[str, Any]:

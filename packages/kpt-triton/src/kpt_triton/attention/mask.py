@@ -18,7 +18,7 @@ def _ones(count):
 
 @triton.jit
 def _words(
-    row, inside, first, queries, keys, position, intervals, table, bits,
+    row, inside, first, keys, position, intervals, table, bits,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """`[rows]` int64: which of the 64 keys from `first`, a multiple of 64, each row sees."""
@@ -43,7 +43,7 @@ def _words(
 
 @triton.jit
 def allowed(
-    row, inside, start, queries, keys, position, intervals, table, bits,
+    row, inside, start, keys, position, intervals, table, bits,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """`[rows, KEYS]`: which keys from `start` on each row sees; rows that are not `inside` see none."""
@@ -57,12 +57,10 @@ def allowed(
     else:
         first = start // 64 * 64
         place = column + (start - first)
-        word = _words(row, inside, first, queries, keys, position, intervals, table, bits, CAUSAL, INTERVALS, BITS)
+        word = _words(row, inside, first, keys, position, intervals, table, bits, CAUSAL, INTERVALS, BITS)
         word = word[:, None]
         if KEYS > 64:
-            high = _words(
-                row, inside, first + 64, queries, keys, position, intervals, table, bits, CAUSAL, INTERVALS, BITS
-            )
+            high = _words(row, inside, first + 64, keys, position, intervals, table, bits, CAUSAL, INTERVALS, BITS)
             word = tl.where((place < 64)[None, :], word, high[:, None])
         return ((word >> (place % 64).to(tl.int64)[None, :]) & 1) != 0
 

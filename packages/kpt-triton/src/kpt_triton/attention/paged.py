@@ -19,7 +19,7 @@ from kpt_triton.contracts import BF16, E4M3, FP16, FP32, integers, lean, pointer
 from kpt_triton.launching import on_its_device, precision, programs
 from kpt_triton.numeric import dot, narrow, widen
 
-from .scores import LOWEST, tanh
+from .scores import LOWEST, numbers, single, tanh
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: The largest head_dim, which is padded to a power of two.
@@ -241,8 +241,8 @@ def attend(call: Any, count: int, launch: Mapping[str, Any]) -> tuple[Tensor, Te
     else:
         parts = lse.new_empty(tokens, heads, count, value_dim)
         tops, sums = lse.new_empty(2, tokens, heads, count)
-    sinks, k_scale, v_scale = (_numbers(each) for each in (call.sinks, call.k_scale, call.v_scale))
-    slopes, bias = _numbers(call.alibi_slopes), None if call.bias is None else _single(call.bias)
+    sinks, k_scale, v_scale = (numbers(each) for each in (call.sinks, call.k_scale, call.v_scale))
+    slopes, bias = numbers(call.alibi_slopes), None if call.bias is None else single(call.bias)
     mask = call.mask.view(torch.uint8) if launch["MASKED"] else None
     scale = dim**-0.5 if call.scale is None else call.scale
     scale = scale / call.softcap if call.softcap else scale
@@ -268,16 +268,6 @@ def attend(call: Any, count: int, launch: Mapping[str, Any]) -> tuple[Tensor, Te
             **ends, **_merge_launch(count, launch["VALUES"]),
         )  # fmt: skip
     return out, lse if call.return_lse else None
-
-
-def _single(tensor: Tensor) -> Tensor:
-    """Return a tensor of which nothing is in float64, which some of Intel's GPUs lack."""
-    return tensor.detach().float() if tensor.dtype is torch.float64 else tensor.detach()
-
-
-def _numbers(tensor: Tensor | None) -> Tensor | None:
-    """Return numbers of heads, one beside the other."""
-    return None if tensor is None else _single(tensor).contiguous()
 
 
 def _launch_of(call: Any) -> dict[str, Any]:
