@@ -1,7 +1,7 @@
 """KPT's core: ops, kernels, backends, and what introduces one to the other."""
 
 from .contract import Backend, Call, Capability, Kernel, Op
-from .dispatch.settings import record, use
+from .dispatch.settings import observe, record, use
 from .errors import (
     FallbackWarning,
     InputError,
@@ -13,9 +13,9 @@ from .errors import (
     RegistrationError,
     UnknownNameError,
 )
-from .operation import explain, op
+from .operation import counts, explain, op
 from .registry import backends, get_op, ops, refresh
-from .selection import Refusal, Selection
+from .selection import KernelCount, Refusal, Selection
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "FallbackWarning",
     "InputError",
     "Kernel",
+    "KernelCount",
     "KernelFailedWarning",
     "KptError",
     "KptWarning",
@@ -37,8 +38,10 @@ __all__ = [
     "Selection",
     "UnknownNameError",
     "backends",
+    "counts",
     "explain",
     "get_op",
+    "observe",
     "op",
     "ops",
     "record",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import RegistrationError
-from .selection import Selection
+from .selection import REFERENCE, KernelCount, Selection
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -325,6 +325,8 @@ class Op(Generic[P, R]):
         self.result_names = tuple(f"result_{place}" for place in range(self.result_count))
         self.saved_names = tuple(f"saved_{place}" for place in range(self.saved_count))
         self.Call = call_type(name, self.parameters)
+        #: By identity of the kernel. They go on when the rest is forgotten.
+        self.counts = {REFERENCE: KernelCount(name, REFERENCE, REFERENCE)}
         self.forget()
 
     def forget(self) -> None:

@@ -11,6 +11,7 @@ from .contract import Call, Op
 from .dispatch.call import PLAIN, dispatch, dispatch_traced, explain_failure, retry_without, serve, with_needs
 from .dispatch.run import run
 from .dispatch.settings import SCOPE
+from .selection import REFERENCE
 
 #: The short way: plain tensors, nobody looks on, no block has settings. All else is for `dispatch` and `serve`.
 _ENTRY = """\
@@ -34,14 +35,20 @@ def entry({declared}):
                     if candidate.free or candidate.refusal(call) is None:
                         try:
                             if call.needs:
-                                return _run(_op, candidate, call)
-                            {bump}
-                            result = candidate.forward(call)
-                            return result[0] if candidate.saves else result
+                                result = _run(_op, candidate, call)
+                            else:
+                                {bump}
+                                result = candidate.forward(call)
+                                if candidate.saves:
+                                    result = result[0]
+                            candidate.count.calls += 1
+                            return result
                         except Exception as error:
                             return _retry_without(_op, call, candidate, error)
                 if reference:
-                    return {reference}
+                    result = {reference}
+                    _count.calls += 1
+                    return result
         return _serve(_op, call)
     except Exception as error:
         _explain_failure(_op, call, error)
@@ -111,7 +118,7 @@ def entries(op: Op[..., Any]) -> tuple[Callable[..., Any], Callable[[Call], Any]
     )
     source += _REFERENCE.format(handed=", ".join(handed))
     own = {"_op": op, "_Call": op.Call, "_reference": op.reference, "_defaults": op.defaults}
-    known = _SHARED | own
+    known = _SHARED | own | {"_count": op.counts[REFERENCE]}
     exec(compile(source, f"<op {op.name}>", "exec"), known)  # as dataclasses make their methods
     entry = known["entry"]
     entry.__name__ = entry.__qualname__ = op.name  # what a TypeError names

@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_map_only
 from . import registry
 from .contract import Call, Op
 from .dispatch.call import dispatch, inspect_tensors
-from .dispatch.candidates import candidates_of
+from .dispatch.candidates import MOST_FAILURES, candidates_of
 from .dispatch.opaque import define_opaque
 from .dispatch.settings import effective, scoped
 from .entry import entries
-from .selection import Selection
+from .selection import KernelCount, Selection
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,3 +116,17 @@ def explain(op: Op[..., Any] | str, *args: Any, **kwargs: Any) -> Selection:
         NoKernelError: an explicit choice or strict mode can't be satisfied.
     """
     return (registry.get_op(op) if isinstance(op, str) else op).explain(*args, **kwargs)
+
+
+def counts() -> tuple[KernelCount, ...]:
+    """Return how often each kernel that was called, or the reference, served an op in this process, in all threads.
+
+    Calls in compiled code and in exported programs are counted, but not what a compiler fused, nor backward. `refresh`
+    ends quarantine and leaves the counts.
+    """
+    found = []
+    for op in registry.defined_ops():
+        off = {each.identity for each in list(op.kernels.values()) if len(each.failures) >= MOST_FAILURES}
+        called = (each for each in list(op.counts.values()) if each.calls or each.failures)
+        found += [replace(each, quarantined=each.identity in off) for each in called]
+    return tuple(found)

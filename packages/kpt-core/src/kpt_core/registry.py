@@ -65,6 +65,11 @@ def ops() -> dict[str, Op[..., Any]]:
         return dict(_ops)
 
 
+def defined_ops() -> list[Op[..., Any]]:
+    """Return the ops that are defined so far; imports nothing."""
+    return list(_ops.values())
+
+
 def get_op(name: str) -> Op[..., Any]:
     """Return the op of that name.
 

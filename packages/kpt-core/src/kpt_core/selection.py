@@ -58,6 +58,30 @@ class Refused:
         return f"{self.backend}{f' ({self.kernel})' if self.kernel else ''}: {self.reason}"
 
 
+@dataclass(slots=True)
+class KernelCount:
+    """How often a kernel served an op in this process.
+
+    No lock guards the counts, so that they cost nothing: calls of several threads at the same moment may count as one.
+
+    Attributes:
+        op: name of the op.
+        backend: name of the kernel's backend, or `reference`.
+        identity: backend/op/function, or `reference`.
+        calls: forward calls that it answered, those of an op that another kernel calls included.
+        failures: errors of its forward and backward that KPT contained; not those that were raised to the caller
+            because strict mode or an explicit choice asked for it.
+        quarantined: it is off, since it raised too often.
+    """
+
+    op: str
+    backend: str
+    identity: str
+    calls: int = 0
+    failures: int = 0
+    quarantined: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The outcome of dispatch for one call.

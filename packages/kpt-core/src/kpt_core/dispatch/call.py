@@ -20,7 +20,7 @@ from .containment import fall_back
 from .functional import run_tracked, unwrapped
 from .opaque import call_opaque
 from .run import after_failure, choose_and_run, run
-from .settings import SCOPE, Scope, effective, scoped
+from .settings import OBSERVERS, SCOPE, Scope, effective, scoped
 from .transforms import is_lone_gradient, transformed, under_transform, warn_of_memory
 
 #: Whose tensors stand for others and see every torch op: the opaque op is what they are shown.
@@ -87,7 +87,7 @@ def serve(op: Op[..., Any], call: Call) -> Any:
         return call_opaque(op, call)
     found = candidates_of(op, first.device, first.dtype)
     result = choose_and_run(op, call, found, effective())
-    if SCOPE.get() is None and found.tuned is None and not found.explicit:
+    if SCOPE.get() is None and not OBSERVERS and found.tuned is None and not found.explicit:
         # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
         silent = not registry.reference_is_slow(first.device)
         asked = tuple(each for each in found.accepted if silent or each.backend != TORCH or GPU in each.kernel.requires)

@@ -12,7 +12,7 @@ from kpt_core import registry
 from kpt_core.contract import TORCH, Backend, Call, Kernel, Op, identity, load
 from kpt_core.errors import KptError, RegistrationError, UnknownNameError, describe_error
 from kpt_core.policy import GRADIENT, Choice, Tuned
-from kpt_core.selection import REFERENCE, Refusal, Refused, Selection
+from kpt_core.selection import REFERENCE, KernelCount, Refusal, Refused, Selection
 
 from .settings import Scope, effective, warn_of_unknown
 
@@ -32,13 +32,14 @@ class Candidate:
         saves: whether its forward gives what is saved beside the results.
         free: whether it takes every call; False while it is not loaded.
         forward: its function, once `refusal` was asked; as `backward` is.
+        count: how often it served and failed in this process, which `forget` keeps.
         failures: what it raised.
         agrees: whether its results were seen to be what the contract says, without and with gradients wanted.
     """
 
     __slots__ = (
         "_broken", "_results", "_unsupported",
-        "agrees", "backend", "backward", "failures", "forward", "free", "identity", "kernel", "saves",
+        "agrees", "backend", "backward", "count", "failures", "forward", "free", "identity", "kernel", "saves",
     )  # fmt: skip
 
     forward: Callable[[Call], Any]
@@ -47,6 +48,7 @@ class Candidate:
     def __init__(self, op: Op[..., Any], backend: str, kernel: Kernel) -> None:
         self.backend, self.kernel, self.identity = backend, kernel, identity(backend, kernel)
         self.saves = kernel.backward is not None and op.saved_count > 0
+        self.count: KernelCount = op.counts.setdefault(self.identity, KernelCount(op.name, backend, self.identity))
         self.failures: list[str] = []
         self.free = False
         self.agrees: set[bool] = set()
@@ -94,11 +96,13 @@ class Candidate:
         """Note that it raised."""
         self.free = False
         self.failures.append(describe_error(error))
+        self.count.failures += 1
 
     def take_back(self, error: Exception) -> None:
         """Forget what it raised: the call was wrong."""
         if describe_error(error) in self.failures:
             self.failures.remove(describe_error(error))
+            self.count.failures -= 1
 
     def _load(self) -> None:
         """Import the functions; what can't be imported refuses, and costs a warning."""

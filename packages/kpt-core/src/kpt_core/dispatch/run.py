@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kpt_core.contract import TORCH, Call, Op
-from kpt_core.selection import Selection
+from kpt_core.selection import REFERENCE, Selection
 
 from .autograd import attach, copied
 from .candidates import Candidate, Candidates, choose, selection_of
 from .containment import checked, fall_back, is_contained, raise_of_call, warn_of_failures
-from .settings import Scope, scoped
+from .settings import OBSERVERS, Scope, scoped, tell_observers
 
 Run = Callable[[Op[..., Any], Candidate | None, Call], Any]
 Failed = tuple[tuple[Candidate, Exception], ...]
@@ -84,20 +84,26 @@ def choose_and_run(
         fall_back(op, found, candidate, refusals)
     if tuned is not None and tuned.config is not None:
         call = call._replace(config=tuned.config)
+    selection = None
     try:
-        if scope.log is None:
+        if scope.log is None and not OBSERVERS:
             result = how(op, candidate, call)
         else:
             children: list[Selection] = []
             with scoped(replace(scope, log=children)):
                 result = how(op, candidate, call)
-            scope.log.append(selection_of(op, call, candidate, tuned, refusals, children))
+            selection = selection_of(op, call, candidate, tuned, refusals, children)
+            if scope.log is not None:
+                scope.log.append(selection)
     except Exception as error:
         if candidate is not None:
             return after_failure(op, call, found, scope, how, (*failed, (candidate, error)))
         raise_of_call(error, failed)
+    (op.counts[REFERENCE] if candidate is None else candidate.count).calls += 1
     if failed:
         warn_of_failures(op.name, failed, candidate)
+    if selection is not None:
+        tell_observers(selection)
     return result
 
 

@@ -1,7 +1,7 @@
 """Keep what the user asked for: the environment variables, and the blocks opened by `use` and `record`."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kpt_core import registry
 from kpt_core.contract import Kernel
-from kpt_core.errors import InputError, KptWarning, UnknownNameError, warn_caller
+from kpt_core.errors import InputError, KptWarning, UnknownNameError, describe_error, warn_caller
 from kpt_core.selection import REFERENCE, Selection
 
 
@@ -134,7 +134,7 @@ def record() -> Iterator[list[Selection]]:
 
     What a kernel calls in turn are the `children` of its selection. Calls in compiled code and in exported programs
     are collected as well, but not what a compiler fused (where plain PyTorch alone could serve a device); asyncio tasks
-    that begin inside the block add to the same list, other threads do not.
+    that begin inside the block add to the same list, other threads do not (see `observe`).
 
     Raises:
         InputError: opened inside a compiled function.
@@ -143,6 +143,55 @@ def record() -> Iterator[list[Selection]]:
     log: list[Selection] = []
     with scoped(replace(effective(), log=log)):
         yield log
+
+
+#: What `observe` has told of calls.
+OBSERVERS: list[Callable[[Selection], object]] = []
+
+
+@contextmanager
+def observe(callback: Callable[[Selection], object]) -> Iterator[None]:
+    """Call a function with the selection of every call of an op in this process while the block is open.
+
+    Calls of all threads are told, in the thread of the call and once it has its results; ops that a kernel calls in
+    turn are told before it, and are the `children` of its selection, too. What a compiler fused is not, as in `record`.
+    A callback that raises breaks no call: it is warned of, and not called again. It should be quick, take calls of
+    several threads at once, and call no op. While a callback listens, a call takes some microseconds longer.
+
+    Args:
+        callback: called with the `Selection`; what it gives is ignored.
+
+    Raises:
+        InputError: opened inside a compiled function.
+    """
+    _not_compiled("observe()")
+    OBSERVERS.append(callback)
+    # The short way, which tells nobody, is closed: `serve` opens it no more. New dictionaries, as in `Op.forget`.
+    for op in registry.defined_ops():
+        op.quick = {}
+    try:
+        yield
+    finally:
+        _drop(callback)
+
+
+def tell_observers(selection: Selection) -> None:
+    """Call what `observe` was given; what raises is dropped."""
+    for callback in tuple(OBSERVERS):
+        try:
+            callback(selection)
+        except (Exception, SystemExit) as error:
+            if _drop(callback):
+                warn_caller(f"observe: {callback!r} raised {describe_error(error)}; it is not called again", KptWarning)
+
+
+def _drop(callback: Callable[[Selection], object]) -> bool:
+    """Return whether it was still there."""
+    try:
+        OBSERVERS.remove(callback)
+    except ValueError:  # it raised, perhaps in several threads at once
+        return False
+    return True
 
 
 @contextmanager
