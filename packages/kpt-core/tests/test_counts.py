@@ -41,7 +41,7 @@ def test_every_eager_call_is_counted_once(add: Add, x: Tensor) -> None:
     leaf = x.clone().requires_grad_()
     for argument in (x, x, leaf, leaf):  # each first searched for, then the short way
         scale(argument, x)
-    scale(leaf, x).sum().backward()  # type: ignore[no-untyped-call]
+    scale(leaf, x).sum().backward()
     with kpt_core.use("loop"):
         scale(x, x)
     torch.func.grad(lambda t: scale(t, x).sum())(x)
@@ -131,7 +131,9 @@ def test_an_observer_is_told_of_compiled_code(add: Add, fresh_compiler: None, x:
 
 def test_a_callback_that_raises_breaks_no_call_and_is_not_called_again(add: Add, x: Tensor) -> None:
     add(Loopback(kernel("first")))
-    expected, calls, told = scale(x, x), [], []
+    expected = scale(x, x)
+    calls: list[Selection] = []
+    told: list[Selection] = []
 
     def raising(selection: Selection) -> None:
         calls.append(selection)

@@ -62,7 +62,7 @@ class Refused:
 class KernelCount:
     """How often a kernel served an op in this process.
 
-    No lock guards the counts, so that they cost nothing: calls of several threads at the same moment may count as one.
+    No lock guards the counts, so that they cost little: calls of threads at the same moment may count as one.
 
     Attributes:
         op: name of the op.
