@@ -1,0 +1,5 @@
+"""The error that a package's reader raises; `kpt_core.InputError` would import torch."""
+
+
+class PackageError(ValueError):
+    """A package, or a file of one, is not what it should be, or this machine lacks what it needs."""
