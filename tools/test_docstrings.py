@@ -9,7 +9,7 @@ import pytest
 from public_names import ROOT, page_showing, public_names
 
 PACKAGES = (
-    *("kpt-core", "kpt-optimize", "kpt-moe", "kpt-fp8", "kpt-attention", "kpt-conformance"),
+    *("kpt-core", "kpt-optimize", "kpt-moe", "kpt-fp8", "kpt-attention", "kpt-conformance", "kpt-serve"),
     *(f"kpt-backend-{vendor}" for vendor in ("cpu", "nvidia", "amd", "xpu", "tpu")),
 )
 NAMES = [
