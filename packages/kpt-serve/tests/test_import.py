@@ -3,7 +3,6 @@ import sys
 
 import pytest
 
-
 MODULES = ["kpt_serve", *(f"kpt_serve.package{name}" for name in ("", ".manifest", ".checking", ".reading"))]
 
 
