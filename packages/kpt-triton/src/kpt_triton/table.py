@@ -53,7 +53,6 @@ KERNELS = (
         "attention.dense",
         "dense",
         "dense",
-        backward=None,
         dtypes=_DTYPES - {"float32"},
         unsupported="kpt_triton.attention.dense:unsupported",
     ),

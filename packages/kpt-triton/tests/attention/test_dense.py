@@ -1,5 +1,6 @@
 """Attention under masks of every kind, with whatever changes scores, beside the op's reference in float64."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kpt_attention.dense import dense
 from kpt_triton.attention import dense as kernel
+from kpt_triton.attention import mask as masks
 
 _BATCH, _HEADS, _KV_HEADS = 2, 4, 2
 #: Rows and keys of tiles.
@@ -98,7 +100,8 @@ def check(
     there = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     call = dense.bind(**there, return_lse=True)
     assert kernel.unsupported(call) is None or call.q.shape[2] < 16
-    out, lse = kernel.attend(call, kernel._launch_of(call) | {"ROWS": tile[0], "KEYS": tile[1]})
+    (out, lse), saved = kernel.attend(call, kernel._launch_of(call) | {"ROWS": tile[0], "KEYS": tile[1]})
+    assert saved == ()
     assert lse is not None
     assert (out.dtype, lse.dtype) == (given["q"].dtype, torch.float32)
     torch.testing.assert_close(out.double().cpu(), expected[0], rtol=rtol, atol=rtol / 10)
@@ -168,45 +171,49 @@ def check_unseen(mask: str, device: torch.device, kernel: Any = kernel) -> None:
     for name in ("k", "v"):
         given[name][:, :, unseen] = math.nan
     there = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
-    out, _ = kernel.forward(dense.bind(**there))
+    (out, _), _ = kernel.forward(dense.bind(**there))
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-5, atol=2e-6)
 
 
 def test_a_sink_of_nan_reaches_its_head(device: torch.device) -> None:
     given = arguments() | {"sinks": torch.tensor([0.0, math.nan, 1.0, 2.0])}
     call = dense.bind(**{name: value.to(device) for name, value in given.items()})
-    for found in kernel.forward(call):
+    for found in kernel.forward(call)[0]:
         assert found is not None
         assert found[:, 1].isnan().all()
         assert found[:, [0, 2, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("tile", [(32, 64), (128, 128), (64, 32)], ids=str)
 @pytest.mark.parametrize("mask", [name for name in _MASKS if name not in ("nothing", *list(_MASKS)[1:4])])
-def test_the_schedule_has_each_tile_that_is_seen_once(mask: str, tile: tuple[int, int], device: torch.device) -> None:
+def test_the_schedule_has_each_tile_that_is_seen_once(
+    mask: str, tile: tuple[int, int], turned: bool, device: torch.device
+) -> None:
     given = arguments(140, 200, (1, 1)) | _MASKS[mask](140, 200)
     seen = torch.isfinite(dense.reference(
         **{**given, "q": torch.zeros(_BATCH, _HEADS, 140, 200), "k": torch.eye(200).expand(_BATCH, _KV_HEADS, -1, -1),
            "v": torch.eye(200).expand(_BATCH, _KV_HEADS, -1, -1)})[0].log())  # fmt: skip
     call = dense.bind(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in given.items()})
     launch = kernel._launch_of(call) | {"ROWS": tile[0], "KEYS": tile[1]}
-    lines, tiles = triton.cdiv(140, tile[0]), triton.cdiv(200, tile[1])
     unused = torch.empty(1, device=device)
-    lists, counts, _ = kernel._schedule(call, launch, kernel._tensors(call), lines, tiles, unused)
-    for batch in range(lists.shape[0]):
-        for head in range(lists.shape[1]):
-            for line in range(lines):
-                full, masked = counts[batch, head, line].tolist()
-                listed = lists[batch, head, line].tolist()
-                found = dict.fromkeys(listed[:full], 2) | dict.fromkeys(listed[tiles - masked :], 1)
-                assert len(found) == full + masked
-                for place in range(tiles):
-                    part = seen[batch, head, line * tile[0] :][: tile[0], place * tile[1] :][:, : tile[1]]
-                    if found.get(place) == 2:
-                        assert part.all()
-                        assert part.shape[1] == tile[1]
-                    elif place not in found:
-                        assert not part.any()
+    lists, counts, _ = masks.schedule(call, launch, masks.tensors_of(call), unused, turned=turned)
+    if turned:
+        tile, seen = tile[::-1], seen.mT
+    across = triton.cdiv(seen.shape[3], tile[1])
+    assert lists.shape[2:] == (triton.cdiv(seen.shape[2], tile[0]), across)
+    for batch, head, line in itertools.product(*map(range, lists.shape[:3])):
+        full, masked = counts[batch, head, line].tolist()
+        listed = lists[batch, head, line].tolist()
+        found = dict.fromkeys(listed[:full], 2) | dict.fromkeys(listed[across - masked :], 1)
+        assert len(found) == full + masked
+        for place in range(across):
+            part = seen[batch, head, line * tile[0] :][: tile[0], place * tile[1] :][:, : tile[1]]
+            if found.get(place) == 2:
+                assert part.all()
+                assert part.shape[1] == tile[1]
+            elif place not in found:
+                assert not part.any()
 
 
 @pytest.mark.parametrize(

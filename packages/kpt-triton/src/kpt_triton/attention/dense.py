@@ -1,4 +1,4 @@
-"""`attention.dense` without gradients: any mask, whatever changes scores, sinks, the log-sum-exp.
+"""`attention.dense` under any mask, with whatever changes scores, sinks and the log-sum-exp; its gradients beside it.
 
 A program has a tile of the queries of one head. It goes through the tiles of keys that no mask touches, then through
 those that one does; of a plan with tensors, a first launch lists which these are (`kpt_triton.attention.mask`). Nothing
@@ -16,22 +16,19 @@ from torch import Tensor
 from kpt_triton.aot import NO_SPILLS, Program
 from kpt_triton.chips import INTERPRETER, chip_of, family_of
 from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products
-from kpt_triton.launching import inner_contiguous, on_its_device
+from kpt_triton.launching import on_its_device
 from kpt_triton.numeric import dot, narrow
 
-from .mask import allowed, schedule_kernel
-from .scores import LOWEST, numbers, single, tanh
+from . import backward as gradients
+from .mask import allowed, schedule, schedule_kernel, schedule_options, tensors_of, tiles_of
+from .scores import LN2, LOG2E, LOWEST, PLAIN, USUAL, bias_of, modified, numbers, options_of, padded, scales_of
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
+#: The gradients of what `forward` gives.
+backward = gradients.backward
 #: The largest head_dim, which is padded to a power of two.
 _MOST_DIM = 128
 #: Queries below which a program for each head is too few of them.
 _LEAST_QUERIES = 16
-#: Rows and columns of a block of a plan.
-_BLOCK = 128
-#: Tiles of keys that the schedule looks at at once.
-_SOME = 32
 #: Rows, keys, stages and warps of a tile by a chip's family, for heads of up to 64 and 128.
 _TILES = {
     "sm80": ((128, 32, 3, 8), (128, 32, 3, 8)),
@@ -55,9 +52,11 @@ def unsupported(call: Any) -> str | None:
     if call.q.shape[2] < _LEAST_QUERIES:
         return f"{call.q.shape[2]} queries; this kernel does not split keys, which few of them need"
     if call.dropout:
-        return "dropout; this kernel is for inference"
+        return "dropout; this kernel drops nothing"
     if call.relative_bias is not None:
         return "relative_bias; this kernel adds bias and alibi_slopes"
+    if reason := gradients.refused(call):
+        return reason
     if call.intervals is not None and not call.intervals.shape[3]:
         return "a plan of no intervals, by which nobody sees anything"
     changed = (call.alibi_slopes, call.sinks, call.intervals, call.blocks)
@@ -82,7 +81,7 @@ def _tile(
     at_k = k + key.to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
     at_v = v + key.to(tl.int64)[:, None] * stride_vn + values[None, :] * stride_vd
     if MASKED:
-        seen = allowed(row, inside, start, keys, position, intervals, table, bits, KEYS, CAUSAL, INTERVALS, BITS)
+        seen = allowed(row, inside, start, keys, position, intervals, table, bits, KEYS, CAUSAL, INTERVALS, BITS, False)
         # What no row sees has no influence, NaN neither.
         some = tl.max(seen.to(tl.int32), 0) > 0
         k_tile = tl.load(at_k, mask=some[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -93,15 +92,11 @@ def _tile(
     else:
         k_tile = tl.load(at_k, mask=(dims < DIM)[None, :], other=0.0)
         v_tile = tl.load(at_v, mask=(values < VALUE_DIM)[None, :], other=0.0)
-    scores = dot(rows, k_tile.T, tl.zeros((rows.shape[0], KEYS), tl.float32), "ieee") * scale
-    if CAPPED:
-        scores = tanh(scores) * cap
-    if SLOPES:
-        scores -= slope * tl.abs(key[None, :] - (row + position)[:, None]).to(tl.float32)
-    if BIAS:
-        at = bias + row.to(tl.int64)[:, None] * stride_bm + key.to(tl.int64)[None, :] * stride_bn
-        added = tl.load(at, mask=inside[:, None] & (key < keys)[None, :], other=0.0).to(tl.float32)
-        scores += added * _LOG2E
+    scores, _ = modified(
+        dot(rows, k_tile.T, tl.zeros((rows.shape[0], KEYS), tl.float32), "ieee"), row[:, None], key[None, :],
+        inside[:, None] & (key < keys)[None, :], position, scale, cap, slope, bias, stride_bm, stride_bn,
+        CAPPED, SLOPES, BIAS,
+    )  # fmt: skip
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
@@ -115,13 +110,13 @@ def _tile(
 
 @triton.jit(do_not_specialize=["queries", "keys", "position", "tiles", "stride_lb", "stride_lh"])
 def _forward_kernel(
-    q, k, v, out, lse, sinks, slopes, bias, lists, counts, intervals, table, bits,
+    q, k, v, out, lse, largest, sums, sinks, slopes, bias, lists, counts, intervals, table, bits,
     stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd, stride_bb, stride_bh, stride_bm, stride_bn, stride_lb, stride_lh,
     stride_ib, stride_ih, stride_tb, stride_th, stride_tm,
     groups, queries, keys, position, tiles, scale, cap,
-    SINKS: tl.constexpr, SLOPES: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, CAUSAL: tl.constexpr,
-    INTERVALS: tl.constexpr, BITS: tl.constexpr,
+    SAVES: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BITS: tl.constexpr,
     DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -145,26 +140,15 @@ def _forward_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
         total += tl.where(sink > LOWEST, 1.0, tl.where(sink == sink, 0.0, sink))  # NaN stays
     slope = 0.0
     if SLOPES:
-        slope = tl.load(slopes + head).to(tl.float32) * _LOG2E
-    if LISTED:
-        place = batch * stride_lb + head * stride_lh + line
-        lists += place * tiles
-        fulls = tl.load(counts + place * 2)
-        begin = tiles - tl.load(counts + place * 2 + 1)
-        end = tiles
-    else:
-        fulls = keys // KEYS
-        end = tiles
-        if CAUSAL:
-            fulls = tl.minimum(fulls, tl.maximum(line * ROWS + position + 1, 0) // KEYS)
-            last = tl.maximum(tl.minimum(line * ROWS + ROWS, queries) + position, 0)
-            end = tl.minimum(end, tl.cdiv(last, KEYS))
-        begin = fulls
+        slope = tl.load(slopes + head).to(tl.float32) * LOG2E
+    place = batch * stride_lb + head * stride_lh + line
+    fulls, begin, end = tiles_of(lists, counts, place, line, queries, keys, position, tiles, ROWS, KEYS, CAUSAL, LISTED)
+    lists += place * tiles
     for i in tl.range(0, fulls, num_stages=STAGES):
         start = i * KEYS
         if LISTED:
@@ -189,17 +173,21 @@ def _forward_kernel(
     written = inside[:, None] & (values < VALUE_DIM)[None, :]
     result = narrow(acc / total[:, None], out.dtype.element_ty)
     tl.store(out + place[:, None] * VALUE_DIM + values[None, :], result, mask=written)
-    found = (tl.maximum(top, LOWEST) + tl.log2(total)) * _LN2
+    top = tl.maximum(top, LOWEST)
+    found = (top + tl.log2(total)) * LN2
     tl.store(lse + place, tl.where(dead, float("-inf"), found), mask=inside)
+    if SAVES:
+        tl.store(largest + place, tl.where(dead, LOWEST, top * LN2), mask=inside)
+        tl.store(sums + place, total, mask=inside)
 
 
 @on_its_device
-def forward(call: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, where it is asked for, the log-sum-exp."""
+def forward(call: Any) -> Any:
+    """Return the output and, where it is asked for, the log-sum-exp; and what the gradients need."""
     return attend(call, _launch_of(call))
 
 
-def attend(call: Any, launch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+def attend(call: Any, launch: Mapping[str, Any]) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...]]:
     """Return what `forward` does.
 
     Args:
@@ -207,93 +195,44 @@ def attend(call: Any, launch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]
         launch: what the kernel is launched with, from `_launch_of`.
     """
     q, k, v = (each.detach() for each in (call.q, call.k, call.v))
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     lines, tiles = triton.cdiv(queries, launch["ROWS"]), triton.cdiv(keys, launch["KEYS"])
     out, lse = q.new_empty(batch, heads, queries, v.shape[3]), q.new_empty(batch, heads, queries, dtype=torch.float32)
-    plan = _tensors(call)
-    lists, counts, of_lists = _schedule(call, launch, plan, lines, tiles, lse)
-    scale = dim**-0.5 if call.scale is None else float(call.scale)
-    scale = scale / call.softcap if call.softcap else scale * _LOG2E.value
-    sinks, slopes = numbers(call.sinks), numbers(call.alibi_slopes)
-    bias = None if call.bias is None else single(call.bias).expand(batch, heads, queries, keys)
-    intervals, table, bits, of_plan = plan
+    largest, sums = lse.new_empty(2, *lse.shape) if call.needs else (lse, lse)
+    plan = tensors_of(call)
+    listed = schedule(call, launch, plan, lse)
+    _, scale, cap = scales_of(call)
+    bias = bias_of(call)
+    given = (numbers(call.sinks), numbers(call.alibi_slopes), bias, listed.lists, listed.counts, *plan[:3])
     _forward_kernel[(lines, heads, batch)](
-        q, k, v, out, lse, *(lse if each is None else each for each in (sinks, slopes, bias)), lists, counts,
-        *(lse if each is None else each for each in (intervals, table, bits)),
-        *q.stride(), *k.stride(), *v.stride(), *((0, 0, 0, 0) if bias is None else bias.stride()), *of_lists, *of_plan,
-        heads // k.shape[1], queries, keys, int(call.position), tiles, scale, call.softcap * _LOG2E.value, **launch,
+        q, k, v, out, lse, largest, sums, *(lse if each is None else each for each in given),
+        *q.stride(), *k.stride(), *v.stride(), *((0, 0, 0, 0) if bias is None else bias.stride()), *listed.strides,
+        *plan.strides, heads // k.shape[1], queries, keys, int(call.position), tiles, scale, cap, **launch,
     )  # fmt: skip
-    return out, lse if call.return_lse else None
-
-
-def _schedule(
-    call: Any, launch: Mapping[str, Any], plan: Any, lines: int, tiles: int, unused: Tensor
-) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return lists of tiles, how many they have, and lines from one sequence and head to the next."""
-    intervals, table, _, strides = plan
-    given = [each for each in (intervals, table) if each is not None]
-    if not given:
-        return unused, unused, (0, 0)
-    sequences, heads = (max(each.shape[place] for each in given) for place in range(2))
-    lists = unused.new_empty(sequences, heads, lines, tiles, dtype=torch.int32)
-    counts = unused.new_empty(sequences, heads, lines, 2, dtype=torch.int32)
-    masks = {name: launch[name] for name in ("ROWS", "KEYS", "CAUSAL", "INTERVALS", "BITS")}
-    schedule_kernel[(lines, heads, sequences)](
-        lists, counts, *(counts if each is None else each for each in (intervals, table)), *strides,
-        call.q.shape[2], call.k.shape[2], int(call.position), tiles, **masks, **_schedule_options(),
-    )  # fmt: skip
-    return lists, counts, (heads * lines if sequences > 1 else 0, lines if heads > 1 else 0)
-
-
-def _tensors(call: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[int, ...]]:
-    """Return intervals, blocks and bits as words of a call, and strides of the first two by sequence, head and row."""
-    intervals, table, bits = call.intervals, call.blocks, None
-    strides = [0, 0, 0, 0, 0]
-    if intervals is not None:
-        intervals = intervals.contiguous()
-        strides[:2] = _strides(intervals)
-    if table is not None:
-        table = inner_contiguous(table)
-        strides[2:] = *_strides(table), table.stride(2)
-        held = call.block_bits if len(call.block_bits) else call.block_bits.new_zeros(1, _BLOCK, _BLOCK // 8)
-        held = held.contiguous()
-        bits = (held.clone() if held.storage_offset() % 8 else held).view(torch.int64)
-    return intervals, table, bits, tuple(strides)
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    return [tensor.stride(place) if tensor.shape[place] > 1 else 0 for place in range(2)]
+    return (out, lse if call.return_lse else None), (out, largest, sums) if call.needs else ()
 
 
 def _launch_of(call: Any) -> dict[str, Any]:
     """Return what the kernel is launched with for a call."""
-    options = {
-        "SINKS": call.sinks is not None, "SLOPES": call.alibi_slopes is not None, "BIAS": call.bias is not None,
-        "CAPPED": call.softcap > 0, "CAUSAL": bool(call.causal), "BITS": call.blocks is not None,
-        "INTERVALS": 0 if call.intervals is None else call.intervals.shape[3],
-    }  # fmt: skip
-    dims = call.q.shape[3], call.v.shape[3]
-    return options | _sizes(chip_of(call.q.device), *dims)
+    options = {"SAVES": bool(call.needs), "SINKS": call.sinks is not None, **options_of(call)}
+    return options | _sizes(chip_of(call.q.device), call.q.shape[3], call.v.shape[3])
 
 
 def _sizes(chip: str, dim: int, value_dim: int) -> dict[str, Any]:
     """Return what the kernel is compiled for by shapes, and how."""
-    dims, values = (max(16, triton.next_power_of_2(each)) for each in (dim, value_dim))
-    rows, keys, stages, warps = _TILES[family_of(chip)][max(dims, values) > 64]
+    sizes = padded(dim, value_dim)
+    rows, keys, stages, warps = _TILES[family_of(chip)][max(sizes["DIMS"], sizes["VALUES"]) > 64]
     if chip == INTERPRETER:
         rows, keys = 32, 64  # so that small cases have several
-    return {
-        "DIM": dim, "DIMS": dims, "VALUE_DIM": value_dim, "VALUES": values,
-        "ROWS": rows, "KEYS": keys, "STAGES": stages, "num_warps": warps, "enable_fp_fusion": True,
-    }  # fmt: skip
+    return sizes | {"ROWS": rows, "KEYS": keys, "STAGES": stages, "num_warps": warps, "enable_fp_fusion": True}
 
 
 def _signature(dtype: str) -> dict[str, str]:
     """Return the types of the kernel's arguments: contiguous tensors whose rows are multiples of 16 numbers."""
     strides = [f"stride_{tensor}{place}" for tensor in "qkvb" for place in ("b", "h", "m" if tensor in "qb" else "n")]
     return {
-        **pointers("q k v out", dtype), **pointers("lse sinks slopes bias", FP32),
+        **pointers("q k v out", dtype), **pointers("lse largest sums sinks slopes bias", FP32),
         **pointers("lists counts intervals table", "i32"), **pointers("bits", "i64"),
         **integers(" ".join(strides)), **integers("stride_qd stride_kd stride_vd stride_bn", ":1"),
         **integers("stride_lb stride_lh stride_ib stride_ih stride_tb stride_th stride_tm", ""),
@@ -301,22 +240,14 @@ def _signature(dtype: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-#: What calls may have beside queries, keys and values.
-_PLAIN: dict[str, Any] = {
-    "SINKS": False, "SLOPES": False, "BIAS": False, "CAPPED": False, "CAUSAL": False, "INTERVALS": 0, "BITS": False
-}  # fmt: skip
-_USUAL: dict[str, dict[str, Any]] = {
-    "causal": {"CAUSAL": True},
-    "documents": {"CAUSAL": True, "INTERVALS": 1},
-    "bits": {"BITS": True},
-    "everything": {name: 2 if name == "INTERVALS" else True for name in _PLAIN},
-}
-
-
 def _program(dtype: str, dims: tuple[int, ...], masks: tuple[str, ...]) -> Program:
+    more = {mask: dict.fromkeys(("SAVES", "SINKS"), mask == "everything") for mask in USUAL}
+
     def launches(chip: str) -> dict[str, Mapping[str, Any]]:
         return {
-            f"{dim}, {mask}": {**_PLAIN, **_USUAL[mask], **_sizes(chip, dim, dim)} for dim in dims for mask in masks
+            f"{dim}, {mask}": {**PLAIN, **USUAL[mask], **more[mask], **_sizes(chip, dim, dim)}
+            for dim in dims
+            for mask in masks
         }
 
     # In the loop of tiles with a mask; the other one is what takes the time.
@@ -328,16 +259,14 @@ def _program(dtype: str, dims: tuple[int, ...], masks: tuple[str, ...]) -> Progr
     return Program(f"forward {dtype}", _forward_kernel, _signature(dtype), contracts, launches)
 
 
-def _schedule_options() -> dict[str, Any]:
-    return {"SOME": _SOME, "num_warps": 4, "enable_fp_fusion": True}
-
-
 def _schedule_launches(chip: str) -> dict[str, Mapping[str, Any]]:
-    masks = {name: _USUAL["everything"][name] for name in ("CAUSAL", "INTERVALS", "BITS")}
+    masks = {name: USUAL["everything"][name] for name in ("CAUSAL", "INTERVALS", "BITS")}
     return {
-        f"{rows} by {keys}": {"ROWS": rows, "KEYS": keys, **masks, **_schedule_options()}
-        for rows, keys in ((128, 64), (64, 32))
-    }
+        f"{rows} by {keys}{', turned' * turned}": {
+            "ROWS": rows, "KEYS": keys, "TURNED": turned, **masks, **schedule_options()
+        }
+        for rows, keys, turned in ((128, 64, False), (64, 32, False), (64, 128, True))
+    }  # fmt: skip
 
 
 _OF_SCHEDULE = {
@@ -346,7 +275,8 @@ _OF_SCHEDULE = {
 }
 #: What is compiled ahead of time.
 AOT = (
-    _program(BF16, (64, 128), tuple(_USUAL)),
+    _program(BF16, (64, 128), tuple(USUAL)),
     _program(FP16, (128,), ("documents",)),
     Program("schedule", schedule_kernel, _OF_SCHEDULE, NO_SPILLS, _schedule_launches),
+    *gradients.AOT,
 )

@@ -1,5 +1,7 @@
 """Share what kernels of attention have in common: the tangent of scores, and how what changes them is handed over."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,18 @@ from torch import Tensor
 
 #: The least number of float32: what is subtracted from scores in rows that see nothing.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+#: What calls may have beside queries, keys and values, in both directions; and usual ones, which are compiled ahead.
+PLAIN: dict[str, Any] = {
+    "SLOPES": False, "BIAS": False, "CAPPED": False, "CAUSAL": False, "INTERVALS": 0, "BITS": False
+}  # fmt: skip
+USUAL: dict[str, dict[str, Any]] = {
+    "causal": {"CAUSAL": True},
+    "documents": {"CAUSAL": True, "INTERVALS": 1},
+    "bits": {"BITS": True},
+    "everything": {name: 2 if name == "INTERVALS" else True for name in PLAIN},
+}
 
 
 @triton.jit
@@ -20,6 +34,30 @@ def tanh(x):
     return tl.where(size < 0.625, small, tl.where(x < 0, -large, large))
 
 
+@triton.jit
+def modified(
+    products, row, key, readable, position, scale, cap, slope, bias, stride_bm, stride_bn,
+    CAPPED: tl.constexpr, SLOPES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log 2 of products of queries and keys, and what their gradients are less by, the cap's slope.
+
+    `row`, `key` and `readable` (where a bias has numbers) broadcast to the products. These times `scale` are scores in
+    those units or, CAPPED, arguments of the tangent.
+    """
+    scores = products * scale
+    steep = 1.0
+    if CAPPED:
+        scores = tanh(scores)
+        steep = 1.0 - scores * scores
+        scores = scores * cap
+    if SLOPES:
+        scores -= slope * tl.abs(key - (row + position)).to(tl.float32)
+    if BIAS:
+        at = bias + row.to(tl.int64) * stride_bm + key.to(tl.int64) * stride_bn
+        scores += tl.load(at, mask=readable, other=0.0).to(tl.float32) * LOG2E
+    return scores, steep
+
+
 def single(tensor: Tensor) -> Tensor:
     """Return a tensor of which nothing is in float64, which some of Intel's GPUs lack."""
     return tensor.detach().float() if tensor.dtype is torch.float64 else tensor.detach()
@@ -28,3 +66,31 @@ def single(tensor: Tensor) -> Tensor:
 def numbers(tensor: Tensor | None) -> Tensor | None:
     """Return numbers of heads, one beside the other."""
     return None if tensor is None else single(tensor).contiguous()
+
+
+def scales_of(call: Any) -> tuple[float, float, float]:
+    """Return a call's scale; by what kernels multiply products; and its cap in units of log 2, 0 for none."""
+    scale = call.q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
+    cap = float(call.softcap)
+    return scale, scale / cap if cap else scale * LOG2E.value, cap * LOG2E.value
+
+
+def bias_of(call: Any) -> Tensor | None:
+    """Return the bias of each score."""
+    shape = (*call.q.shape[:3], call.k.shape[2])
+    return None if call.bias is None else single(call.bias).expand(shape)
+
+
+def options_of(call: Any) -> dict[str, Any]:
+    """Return by what kernels of a call are told apart, but for sizes."""
+    return {
+        "SLOPES": call.alibi_slopes is not None, "BIAS": call.bias is not None, "CAPPED": call.softcap > 0,
+        "CAUSAL": bool(call.causal), "BITS": call.blocks is not None,
+        "INTERVALS": 0 if call.intervals is None else call.intervals.shape[3],
+    }  # fmt: skip
+
+
+def padded(dim: int, value_dim: int) -> dict[str, int]:
+    """Return the sizes of heads, and what they are padded to."""
+    dims, values = (max(16, triton.next_power_of_2(each)) for each in (dim, value_dim))
+    return {"DIM": dim, "DIMS": dims, "VALUE_DIM": value_dim, "VALUES": values}
