@@ -22,6 +22,7 @@ class Result:
     seconds: float | None  # of KPT the median, of a peer that times `gain`
     gain: float | None  # KPT's speed over this implementation's, the median of the rounds' ratios; 1 for `kpt`
     noise: float  # twice the standard error as a share: of `gain`, for `kpt` of its seconds
+    times: tuple[float, ...]  # seconds of each round, to the nanosecond: all figures follow from them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +69,17 @@ def short_name(dtype: torch.dtype) -> str:
 
 def results_of(names: Sequence[str], times: Sequence[Sequence[float]]) -> list[Result]:
     """Return the figures of interleaved rounds, KPT's first; ratios are medians of the rounds' ratios."""
+    times = [tuple(round(each, 9) for each in taken) for taken in times]
     median, error = median_of(times[0])
     own = noise_share(median, error)
     seconds = None if own > UNSTEADY else median
-    results = [Result(names[0], seconds, 1.0, own)]
+    results = [Result(names[0], seconds, 1.0, own, times[0])]
     for name, taken in zip(names[1:], times[1:], strict=True):
         gain, error = gain_of(taken, times[0])
         noise = noise_share(gain, error)
         known = None if noise > UNSTEADY else gain
-        results.append(Result(name, None if seconds is None or known is None else known * seconds, known, noise))
+        theirs = None if seconds is None or known is None else known * seconds
+        results.append(Result(name, theirs, known, noise, taken))
     return results
 
 

@@ -212,7 +212,7 @@ def _forwards(shape: Shape, module: Any, generator: torch.Generator, seconds: fl
         rates = (
             None if result.seconds is None else count / result.seconds for count in (shape.flops / 1e9, shape.tokens)
         )
-        results.append(Forward(result.implementation, result.seconds, result.gain, result.noise, *rates))
+        results.append(Forward(result.implementation, result.seconds, result.gain, result.noise, result.times, *rates))
     return Line(shape, short_name(dtype), tuple(results))
 
 
@@ -245,7 +245,9 @@ def _steps(shape: Shape, module: Any, generator: torch.Generator, seconds: float
     for result in results_of(names, times):
         speed = None if result.seconds is None else 3 * shape.flops / result.seconds / 1e9
         most = _peak_of_step(shape, dtype, result.implementation, seed)
-        results.append(Step(result.implementation, result.seconds, result.gain, result.noise, speed, most))
+        results.append(
+            Step(result.implementation, result.seconds, result.gain, result.noise, result.times, speed, most)
+        )
     share = _routing_share(shape, dtype, seconds / 4)
     return TrainingLine(shape, short_name(dtype), tuple(results), share)
 

@@ -15,6 +15,7 @@ from kpt_cli.options import GROUP, Device, Force, Json, TextSeed, WeightDtype, u
 from kpt_cli.output_file import check_output_file
 
 from .models import IMPLEMENTATIONS, Arm, check_source, load
+from .platform import check, compare, platform
 from .trace import check_trace_file
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
 Use = Annotated[str | None, _arm(f"What serves the model's experts and ops: {_USE}")]
 Tokens = Annotated[int, typer.Option(min=1, help="Length of the text that a folder's model runs on.")]
 
-app = typer.Typer(help="Record a model's numbers, and judge another machine, backend or version by them.", **GROUP)
+app = typer.Typer(help="Judge a machine: by a model's recorded numbers, or by a sealed report of all checks.", **GROUP)
+for function in (platform, check, compare):
+    app.command()(function)
 
 
 @app.command()
