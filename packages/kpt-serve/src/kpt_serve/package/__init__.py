@@ -2,9 +2,12 @@
 
 from kpt_serve.errors import PackageError
 
+from .card import write_card
 from .checking import check, check_machine
 from .manifest import Dimension, Distribution, File, Manifest, RequiredOp, Tensor, Tolerance, describe_file
 from .reading import read_program, scan
+from .sbom import write_sbom
+from .signing import sign, verify_signature
 
 __all__ = [
     "Dimension",
@@ -20,4 +23,8 @@ __all__ = [
     "describe_file",
     "read_program",
     "scan",
+    "sign",
+    "verify_signature",
+    "write_card",
+    "write_sbom",
 ]
