@@ -74,7 +74,7 @@ def test_a_card_says_what_the_manifest_says(folder, manifest):
         "$ kpt serve toy --key key.pub.pem",
     ):
         assert line in card.text.splitlines()
-    assert "at most 1.1 times the exporter's, and the largest at most 2 times" in card.text
+    assert "at most 1.1 times the\nexporter's, and the largest at most 2 times" in card.text
     before = path.read_bytes()
     assert write_card(folder, manifest, errors={"y": (1.25e-7, 9.5e-7)}).read_bytes() == before
 

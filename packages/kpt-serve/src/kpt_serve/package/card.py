@@ -44,8 +44,9 @@ It runs on {{ device_types }}, and computes in {{ dtypes }}.
 
 ## How exact it is
 
-The errors are those against the same model in float64. `kpt export --verify` computes the golden results again, and
-passes if the mean error is at most {{ mean }} times the exporter's, and the largest at most {{ max }} times.
+Errors are those against the reference in `golden.safetensors`, in multiples of the mean size of its numbers.
+`kpt export --verify` computes the results again, and passes if the mean error is at most {{ mean }} times the
+exporter's, and the largest at most {{ max }} times; an error of one rounding is always allowed.
 
 {{ errors }}
 
