@@ -69,13 +69,13 @@ def short_name(dtype: torch.dtype) -> str:
 
 def results_of(names: Sequence[str], times: Sequence[Sequence[float]]) -> list[Result]:
     """Return the figures of interleaved rounds, KPT's first; ratios are medians of the rounds' ratios."""
-    times = [tuple(round(each, 9) for each in taken) for taken in times]
-    median, error = median_of(times[0])
+    ours, *others = (tuple(round(each, 9) for each in taken) for taken in times)
+    median, error = median_of(ours)
     own = noise_share(median, error)
     seconds = None if own > UNSTEADY else median
-    results = [Result(names[0], seconds, 1.0, own, times[0])]
-    for name, taken in zip(names[1:], times[1:], strict=True):
-        gain, error = gain_of(taken, times[0])
+    results = [Result(names[0], seconds, 1.0, own, ours)]
+    for name, taken in zip(names[1:], others, strict=True):
+        gain, error = gain_of(taken, ours)
         noise = noise_share(gain, error)
         known = None if noise > UNSTEADY else gain
         theirs = None if seconds is None or known is None else known * seconds

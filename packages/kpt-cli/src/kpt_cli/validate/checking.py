@@ -145,13 +145,11 @@ def _peers(folder: Path, file: str) -> Iterator[str]:
     for line in json.loads((folder / file).read_text(encoding="utf-8"))["lines"]:
         own, *others = line.get("results", [{}])
         for each in others:
-            known = None not in (own["seconds"], each["gain"])
-            expected = own["seconds"] * each["gain"] if known else None
-            if each["seconds"] != expected and not (
-                known and each["seconds"] is not None and math.isclose(each["seconds"], expected, rel_tol=1e-9)
-            ):
+            given, factors = each["seconds"], (own["seconds"], each["gain"])
+            expected = None if None in factors else math.prod(factors)
+            if given != expected and (None in (given, expected) or not math.isclose(given, expected, rel_tol=1e-9)):
                 where = f"{file}: {case_of(line)}, {each['implementation']}"
-                yield f"{where}: its seconds are {each['seconds']}, KPT's times the ratio are {expected}"
+                yield f"{where}: its seconds are {given}, KPT's times the ratio are {expected}"
 
 
 def _summary(folder: Path) -> Iterator[str]:

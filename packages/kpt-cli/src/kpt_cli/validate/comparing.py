@@ -84,8 +84,8 @@ def _ratio(a: Figure, b: Figure) -> Ratio:
     better, worse = (a, b) if a.name == OURS else (b, a)
     (low, high), (least, most) = (median_interval(each.values) for each in (better, worse))
     middle, other = (statistics.median(each.values) for each in (better, worse))
-    values = (statistics.median(each.values) for each in (a, b))
-    return Ratio(*a.key, *values, middle / other, low / most, high / least if least else math.inf)
+    first, second = (statistics.median(each.values) for each in (a, b))
+    return Ratio(*a.key, first, second, middle / other, low / most, high / least if least else math.inf)
 
 
 def median_interval(values: Sequence[float], confidence: float = (1 + CONFIDENCE) / 2) -> tuple[float, float]:

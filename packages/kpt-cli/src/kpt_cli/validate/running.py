@@ -150,7 +150,7 @@ class Run:
             with (work / (step.stdout or "stdout")).open("wb") as output:
                 target = output if step.stdout else stream
                 code = _call(_argv(step.command), work, target, stream, entry["limit"])
-        found = {"ended": "limit" if code is None else "exited", "exit_code": code}
+        found: dict[str, Any] = {"ended": "limit" if code is None else "exited", "exit_code": code}
         found["seconds"] = round(time.monotonic() - start, 1)
         with log.open("a+b") as stream_of_bytes:
             stream_of_bytes.seek(-1, os.SEEK_END)
