@@ -126,7 +126,7 @@ def test_any_number_of_queries_and_keys(queries: int, keys: int, mask: str, devi
     check(arguments(queries, keys) | _MASKS[mask](queries, keys), device)
 
 
-@pytest.mark.parametrize("dims", [(5, 23), (16, 1), (80, 80), (33, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(5, 23), (16, 1), (80, 80), (33, 128), (192, 256)], ids=str)
 def test_heads_of_any_size(dims: tuple[int, int], device: torch.device) -> None:
     check(arguments(40, 90, dims) | _MASKS["documents"](40, 90), device)
 
@@ -234,3 +234,21 @@ def test_the_schedule_has_each_tile_that_is_seen_once(
 )
 def test_what_is_for_others(changes: dict[str, Any], said: str) -> None:
     assert said in (kernel.unsupported(dense.bind(**(arguments() | changes))) or "")
+
+
+@pytest.mark.parametrize(
+    ("chip", "most", "of_gradients"), [("sm90", 256, 128), ("gfx1100", 128, 64), ("gfx1201", 256, 128)]
+)
+def test_the_largest_head_is_the_chips(
+    chip: str, most: int, of_gradients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (kernel, kernel.gradients):
+        monkeypatch.setattr(module, "chip_of", lambda device: chip)
+
+    def refused(dim: int, *needs: str) -> str:
+        call = dense.bind(**arguments(dims=(dim, dim)), softcap=1.0)
+        return kernel.unsupported(call._replace(needs=needs)) or ""
+
+    assert refused(most) == refused(of_gradients, "q") == ""
+    assert f"up to {most} on {chip}" in refused(most + 1)
+    assert f"up to {of_gradients} on {chip}" in refused(of_gradients + 1, "q")

@@ -14,13 +14,25 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
-from kpt_triton.chips import INTERPRETER, chip_of, family_of
+from kpt_triton.chips import INTERPRETER, chip_of
 from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products
 from kpt_triton.launching import on_its_device
 from kpt_triton.numeric import dot, narrow
 
 from .mask import allowed, schedule, tensors_of, tiles_of
-from .scores import LOG2E, LOWEST, PLAIN, USUAL, bias_of, modified, numbers, options_of, padded, scales_of
+from .scores import (
+    LOG2E,
+    LOWEST,
+    PLAIN,
+    USUAL,
+    bias_of,
+    modified,
+    narrow_family_of,
+    numbers,
+    options_of,
+    padded,
+    scales_of,
+)
 
 #: Rows of a program of `_rows_kernel`.
 _ROWS = 64
@@ -56,8 +68,8 @@ def refused(call: Any) -> str | None:
         if name in call.needs:
             return f"gradients of {name}; this kernel gives those of q, k, v and sinks"
     dim = max(call.q.shape[3], call.v.shape[3])
-    if call.needs and dim > _most_dim(chip := chip_of(call.q.device)):
-        return f"gradients of heads of {dim}, which the registers of {chip} do not hold"
+    if call.needs and dim > (most := _most_dim(chip := chip_of(call.q.device))):
+        return f"gradients of heads of {dim}; this kernel gives them for up to {most} on {chip}"
     return None
 
 
@@ -415,8 +427,7 @@ def launches_of(call: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _sizes(tiles: Mapping[str, Any], chip: str, dim: int, value_dim: int) -> dict[str, Any]:
     """Return what a kernel is compiled for by shapes, and how."""
     sizes = padded(dim, value_dim)
-    family = "gfx12" if chip.startswith("gfx12") else family_of(chip)
-    rows, keys, stages, warps = tiles[family][max(sizes["DIMS"], sizes["VALUES"]) > 64]
+    rows, keys, stages, warps = tiles[narrow_family_of(chip)][max(sizes["DIMS"], sizes["VALUES"]) > 64]
     if chip == INTERPRETER:
         rows, keys = (32, 64) if tiles is _KEYS_TILES else (64, 32)
     return sizes | {"ROWS": rows, "KEYS": keys, "STAGES": stages, "num_warps": warps, "enable_fp_fusion": True}

@@ -14,31 +14,44 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
-from kpt_triton.chips import INTERPRETER, chip_of, family_of
+from kpt_triton.chips import INTERPRETER, chip_of
 from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products
 from kpt_triton.launching import on_its_device
 from kpt_triton.numeric import dot, narrow
 
 from . import backward as gradients
 from .mask import allowed, schedule, schedule_kernel, schedule_options, tensors_of, tiles_of
-from .scores import LN2, LOG2E, LOWEST, PLAIN, USUAL, bias_of, modified, numbers, options_of, padded, scales_of
+from .scores import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    PLAIN,
+    USUAL,
+    bias_of,
+    modified,
+    narrow_family_of,
+    numbers,
+    options_of,
+    padded,
+    scales_of,
+)
 
 #: The gradients of what `forward` gives.
 backward = gradients.backward
-#: The largest head_dim, which is padded to a power of two.
-_MOST_DIM = 128
 #: Queries below which a program for each head is too few of them.
 _LEAST_QUERIES = 16
-#: Rows, keys, stages and warps of a tile by a chip's family, for heads of up to 64 and 128.
-_TILES = {
-    "sm80": ((128, 32, 3, 8), (128, 32, 3, 8)),
-    "sm86": ((128, 32, 3, 8), (128, 32, 3, 8)),
-    "sm90": ((128, 64, 3, 8), (128, 64, 3, 8)),
-    "sm100": ((128, 64, 3, 8), (128, 32, 3, 8)),
-    "sm120": ((128, 32, 3, 8), (64, 32, 3, 8)),
-    "gfx9": ((128, 32, 1, 4), (128, 32, 1, 4)),
+#: Rows, keys, stages and warps of a tile by a chip's family, for heads of up to 64, 128 and 256.
+_TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "sm80": ((128, 32, 3, 8), (128, 32, 3, 8), (64, 32, 2, 8)),
+    "sm86": ((128, 32, 3, 8), (128, 32, 3, 8), (64, 32, 2, 8)),
+    "sm90": ((128, 64, 3, 8), (128, 64, 3, 8), (128, 64, 2, 8)),
+    "sm100": ((128, 64, 3, 8), (128, 32, 3, 8), (64, 64, 2, 8)),
+    "sm120": ((128, 32, 3, 8), (64, 32, 3, 8), (64, 16, 2, 8)),
+    "gfx9": ((128, 32, 1, 4), (128, 32, 1, 4), (64, 32, 1, 4)),
+    # Operands of products are twice in its registers: heads of 256 would spill 1,200 bytes.
     "gfx11": ((64, 32, 1, 4), (64, 16, 1, 8)),
-    "xe": ((128, 64, 2, 16), (128, 64, 2, 16)),
+    "gfx12": ((64, 32, 1, 4), (64, 16, 1, 8), (32, 16, 1, 8)),
+    "xe": ((128, 64, 2, 16), (128, 64, 2, 16), (64, 32, 2, 16)),
 }
 
 
@@ -47,8 +60,8 @@ def unsupported(call: Any) -> str | None:
     if not (call.q.numel() and call.k.numel() and call.v.numel()):
         return "there is nothing to compute"
     dim = max(call.q.shape[3], call.v.shape[3])
-    if dim > _MOST_DIM:
-        return f"head_dim {dim}; this kernel holds up to {_MOST_DIM}"
+    if dim > (most := _most_dim(chip := chip_of(call.q.device))):
+        return f"head_dim {dim}; this kernel holds up to {most} on {chip}"
     if call.q.shape[2] < _LEAST_QUERIES:
         return f"{call.q.shape[2]} queries; this kernel does not split keys, which few of them need"
     if call.dropout:
@@ -219,10 +232,16 @@ def _launch_of(call: Any) -> dict[str, Any]:
     return options | _sizes(chip_of(call.q.device), call.q.shape[3], call.v.shape[3])
 
 
+def _most_dim(chip: str) -> int:
+    """Return the largest head_dim, which is padded to a power of two."""
+    return 32 << len(_TILES[narrow_family_of(chip)])
+
+
 def _sizes(chip: str, dim: int, value_dim: int) -> dict[str, Any]:
     """Return what the kernel is compiled for by shapes, and how."""
     sizes = padded(dim, value_dim)
-    rows, keys, stages, warps = _TILES[family_of(chip)][max(sizes["DIMS"], sizes["VALUES"]) > 64]
+    most = max(sizes["DIMS"], sizes["VALUES"])
+    rows, keys, stages, warps = _TILES[narrow_family_of(chip)][(most > 64) + (most > 128)]
     if chip == INTERPRETER:
         rows, keys = 32, 64  # so that small cases have several
     return sizes | {"ROWS": rows, "KEYS": keys, "STAGES": stages, "num_warps": warps, "enable_fp_fusion": True}
@@ -240,7 +259,9 @@ def _signature(dtype: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _program(dtype: str, dims: tuple[int, ...], masks: tuple[str, ...]) -> Program:
+def _program(
+    name: str, dtype: str, dims: tuple[int, ...], masks: tuple[str, ...], spilled: Mapping[str, int]
+) -> Program:
     more = {mask: dict.fromkeys(("SAVES", "SINKS"), mask == "everything") for mask in USUAL}
 
     def launches(chip: str) -> dict[str, Mapping[str, Any]]:
@@ -250,13 +271,11 @@ def _program(dtype: str, dims: tuple[int, ...], masks: tuple[str, ...]) -> Progr
             for mask in masks
         }
 
-    # In the loop of tiles with a mask; the other one is what takes the time.
-    spilled = {"sm90": 192, "gfx1100": 128}
     contracts = {
         chip: clauses.replace("no spills", f"spills <= {spilled[chip]} B") if chip in spilled else clauses
         for chip, clauses in products(dtype).items()
     }
-    return Program(f"forward {dtype}", _forward_kernel, _signature(dtype), contracts, launches)
+    return Program(name, _forward_kernel, _signature(dtype), contracts, launches)
 
 
 def _schedule_launches(chip: str) -> dict[str, Mapping[str, Any]]:
@@ -273,10 +292,15 @@ _OF_SCHEDULE = {
     **pointers("lists counts intervals table", "i32"),
     **integers("stride_ib stride_ih stride_tb stride_th stride_tm queries keys position tiles", ""),
 }
+#: Bytes that may be spilled: in the loop of tiles with a mask; the other one is what takes the time.
+_SPILLED = {"sm90": 192, "gfx1100": 128}
+#: The same where heads have 256 numbers.
+_SPILLED_OF_WIDE = {"sm80": 48, "sm90": 512}
 #: What is compiled ahead of time.
 AOT = (
-    _program(BF16, (64, 128), tuple(USUAL)),
-    _program(FP16, (128,), ("documents",)),
+    _program("forward bf16", BF16, (64, 128), tuple(USUAL), _SPILLED),
+    _program("forward bf16, wide", BF16, (256,), ("documents", "everything"), _SPILLED_OF_WIDE),
+    _program("forward fp16", FP16, (128,), ("documents",), _SPILLED),
     Program("schedule", schedule_kernel, _OF_SCHEDULE, NO_SPILLS, _schedule_launches),
     *gradients.AOT,
 )

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kpt_triton.chips import family_of
+
 #: The least number of float32: what is subtracted from scores in rows that see nothing.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -88,6 +90,11 @@ def options_of(call: Any) -> dict[str, Any]:
         "CAUSAL": bool(call.causal), "BITS": call.blocks is not None,
         "INTERVALS": 0 if call.intervals is None else call.intervals.shape[3],
     }  # fmt: skip
+
+
+def narrow_family_of(chip: str) -> str:
+    """Return the family of a chip as tiles of attention have it: RDNA 4 apart from RDNA 3."""
+    return "gfx12" if chip.startswith("gfx12") else family_of(chip)
 
 
 def padded(dim: int, value_dim: int) -> dict[str, int]:
