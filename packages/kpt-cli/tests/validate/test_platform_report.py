@@ -241,6 +241,14 @@ def test_ratios_have_intervals_and_say_where_1_is_inside(kpt, tmp_path) -> None:
     assert "~ 1.00x [" in kpt("validate", "compare", a, a).stdout
 
 
+def test_a_figure_that_was_too_noisy_is_not_shown_again(kpt, tmp_path) -> None:
+    noisy = [1.0, 480.0, 3.0, 900.0, 2.0, 5.0, 70.0, 8.0]
+    a, b = make(tmp_path / "a", bench(noisy, noisy)), make(tmp_path / "b", bench())
+    ours = compare_reports(a, b).ratios[0]
+    assert (ours.a, ours.b, ours.told) == (None, statistics.median(OURS), False)
+    assert "too noisy   1135 ms" in kpt("validate", "compare", a, b).stdout
+
+
 def test_figures_of_one_report_alone_are_listed(kpt, tmp_path) -> None:
     figures = bench()
     figures["lines"][0]["title"] = "8 x 8"

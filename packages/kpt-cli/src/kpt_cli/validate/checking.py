@@ -147,7 +147,10 @@ def _peers(folder: Path, file: str) -> Iterator[str]:
         for each in others:
             given, factors = each["seconds"], (own["seconds"], each["gain"])
             expected = None if None in factors else math.prod(factors)
-            if given != expected and (None in (given, expected) or not math.isclose(given, expected, rel_tol=1e-9)):
+            same = given == expected
+            if not same and given is not None and expected is not None:
+                same = math.isclose(given, expected, rel_tol=1e-9)
+            if not same:
                 where = f"{file}: {case_of(line)}, {each['implementation']}"
                 yield f"{where}: its seconds are {given}, KPT's times the ratio are {expected}"
 

@@ -23,8 +23,8 @@ class Ratio:
     file: str
     case: str
     name: str
-    a: float
-    b: float
+    a: float | None  # None where it was too noisy to be given
+    b: float | None
     ratio: float
     low: float  # 0 where there are too few rounds to know
     high: float  # inf likewise
@@ -84,8 +84,7 @@ def _ratio(a: Figure, b: Figure) -> Ratio:
     better, worse = (a, b) if a.name == OURS else (b, a)
     (low, high), (least, most) = (median_interval(each.values) for each in (better, worse))
     middle, other = (statistics.median(each.values) for each in (better, worse))
-    first, second = (statistics.median(each.values) for each in (a, b))
-    return Ratio(*a.key, first, second, middle / other, low / most, high / least if least else math.inf)
+    return Ratio(*a.key, a.value, b.value, middle / other, low / most, high / least if least else math.inf)
 
 
 def median_interval(values: Sequence[float], confidence: float = (1 + CONFIDENCE) / 2) -> tuple[float, float]:

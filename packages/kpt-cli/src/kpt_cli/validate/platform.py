@@ -132,7 +132,9 @@ def _show(found: "Comparison") -> None:
     )
 
 
-def _value(ratio: "Ratio", value: float) -> str:
+def _value(ratio: "Ratio", value: float | None) -> str:
+    if value is None:
+        return "too noisy"
     return f"{value * 1e3:.4g} ms" if ratio.name == OURS else f"{value:.3g}x"
 
 
