@@ -50,12 +50,11 @@ exporter's, and the largest at most {{ max }} times; an error of one rounding is
 
 {{ errors }}
 
-## Verify and serve it
+## Verify it
 
 ```console
 $ kpt export --verify {{ folder }}
 $ kpt export --verify {{ folder }} --key key.pub.pem     # its signature too, if it has one (model.sig)
-$ {{ serve }}
 ```
 
 `kpt-package.json` lists every file with its SHA-256.
@@ -86,7 +85,6 @@ def write_card(
         library_name="kpt-serve" if is_program else "transformers",
         tags=["kpt", "pytorch", "torch.export"] if is_program else ["kpt"],
     )
-    place = shlex.quote(manifest.name)
     card = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
@@ -105,8 +103,7 @@ def write_card(
         errors=_list(
             *(f"`{name}`: mean error {mean:.3g}, largest {most:.3g}" for name, (mean, most) in (errors or {}).items())
         ),
-        folder=place,
-        serve=f"kpt serve {place} --key key.pub.pem" if is_program else f"kpt serve {place} --openai",
+        folder=shlex.quote(manifest.name),
     )
     path = Path(folder, NAMES[manifest.kind])
     card.save(path)
