@@ -228,6 +228,19 @@ def test_a_kernel_that_refuses_some_cases_passes(refusing: Callable[[str], None]
     assert result.ret == pytest.ExitCode.OK, result.stdout.str()
 
 
+def test_a_kernel_may_take_calls_with_gradients_alone(
+    refusing: Callable[[str], None], pytester: pytest.Pytester, run_here: Run
+) -> None:
+    refusing("'no gradient is wanted' if len(call.x) > 5 and not call.needs else None")
+    conftest = pytester.path / "conftest.py"
+    conftest.write_text(
+        conftest.read_text().replace("results.result_type,", "results.result_type, results.fake_result,")
+    )
+    result = run_here(*ACME, "-rs")
+    assert result.ret == pytest.ExitCode.OK, result.stdout.str()
+    result.stdout.fnmatch_lines(["*refused: without gradients: *", "*acme *: no gradient is wanted"])
+
+
 def test_a_part_of_a_run_is_not_judged(refusing: Callable[[str], None], run_here: Run) -> None:
     refusing(NO_TWO_BYTES)
     assert run_here(*ACME, "-k", "small").ret == pytest.ExitCode.OK
