@@ -1,0 +1,398 @@
+"""Golden results: what a package's model gives for known inputs in 64 bits, and the check that it still does.
+
+`python -m kpt_serve.package.golden DIR` checks a package: 0 right, 1 wrong results, 2 a bad package or machine. Files
+and versions are checked before torch is imported.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kpt_serve.errors import PackageError
+
+from .checking import check, check_machine
+from .manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from .weights import Weights
+    from .writing import Arguments, Dynamic
+
+FILE = "golden.safetensors"
+RIGHT, WRONG, BAD = 0, 1, 2
+Case = dict[str, "Tensor"]
+Run = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """How far an output is from the reference: in multiples of the mean size of the reference's numbers.
+
+    Attributes:
+        name: Of the output.
+        mean: Mean error over all golden inputs.
+        largest: Largest error.
+        mean_allowed: What the exporter's own error and the manifest's tolerance allow.
+        largest_allowed: Likewise.
+    """
+
+    name: str
+    mean: float
+    largest: float
+    mean_allowed: float
+    largest_allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both errors are within what is allowed; a NaN is not."""
+        return self.mean <= self.mean_allowed and self.largest <= self.largest_allowed
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a package gave for its golden inputs.
+
+    Attributes:
+        name: Of the package.
+        device_type: Where it ran.
+        reference: The dtype of the reference.
+        sizes: Of the inputs of each golden case.
+        seconds: That each case took, the first call at that size.
+        errors: Of each output.
+        kernels: How often each kernel served an op: `moe.experts by cpu/moe.experts/package.module:function`.
+    """
+
+    name: str
+    device_type: str
+    reference: str
+    sizes: tuple[str, ...]
+    seconds: tuple[float, ...]
+    errors: tuple[OutputError, ...]
+    kernels: Mapping[str, int]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output is near enough to the reference."""
+        return all(error.passed for error in self.errors)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} on {self.device_type}, against a reference in {self.reference}"]
+        lines += [f"  {sizes}: {seconds:.3f} s" for sizes, seconds in zip(self.sizes, self.seconds, strict=True)]
+        for each in self.errors:
+            verdict = "right" if each.passed else "WRONG"
+            mean = f"mean error {each.mean:.2e} (allowed {each.mean_allowed:.2e})"
+            lines.append(
+                f"  {each.name}: {verdict}; {mean}, largest {each.largest:.2e} (allowed {each.largest_allowed:.2e})"
+            )
+        lines += [f"  {kernel}: {calls} calls" for kernel, calls in sorted(self.kernels.items())]
+        return "\n".join(lines)
+
+
+def verify(folder: str | os.PathLike[str], *, device_type: str = "cpu") -> Report:
+    """Check a package, run its golden inputs, and return how far the results are from the reference.
+
+    Args:
+        folder: The package. A signature is another's to check.
+        device_type: Where to run.
+
+    Raises:
+        PackageError: A file was changed, this machine lacks what the package needs, or the model can't be run.
+    """
+    manifest = Manifest.read(folder)
+    check(folder, manifest)
+    check_machine(manifest, device_type=device_type)
+    check_machine(manifest, device_type=device_type, capabilities=_dtypes_of(manifest, device_type))
+    golden = Golden.read(folder)
+    if manifest.kind == "program":
+        from .weights import Program
+
+        run: Run = Program(folder, manifest, device_type)
+    else:
+        run = _transformers_model(folder, device_type)
+    results, seconds, kernels = _run(run, golden.inputs, device_type)
+    errors = []
+    for name, (mean, largest) in _errors(results, golden.outputs).items():
+        if name not in golden.errors:
+            raise PackageError(f"{folder}: {FILE} has no output {name!r}; copy the package again")
+        own_mean, own_largest = golden.errors[name]
+        least = max(_rounding(case[name]) for case in results)
+        # An exporter without any error, in 64 bits say, would allow no other kernel: a rounding is always allowed.
+        mean_allowed = max(own_mean * manifest.tolerance.mean, least)
+        largest_allowed = max(own_largest * manifest.tolerance.max, 8 * least)
+        errors.append(OutputError(name, mean, largest, mean_allowed, largest_allowed))
+    names = [each.name for each in manifest.inputs]
+    sizes = tuple(_sizes({name: case[name] for name in names}) for case in golden.inputs)
+    return Report(manifest.name, device_type, golden.reference, sizes, seconds, tuple(errors), kernels)
+
+
+def _sizes(case: Case) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, tensor.shape)) or 'scalar'}" for name, tensor in case.items())
+
+
+def _dtypes_of(manifest: Manifest, device_type: str) -> set[str]:
+    """Return the dtypes of a manifest in which this device can hold numbers and read them."""
+    import torch
+
+    found = set()
+    for name in manifest.dtypes:
+        dtype = getattr(torch, name, None)
+        try:
+            if isinstance(dtype, torch.dtype):
+                torch.zeros(1, device=device_type).to(dtype).to(torch.float32)
+                found.add(name)
+        except (RuntimeError, NotImplementedError, AssertionError, TypeError):
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Known inputs and their results.
+
+    Attributes:
+        inputs: Of each case.
+        outputs: Of the reference.
+        errors: Mean and largest error of each output where the package was written.
+        reference: The dtype of the reference.
+    """
+
+    inputs: Sequence[Case]
+    outputs: Sequence[Case]
+    errors: Mapping[str, tuple[float, float]]
+    reference: str
+
+    def write(self, folder: Path) -> None:
+        """Write the file."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        tensors = {}
+        for number, (inputs, outputs) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+            for kind, case in (("input", inputs), ("output", outputs)):
+                for name, tensor in case.items():
+                    tensors[f"{number}/{kind}/{name}"] = tensor.detach().cpu().clone().contiguous()
+        errors = {name: list(each) for name, each in self.errors.items()}
+        # One text: safetensors writes several in an order of chance.
+        about = json.dumps({"errors": errors, "reference": self.reference}, sort_keys=True)
+        path = folder / FILE
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(tensors, path, {"golden": about})
+        except SafetensorError as error:  # its name for a full disk
+            raise PackageError(f"{path} can't be written: {error}; make room, or choose another place") from error
+        path.chmod(mode)
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> "Golden":
+        """Return the golden results of a package.
+
+        Raises:
+            PackageError: There are none, or the file is no such file.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(folder, FILE)
+        inputs: dict[int, Case] = {}
+        outputs: dict[int, Case] = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {})["golden"])
+                for key in file.keys():  # noqa: SIM118  it is no mapping
+                    number, kind, name = key.split("/", 2)
+                    {"input": inputs, "output": outputs}[kind].setdefault(int(number), {})[name] = file.get_tensor(key)
+            errors = {name: (float(mean), float(most)) for name, (mean, most) in about["errors"].items()}
+            reference = str(about["reference"])
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise PackageError(
+                f"{path} holds no golden results ({type(error).__name__}: {error}); expected inputs and outputs: copy "
+                "the package again, or export the model again"
+            ) from error
+        if not outputs or inputs.keys() != outputs.keys():
+            raise PackageError(f"{path} has inputs and outputs of different cases, or none; export the model again")
+        order = sorted(inputs)
+        return cls([inputs[each] for each in order], [outputs[each] for each in order], errors, reference)
+
+
+def _run(run: Run, cases: Sequence[Case], device_type: str) -> tuple[list[Case], tuple[float, ...], dict[str, int]]:
+    """Return the results, seconds and kernels of each case."""
+    import kpt_core
+
+    results, seconds = [], []
+    calls: Counter[str] = Counter()
+    for case in cases:
+        inputs = {name: tensor.to(device_type) for name, tensor in case.items()}
+        start = time.perf_counter()
+        with kpt_core.record() as log:
+            # Read at once: devices go on computing.
+            results.append({name: tensor.detach().cpu() for name, tensor in run(inputs).items()})
+        seconds.append(time.perf_counter() - start)
+        calls.update(f"{each.op} by {each.identity}" for each in log)
+    return results, tuple(seconds), dict(calls)
+
+
+def _errors(results: Sequence[Mapping[str, "Tensor"]], expected: Sequence[Case]) -> dict[str, tuple[float, float]]:
+    """Return the mean and the largest error of each output, in multiples of the mean size of its reference."""
+    import torch
+
+    found = {}
+    for name in expected[0]:
+        errors, sizes = [], []
+        for case, right in zip(results, expected, strict=True):
+            if name not in case or case[name].shape != right[name].shape:
+                there = list(case[name].shape) if name in case else "nothing"
+                raise PackageError(f"output {name!r} is {there}; the golden one is {list(right[name].shape)}")
+            one, other = case[name].double().flatten(), right[name].double().flatten()
+            # Infinities, of a mask say, are right where both are the same.
+            errors.append(torch.where(one == other, torch.zeros_like(one), (one - other).abs()))
+            sizes.append(other[other.isfinite()].abs())
+        every, size = torch.cat(errors), torch.cat(sizes)
+        scale = float(size.mean()) if size.numel() else 0.0
+        scale = scale or 1.0
+        found[name] = (float(every.mean()) / scale, float(every.max()) / scale) if every.numel() else (0.0, 0.0)
+    return found
+
+
+def _rounding(tensor: "Tensor") -> float:
+    import torch
+
+    return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
+
+
+def write_program_results(
+    folder: Path,
+    manifest: Manifest,
+    model: "nn.Module",
+    weights: "Weights",
+    given: "Arguments",
+    dynamic: "Dynamic",
+    seed: int,
+) -> None:
+    """Write the golden results of a program that stands in a folder with its weights, as it runs here."""
+    from .weights import Program
+
+    cases = golden_inputs(given.tensors, dynamic, seed)
+    dtype, outputs = _reference(model, weights, given, cases, [each.name for each in manifest.outputs])
+    device_type = next(iter(given.tensors.values())).device.type if given.tensors else manifest.device_types[0]
+    _finish(folder, Program(folder, manifest, device_type), cases, outputs, dtype, device_type)
+
+
+def _finish(folder: Path, run: Run, cases: list[Case], outputs: list[Case], dtype: str, device_type: str) -> None:
+    results, *_ = _run(run, cases, device_type)
+    Golden(cases, outputs, _errors(results, outputs), dtype).write(folder)
+
+
+def golden_inputs(tensors: Mapping[str, "Tensor"], dynamic: "Dynamic", seed: int) -> list[Case]:
+    """Return the given inputs, and where sizes are dynamic others at two more sizes: the smallest, and one between.
+
+    Numbers are drawn from a seed, with mean and deviation of the given ones; of integers, which may be places in a
+    table, only those are drawn that were given.
+    """
+    import torch
+
+    cases = [dict(tensors)]
+    generator = torch.Generator().manual_seed(seed)
+    symbols: dict[str, tuple[int, int]] = {}
+    places: dict[tuple[str, int], str] = {}
+    for name, axes in dynamic.items():
+        for axis, bounds in axes.items():
+            *symbol, least, most = bounds
+            key = str(symbol[0]) if symbol else f"{name}/{axis}"
+            places[name, axis] = key
+            size = tensors[name].shape[axis]
+            # One of 0 elements would be right whatever the program does.
+            smallest = max(int(least), 1)
+            between = (smallest + size) // 2
+            symbols[key] = (smallest, between if between != size else min(int(most or 2 * size), 2 * size))
+    seen = {tuple(tensor.shape for tensor in tensors.values())}
+    for which in (0, 1):
+        case = {}
+        for name, tensor in tensors.items():
+            shape = [
+                symbols[places[name, axis]][which] if (name, axis) in places else size
+                for axis, size in enumerate(tensor.shape)
+            ]
+            case[name] = _drawn(tensor, shape, generator)
+        shapes = tuple(tensor.shape for tensor in case.values())
+        if shapes not in seen:
+            seen.add(shapes)
+            cases.append(case)
+    return cases
+
+
+def _drawn(like: "Tensor", shape: Sequence[int], generator: "torch.Generator") -> "Tensor":
+    import torch
+
+    values = like.detach().cpu().flatten()
+    if like.dtype.is_floating_point and bool(values.double().isfinite().all()):
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        deviation = values.double().std(correction=0) if values.numel() else 1.0
+        return (drawn * deviation + values.double().mean()).to(like.dtype).to(like.device)
+    places = torch.randint(max(values.numel(), 1), tuple(shape), generator=generator)
+    return values[places].to(like.device)
+
+
+def _reference(
+    model: "nn.Module", weights: "Weights", given: "Arguments", cases: Sequence[Case], names: Sequence[str]
+) -> tuple[str, list[Case]]:
+    """Return the results of the references of all ops, in 64 bits if the model takes them, and the dtype."""
+    import torch
+
+    import kpt_core
+
+    from .weights import call_with, named_results
+
+    failed: Exception | None = None
+    for dtype in (torch.float64, torch.float32):
+
+        def cast(tensor: "Tensor", dtype: torch.dtype = dtype) -> "Tensor":
+            # Numbers in 8 bits, and subclasses that hold such, are what they are: their scales belong to them.
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            wide = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+            if plain and tensor.dtype.is_complex:
+                return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+            return tensor.detach().to(dtype) if plain and tensor.dtype in wide else tensor
+
+        held = {name: cast(tensor) for name, tensor in weights.rebuilt(weights.flat).items()}
+        outputs = []
+        try:
+            for case in cases:
+                args, kwargs = given.call({name: cast(tensor) for name, tensor in case.items()})
+                with kpt_core.use("reference"), torch.no_grad():
+                    found = named_results(call_with(model, held, args, kwargs))
+                outputs.append({name: tensor.cpu() for name, (_, tensor) in zip(names, found, strict=True)})
+        except (RuntimeError, ValueError, TypeError) as error:  # a model may insist on a dtype
+            failed = failed or error
+            continue
+        return str(dtype).removeprefix("torch."), outputs
+    raise PackageError(f"the model runs neither in float64 nor in float32 to give a reference: {failed}") from failed
+
+
+def _transformers_model(folder: str | os.PathLike[str], device_type: str) -> Run:
+    raise PackageError(f"{folder} is of kind 'transformers', which has no golden results yet; run its model")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the package in a folder, print the report, and return the exit code."""
+    if not arguments or len(arguments) > 2:
+        sys.stderr.write("usage: python -m kpt_serve.package.golden DIR [DEVICE_TYPE]\n")
+        return BAD
+    try:
+        report = verify(arguments[0], device_type=arguments[1] if len(arguments) > 1 else "cpu")
+    except PackageError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD
+    sys.stdout.write(f"{report}\n")
+    return RIGHT if report.passed else WRONG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
