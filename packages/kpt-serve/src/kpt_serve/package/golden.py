@@ -4,13 +4,15 @@
 and versions are checked before torch is imported.
 """
 
+import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from .exporting import Arguments, Dynamic
     from .weights import Weights
-    from .writing import Arguments, Dynamic
 
 FILE = "golden.safetensors"
 RIGHT, WRONG, BAD = 0, 1, 2
@@ -83,6 +85,13 @@ class Report:
         """Whether every output is near enough to the reference."""
         return all(error.passed for error in self.errors)
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN: null."""
+        document = asdict(self)
+        for error in document["errors"]:
+            error |= {key: None for key, value in error.items() if key != "name" and not math.isfinite(value)}
+        return {**document, "passed": self.passed}
+
     def __str__(self) -> str:
         lines = [f"{self.name} on {self.device_type}, against a reference in {self.reference}"]
         lines += [f"  {sizes}: {seconds:.3f} s" for sizes, seconds in zip(self.sizes, self.seconds, strict=True)]
@@ -116,7 +125,9 @@ def verify(folder: str | os.PathLike[str], *, device_type: str = "cpu") -> Repor
 
         run: Run = Program(folder, manifest, device_type)
     else:
-        run = _transformers_model(folder, device_type)
+        from .text_models import TextModel
+
+        run = TextModel(folder, device_type)
     results, seconds, kernels = _run(run, golden.inputs, device_type)
     errors = []
     for name, (mean, largest) in _errors(results, golden.outputs).items():
@@ -376,23 +387,61 @@ def _reference(
     raise PackageError(f"the model runs neither in float64 nor in float32 to give a reference: {failed}") from failed
 
 
-def _transformers_model(folder: str | os.PathLike[str], device_type: str) -> Run:
-    raise PackageError(f"{folder} is of kind 'transformers', which has no golden results yet; run its model")
+@dataclass(frozen=True)
+class TextFacts:
+    """What a manifest says of a language model, as it was seen to run."""
+
+    vocabulary: int
+    longest: int | None
+    datatype: str
+    dtypes: tuple[str, ...]
+    ops: tuple[str, ...]
+    quantized: bool
 
 
-def main(arguments: Sequence[str]) -> int:
+def write_text_results(folder: Path, tokens: int, seed: int) -> TextFacts:
+    """Write the golden results of the language model in a folder, as it runs here, and return what was seen of it."""
+    import torch
+
+    from .text_models import TextModel
+
+    reference = TextModel(folder, "cpu", reference=True)
+    count = max(min(tokens, reference.longest or tokens), 2)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((1, count), (2, max(count // 2, 1)))
+    cases = [{"input_ids": torch.randint(reference.vocabulary, size, generator=generator)} for size in sizes]
+    outputs = [reference(case) for case in cases]
+    dtype = reference.dtype
+    del reference  # before the model is loaded again
+    model = TextModel(folder, "cpu")
+    results, _, kernels = _run(model, cases, "cpu")
+    Golden(cases, outputs, _errors(results, outputs), dtype).write(folder)
+    return TextFacts(
+        model.vocabulary,
+        model.longest,
+        model.datatype(results[0]["logits"]),
+        (*model.dtypes, "int64"),
+        tuple(sorted({kernel.partition(" by ")[0] for kernel in kernels})),
+        model.quantized,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Check the package in a folder, print the report, and return the exit code."""
-    if not arguments or len(arguments) > 2:
-        sys.stderr.write("usage: python -m kpt_serve.package.golden DIR [DEVICE_TYPE]\n")
-        return BAD
+    parser = argparse.ArgumentParser("python -m kpt_serve.package.golden", description=main.__doc__)
+    parser.add_argument("folder", metavar="DIR", help="the package")
+    parser.add_argument("--device", default="cpu", help="where to run, as cuda")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
     try:
-        report = verify(arguments[0], device_type=arguments[1] if len(arguments) > 1 else "cpu")
+        report = verify(options.folder, device_type=options.device)
     except PackageError as error:
         sys.stderr.write(f"error: {error}\n")
         return BAD
-    sys.stdout.write(f"{report}\n")
+    sys.stdout.write(f"{json.dumps(report.as_dict(), indent=2) if options.json else report}\n")
     return RIGHT if report.passed else WRONG
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    sys.exit(main())
