@@ -2,8 +2,8 @@
 
 Modules of commands import nothing heavy until they run, so that help, completion and refusals are quick.
 
-Exit codes: 0 done; 1 something is broken (`doctor`), wrong (`bench`) or differs (`validate replay`, `bisect`), or a
-bug; 2 what was asked for, or its input, is wrong; 130 interrupted.
+Exit codes: 0 done; 1 something is broken (`doctor`), wrong (`bench`, `export --verify`) or differs (`validate replay`,
+`bisect`), or a bug; 2 what was asked for, or its input, is wrong; 130 interrupted.
 """
 
 import os
@@ -21,6 +21,7 @@ from .convert import convert
 from .demo import demo
 from .doctor import doctor
 from .errors import CliError, sentence
+from .export import export
 from .kernels import kernels
 from .lock import lock
 from .new import app as new
@@ -102,7 +103,7 @@ def kpt(
     """Look at the kernels of this machine, optimise a model with them, and see what was chosen and why."""
 
 
-for command in (doctor, kernels, plan, optimize, convert, tune, lock, demo, bisect):
+for command in (doctor, kernels, plan, optimize, convert, export, tune, lock, demo, bisect):
     app.command()(command)
 for name, group in {"new": new, "bench": bench, "validate": validate}.items():
     app.add_typer(group, name=name, cls=RenamedGroup)

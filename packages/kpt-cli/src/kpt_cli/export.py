@@ -1,0 +1,143 @@
+"""The command `kpt export`: a model as a folder that proves itself, and the proof."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .console import print_json, say
+from .errors import CliError
+from .options import Json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: What verifying ends with, as `kpt_serve.package.golden` has them, which is not imported to say so.
+_WRONG, _BAD = 1, 2
+
+
+def export(
+    spec: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SPEC",
+            help="A Hugging Face folder, or package.module:function that returns a model, its inputs, and perhaps the "
+            "ranges of dynamic dimensions: {'x': {0: (1, 64)}}.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write, new or empty.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the package; the folder's if left out.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A plan of `kpt optimize` that goes along as kpt_plan.json.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that is there.")] = False,
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            "--verify",
+            metavar="FOLDER",
+            help="Check a package in a process of its own: its files, this machine, and its golden results.",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device-type", help="Where to verify, one of the device types of the package.")
+    ] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Write a model as a package: program or folder, weights, golden results, and what it needs; or verify one.
+
+    FOLDER appears when all is written, or not at all. `--verify` ends with 1 if results are wrong, and with 2 if the
+    package was changed or this machine lacks what it needs.
+    """
+    if find_spec("kpt_serve") is None:
+        raise CliError("kpt export needs kpt-serve, which is not installed: pip install './packages/kpt-cli[serve]'")
+    if verify is not None:
+        if spec is not None or out is not None:
+            raise CliError("--verify takes a package alone; give SPEC and -o in a call of their own")
+        _verify(verify, device, as_json)
+        return
+    if spec is None or out is None:
+        raise CliError("kpt export takes SPEC and -o FOLDER, or --verify FOLDER; `kpt export --help` shows both")
+    if plan is not None and not plan.is_file():
+        raise CliError(f"--plan {plan} is no file; expected a plan that `kpt optimize -o` wrote")
+    _write(spec, out, name or out.resolve().name, plan, overwrite, as_json)
+
+
+def _verify(folder: Path, device: str, as_json: bool) -> None:
+    # With -P, since a folder here could have the package's name.
+    command = [sys.executable, "-P", "-m", "kpt_serve.package.golden", str(folder), "--device", device]
+    done = subprocess.run([*command, *(["--json"] if as_json else [])], capture_output=True, text=True, check=False)
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode == _BAD:
+        raise CliError(last.removeprefix("error: "))
+    if done.returncode not in (0, _WRONG) or not done.stdout:
+        raise CliError(f"verifying {folder} ended with {done.returncode}: {last or 'it said nothing'}")
+    if as_json:
+        print_json(json.loads(done.stdout))
+    else:
+        typer.echo(done.stdout, nl=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+
+
+def _write(spec: str, out: Path, name: str, plan: Path | None, overwrite: bool, as_json: bool) -> None:
+    from .validate.models import check_source
+
+    check_source(spec)
+    from kpt_serve.errors import PackageError
+    from kpt_serve.package.writing import write_program, write_transformers
+
+    options: dict[str, Any] = {"name": name, "plan": plan, "overwrite": overwrite}
+    try:
+        if Path(spec).is_dir():
+            from .optimize.model import quiet_transformers
+
+            quiet_transformers()
+            manifest = write_transformers(out, spec, **options)
+        else:
+            model, inputs, dynamic = _made_by(spec)
+            manifest = write_program(out, model, inputs, dynamic=dynamic, **options)
+    except PackageError as error:
+        raise CliError(str(error)) from error
+    if as_json:
+        print_json(manifest.as_dict())
+        return
+    size = sum(file.size for file in manifest.files)
+    ops = ", ".join(op.name for op in manifest.ops) or "none"
+    say(f"Wrote {out}: {len(manifest.files)} files, {size / 1e6:.1f} MB; ops of KPT: {ops}.")
+    say(f"Verify it where it is to run: kpt export --verify {out}")
+
+
+def _made_by(spec: str) -> "tuple[nn.Module, Any, Any]":
+    """Return the model, the inputs and the dynamic dimensions that a function gives."""
+    import importlib
+    import os
+
+    from torch import nn
+
+    from .validate.models import users_code
+
+    module, _, function = spec.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script has its own folder there instead
+    try:
+        make = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        raise CliError(f"{spec}: there is no module {error.name} here, nor is there a folder {spec}") from error
+    if not callable(make):
+        raise CliError(f"{spec}: module {module} has no function {function}")
+    with users_code(f"{spec} fails"):
+        made = make()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise CliError(
+            f"{spec} returned a {type(made).__name__}; expected a model and its inputs, and perhaps the ranges of "
+            "dynamic dimensions: (model, inputs, {'x': {0: (1, 64)}})"
+        )
+    return made[0], made[1], made[2] if len(made) == 3 else None
