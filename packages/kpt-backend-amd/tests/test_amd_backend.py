@@ -129,6 +129,7 @@ def test_every_kernel_is_offered_and_is_where_it_says():
     assert {kernel.op for kernel in BACKEND.kernels()} == {
         *moe,
         "attention.dense",
+        "attention.merge",
         "attention.paged",
         "fp8.linear",
         "fp8.quantize",

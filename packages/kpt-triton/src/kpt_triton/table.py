@@ -56,6 +56,7 @@ KERNELS = (
         dtypes=_DTYPES - {"float32"},
         unsupported="kpt_triton.attention.dense:unsupported",
     ),
+    _row("attention.merge", "merge", "merge", unsupported="kpt_triton.attention.merge:unsupported"),
     _row(
         "attention.paged",
         "paged",
