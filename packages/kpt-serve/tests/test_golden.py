@@ -49,6 +49,13 @@ def test_a_package_gives_its_golden_results_at_every_size(written, capsys):
     assert "right; mean error" in capsys.readouterr().out
 
 
+def test_kernels_of_another_machine_are_right_too(written):
+    import kpt_core
+
+    with kpt_core.use("reference"):
+        assert verify(written).passed
+
+
 def test_a_wrong_weight_with_right_checksums_is_found(package, capsys):
     weights = load_file(package / "model.safetensors")
     name = next(name for name in weights if name.endswith(("bias", "scale")) or "router" in name)

@@ -25,7 +25,8 @@ _SAME_TORCH = f"=={'.'.join(torch.__version__.split('.')[:2])}.*"
 #: What kpt-core asks for.
 _TORCH = ">=2.8"
 _PLAN = "kpt_plan.json"
-TOLERANCE = Tolerance(mean=1.1, max=2.0)
+#: Float32 summed by another instruction set was 1.3 times as far off in the mean (docs/decisions/0025).
+TOLERANCE = Tolerance(mean=2.0, max=4.0)
 
 
 def write_program(
