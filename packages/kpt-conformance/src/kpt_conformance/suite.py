@@ -17,7 +17,6 @@ from .checks.catalog import CHECKS
 from .coverage import planned
 from .drawing import drawn_cases
 from .extent import Extent
-from .outcomes import REFUSED
 from .subject import Subject
 from .trial import Trial
 
@@ -58,7 +57,7 @@ class Suite:
             refusal = trial.subject.refusal(trial.arguments())
             if refusal is None:
                 raise
-            pytest.skip(f"{REFUSED}without gradients: {refusal}")
+            pytest.skip(f"refused: without gradients: {refusal}")
 
     def test_declaration(
         self, declared: Callable[[Subject, CaseTable], None], subject: Subject, table: CaseTable
