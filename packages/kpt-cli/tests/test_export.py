@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 
 import pytest
@@ -41,7 +42,7 @@ def test_a_model_is_exported_and_verified_in_a_process_of_its_own(kpt, tmp_path,
     manifest = Manifest.read("toy")
     assert manifest.name == "toy"
     assert {file.path for file in manifest.files} == {
-        *("golden.safetensors", "kpt_plan.json", "model.pt2", "model.safetensors")
+        *("README.md", "golden.safetensors", "kpt_plan.json", "model.pt2", "model.safetensors", "sbom.cdx.json")
     }
     assert "exists already" in kpt("export", "exported_here:build", "-o", "toy").stderr
 
@@ -62,6 +63,23 @@ def test_a_model_is_exported_and_verified_in_a_process_of_its_own(kpt, tmp_path,
     (tmp_path / "toy" / "more").touch()
     done = kpt("export", "--verify", "toy")
     assert (done.exit_code, "file 'more' was added" in done.stderr) == (2, True)
+
+
+def test_a_signature_is_verified_before_the_model(kpt, tmp_path):
+    for line in (
+        "openssl ecparam -name prime256v1 -genkey -noout -out key.pem",
+        "openssl ec -in key.pem -pubout -out key.pub.pem",
+    ):
+        subprocess.run(line.split(), check=True, capture_output=True)
+    assert kpt("export", "exported_here:build", "-o", "toy", "--sign", "key.pem").exit_code == 0
+    assert kpt("export", "--verify", "toy", "--key", "key.pub.pem").exit_code == 0
+    content = (tmp_path / "toy" / "README.md").read_bytes()
+    (tmp_path / "toy" / "README.md").write_bytes(content + b"!")
+    finish(tmp_path / "toy", Manifest.read("toy"))  # all sums are right again
+    assert kpt("export", "--verify", "toy").exit_code == 0
+    done = kpt("export", "--verify", "toy", "--key", "key.pub.pem")
+    assert (done.exit_code, "README.md" in done.stderr or "kpt-package.json" in done.stderr) == (2, True), done.stderr
+    assert "is for --verify" in kpt("export", "exported_here:build", "-o", "two", "--key", "key.pub.pem").stderr
 
 
 def test_a_hugging_face_folder_is_exported(kpt, mixtral):

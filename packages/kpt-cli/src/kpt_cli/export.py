@@ -37,6 +37,9 @@ def export(
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A plan of `kpt optimize` that goes along as kpt_plan.json.")
     ] = None,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign the package with this private key, a PEM file.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that is there.")] = False,
     verify: Annotated[
         Path | None,
@@ -45,6 +48,10 @@ def export(
             metavar="FOLDER",
             help="Check a package in a process of its own: its files, this machine, and its golden results.",
         ),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", help="Verify the signature too, with this public key, a PEM file."),
     ] = None,
     device: Annotated[
         str, typer.Option("--device-type", help="Where to verify, one of the device types of the package.")
@@ -61,19 +68,23 @@ def export(
     if verify is not None:
         if spec is not None or out is not None:
             raise CliError("--verify takes a package alone; give SPEC and -o in a call of their own")
-        _verify(verify, device, as_json)
+        _verify(verify, device, key, as_json)
         return
     if spec is None or out is None:
         raise CliError("kpt export takes SPEC and -o FOLDER, or --verify FOLDER; `kpt export --help` shows both")
     if plan is not None and not plan.is_file():
         raise CliError(f"--plan {plan} is no file; expected a plan that `kpt optimize -o` wrote")
-    _write(spec, out, name or out.resolve().name, plan, overwrite, as_json)
+    if key is not None:
+        raise CliError(f"--key {key} is for --verify; --sign takes the private key that signs")
+    options = {"name": name or out.resolve().name, "plan": plan, "key": sign, "overwrite": overwrite}
+    _write(spec, out, options, as_json)
 
 
-def _verify(folder: Path, device: str, as_json: bool) -> None:
+def _verify(folder: Path, device: str, key: Path | None, as_json: bool) -> None:
     # With -P, since a folder here could have the package's name.
     command = [sys.executable, "-P", "-m", "kpt_serve.package.golden", str(folder), "--device", device]
-    done = subprocess.run([*command, *(["--json"] if as_json else [])], capture_output=True, text=True, check=False)
+    command += ["--json"] * as_json + (["--key", str(key)] if key is not None else [])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode == _BAD:
         raise CliError(last.removeprefix("error: "))
@@ -87,14 +98,15 @@ def _verify(folder: Path, device: str, as_json: bool) -> None:
         raise typer.Exit(done.returncode)
 
 
-def _write(spec: str, out: Path, name: str, plan: Path | None, overwrite: bool, as_json: bool) -> None:
+def _write(spec: str, out: Path, options: dict[str, Any], as_json: bool) -> None:
     from .validate.models import check_source
 
     check_source(spec)
     from kpt_serve.errors import PackageError
     from kpt_serve.package.writing import write_program, write_transformers
 
-    options: dict[str, Any] = {"name": name, "plan": plan, "overwrite": overwrite}
+    documents = all(map(find_spec, ("huggingface_hub", "jinja2", "cyclonedx")))
+    options = {**options, "documents": documents}
     try:
         if Path(spec).is_dir():
             from .optimize.model import quiet_transformers
@@ -112,6 +124,8 @@ def _write(spec: str, out: Path, name: str, plan: Path | None, overwrite: bool, 
     size = sum(file.size for file in manifest.files)
     ops = ", ".join(op.name for op in manifest.ops) or "none"
     say(f"Wrote {out}: {len(manifest.files)} files, {size / 1e6:.1f} MB; ops of KPT: {ops}.")
+    if not documents:
+        say("It has no card and no bill of materials: pip install 'kpt-serve[card,sbom]'.")
     say(f"Verify it where it is to run: kpt export --verify {out}")
 
 

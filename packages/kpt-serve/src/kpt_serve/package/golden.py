@@ -20,6 +20,7 @@ from kpt_serve.errors import PackageError
 
 from .checking import check, check_machine
 from .manifest import Manifest
+from .signing import verify_signature
 
 if TYPE_CHECKING:
     import torch
@@ -448,9 +449,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m kpt_serve.package.golden", description=main.__doc__)
     parser.add_argument("folder", metavar="DIR", help="the package")
     parser.add_argument("--device", default="cpu", help="where to run, as cuda")
+    parser.add_argument("--key", help="the public key that its signature must fit")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     try:
+        if options.key is not None:
+            verify_signature(options.folder, options.key)
         report = verify(options.folder, device_type=options.device)
     except PackageError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -14,9 +14,12 @@ import kpt_core
 from kpt_serve.errors import PackageError
 
 from . import golden
+from .card import write_card
 from .exporting import Arguments, Dynamic, Inputs, called_ops, describe_tensor, evaluating, export, inputs_of, save
 from .fields import is_plain
 from .manifest import UNLISTED, Dimension, Distribution, Manifest, RequiredOp, Tensor, Tolerance, describe_file
+from .sbom import write_sbom
+from .signing import sign
 from .staging import staged
 from .weights import PROGRAM, Weights
 
@@ -41,6 +44,8 @@ def write_program(
     tolerance: Tolerance = TOLERANCE,
     seed: int = 0,
     plan: str | os.PathLike[str] | None = None,
+    documents: bool = False,
+    key: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Manifest:
     """Write a model as a package: its program, its weights, golden results and the manifest.
@@ -58,6 +63,8 @@ def write_program(
         tolerance: How far from the golden results an answer may be, as multiples of the error here.
         seed: Of the golden inputs that are drawn.
         plan: A file that goes along as `kpt_plan.json`.
+        documents: Write a card and a bill of materials, see `write_card` and `write_sbom`.
+        key: Sign the package with this private key, see `sign`.
         overwrite: Replace a package that is there.
 
     Raises:
@@ -99,7 +106,7 @@ def write_program(
             files=(),
         )
         golden.write_program_results(staging, manifest, model, weights, given, dynamic or {}, seed)
-        return finish(staging, manifest)
+        return finish(staging, manifest, documents=documents, key=key)
 
 
 def write_transformers(
@@ -112,6 +119,8 @@ def write_transformers(
     tolerance: Tolerance = TOLERANCE,
     tokens: int = 16,
     seed: int = 0,
+    documents: bool = False,
+    key: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Manifest:
     """Write the folder of a Hugging Face language model as a package: its files byte for byte, and KPT's beside them.
@@ -124,6 +133,8 @@ def write_transformers(
         source: A folder with config.json and weights in safetensors.
         name: Of the package.
         plan: A file that goes along as `kpt_plan.json`.
+        documents: Write a card and a bill of materials, see `write_card` and `write_sbom`.
+        key: Sign the package with this private key, see `sign`.
         device_types: Where the model may run. The golden results are made on the CPU.
         tolerance: How far from the golden results an answer may be, as multiples of the error here.
         tokens: Of the longest golden input.
@@ -163,7 +174,7 @@ def write_transformers(
             tolerance=tolerance,
             files=(),
         )
-        return finish(staging, manifest)
+        return finish(staging, manifest, documents=documents, key=key)
 
 
 def _copy(source: Path, target: Path, without: set[str]) -> None:
@@ -184,12 +195,23 @@ def _copy(source: Path, target: Path, without: set[str]) -> None:
         shutil.copyfile(path, target / inside)
 
 
-def finish(folder: Path, manifest: Manifest) -> Manifest:
-    """Write the manifest with the files that the folder has, and return it: again if some were added."""
+def finish(
+    folder: Path, manifest: Manifest, *, documents: bool = False, key: str | os.PathLike[str] | None = None
+) -> Manifest:
+    """Write the manifest with the files that the folder has, and return it: again if some were added.
+
+    With `documents` a card and a bill of materials are added before, and `key` signs all.
+    """
+    if documents:
+        whole = finish(folder, manifest)  # which files there are is in the bill of materials
+        write_card(folder, whole, errors=golden.Golden.read(folder).errors)
+        write_sbom(folder, whole)
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     files = tuple(describe_file(folder, path) for path in sorted(found.difference(UNLISTED)))
     whole = replace(manifest, files=files)
     whole.write(folder)
+    if key is not None:
+        sign(folder, key)
     return whole
 
 
