@@ -3,10 +3,12 @@
 import pytest
 
 from kpt_conformance.aot import CHIPS, ContractError, Reading, parse_contract
+from kpt_conformance.aot.gpus import spills_of_hot_loop
 
 HOPPER = Reading(
     registers=168,
     spills=0,
+    hot=8,
     shared_memory=200 * 1024,
     occupancy=16,
     instructions={"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16": 8, "cp.async.bulk.tensor.2d": 3},
@@ -26,6 +28,7 @@ def breaches(text: str, reading: Reading, chip: str) -> list[str]:
         "no cp.async, no setmaxnreg",
         "smem <= 204800 B, spills <= 0 B",
         "smem <= 1 MiB",
+        "hot <= 8 B",
     ],
 )
 def test_code_that_keeps_the_contract(text):
@@ -40,12 +43,44 @@ def test_code_that_keeps_the_contract(text):
         ("no tma", "3 tma in the code, none was allowed"),
         ("smem <= 199 KiB", "200.0 KiB, but the contract says 'smem <= 199 KiB'"),
         ("registers <= 167", "registers 168, but the contract says"),
+        ("hot <= 4 B", "8 B of spills in the shortest loop of products, but the contract says 'hot <= 4 B'"),
         ("occupancy >= 17", "occupancy 16, but the contract says"),
     ],
 )
 def test_code_that_breaks_the_contract(text, said):
     (breach,) = breaches(text, HOPPER, "sm90")
     assert said in breach
+
+
+#: A loop around two with products, of which the shorter one loads 12 bytes; and one without products.
+SASS = """
+.L_x_1:
+        /*0000*/                   LDL R1, [R1] ;
+.L_x_2:
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0020*/                   LDL.64 R2, [R1+0x8] ;
+        /*0030*/                   STL [R1+0x10], R9 ;
+        /*0040*/              @P0  BRA `(.L_x_2) ;
+.L_x_3:
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0060*/                   LDL.128 R2, [R1+0x8] ;
+        /*0070*/                   LDL.128 R2, [R1+0x8] ;
+        /*0080*/                   LDL.128 R2, [R1+0x8] ;
+        /*0090*/              @!P0 BRA `(.L_x_3) ;
+        /*00a0*/              @P1  BRA `(.L_x_1) ;
+.L_x_4:
+        /*00b0*/                   STL [R1+0x10], R9 ;
+        /*00c0*/              @P1  BRA `(.L_x_4) ;
+        /*00d0*/                   BRA `(.L_x_5) ;
+.L_x_5:
+        /*00e0*/                   EXIT ;
+"""
+
+
+def test_spills_are_those_of_the_shortest_innermost_loop_with_products():
+    assert spills_of_hot_loop(SASS) == 12
+    assert spills_of_hot_loop(SASS.replace("HGMMA", "HMMA").replace("LDL.64", "MOV")) == 4
+    assert spills_of_hot_loop(SASS.replace("HGMMA", "FFMA")) == 0
 
 
 def test_every_breach_is_told():

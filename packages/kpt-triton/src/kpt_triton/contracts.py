@@ -96,6 +96,17 @@ def tf32(*, tall: bool = True) -> dict[str, str]:
     }
 
 
+def spilling(contracts: Mapping[str, str], limits: Mapping[str, int], hot: int | None = None) -> dict[str, str]:
+    """Let code for some chips spill so many bytes; on NVIDIA's `hot` of them in the shortest loop with products."""
+    found = dict(contracts)
+    for chip, limit in limits.items():
+        allowed = f"spills <= {limit} B"
+        if hot is not None and chip in NVIDIA:
+            allowed += f", hot <= {hot} B"
+        found[chip] = found[chip].replace("no spills", allowed)
+    return found
+
+
 def unaligned(dtype: str, *, tall: bool = True) -> dict[str, str]:
     """The contract of each chip for products whose numbers are loaded one by one."""
     return {chip: clauses.replace("cp.async, ", "") for chip, clauses in products(dtype, tall=tall).items()}

@@ -60,6 +60,7 @@ class Bound:
         if value <= self.limit if self.at_most else value >= self.limit:
             return None
         shown = {"shared_memory": f"{value / KIB:.1f} KiB", "spills": f"{value} B of spills"}
+        shown["hot"] = f"{value} B of spills in the shortest loop of products"
         return f"{shown.get(self.field, f'{self.field} {value}')}, but the contract says {self.clause!r}"
 
 
@@ -129,7 +130,10 @@ def _bounds(chip: Chip) -> tuple[str, ...]:
     memory = ("spills <= N B", f"{chip.memory_word} <= N KiB")
     if chip.vendor == "intel":
         return (memory[1],)
-    return memory if chip.vendor == "tpu" else ("registers <= N", *memory, "occupancy >= N")
+    if chip.vendor == "tpu":
+        return memory
+    hot = ("hot <= N B",) if chip.vendor == "nvidia" else ()
+    return ("registers <= N", *memory, *hot, "occupancy >= N")
 
 
 def _parse_bound(clause: str, match: re.Match[str], chip: Chip) -> Bound:
@@ -138,7 +142,7 @@ def _parse_bound(clause: str, match: re.Match[str], chip: Chip) -> Bound:
         raise ContractError(
             f"{clause!r} is no bound of a contract for {chip.name}, where there are {', '.join(_bounds(chip))}"
         )
-    in_bytes = name in ("spills", chip.memory_word)
+    in_bytes = name in ("spills", "hot", chip.memory_word)
     if in_bytes != (unit in _UNITS) or (unit and not in_bytes):
         expected = f"one of {', '.join(_UNITS)} behind the number" if in_bytes else "no unit"
         raise ContractError(f"{clause!r} in a contract for {chip.name}: expected {expected}; got {unit or 'none'!r}")

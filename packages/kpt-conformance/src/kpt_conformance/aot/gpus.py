@@ -6,6 +6,8 @@ NVIDIA:
   larger of spill stores and spill loads.
 - shared memory, tensor memory, warps: the metadata of Triton's compiled kernel, whose launcher uses them. With warp
   specialisation there are more warps than `num_warps`.
+- hot: the code itself, as `nvdisasm` of Triton's wheel shows it, of kernels that spill; of the loops with products of
+  matrices and no loop in them the one of fewest instructions, which a kernel of two has for what no mask touches.
 - instructions: the PTX.
 - occupancy: computed from these and the chip's limits, as in NVIDIA's occupancy calculator.
 
@@ -28,7 +30,10 @@ Intel:
 """
 
 import re
+import subprocess
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from .chips import Chip
@@ -36,6 +41,8 @@ from .readings import Reading, find_instructions
 
 #: NVIDIA's registers are given out to a warp in pieces of this size.
 _REGISTER_UNIT = 256
+#: Bytes of loads and stores that are wider than a register.
+_WIDE = {".64": 8, ".128": 16}
 #: SIMDs of one of AMD's compute units.
 _SIMDS = 4
 
@@ -47,9 +54,11 @@ def read_nvidia(chip: Chip, compiled: Any, log: str) -> Reading:
     if not registers or not frames:
         raise RuntimeError(f"ptxas did not report registers and spills; it said {log.strip()!r:.300}")
     shared, warps = int(compiled.metadata.shared), int(compiled.metadata.num_warps)
+    spills = sum(max(int(stores), int(loads)) for _, stores, loads in frames)
     return Reading(
         registers=max(registers),
-        spills=sum(max(int(stores), int(loads)) for _, stores, loads in frames),
+        spills=spills,
+        hot=spills_of_hot_loop(_disassembled(compiled.asm["cubin"])) if spills else 0,
         stack=sum(int(frame) for frame, _, _ in frames),
         shared_memory=shared,
         tensor_memory=getattr(compiled.metadata, "tmem_size", None),
@@ -58,6 +67,40 @@ def read_nvidia(chip: Chip, compiled: Any, log: str) -> Reading:
         instructions=find_instructions("nvidia", compiled.asm["ptx"]),
         notes=tuple(sorted(set(re.findall(r"Potential Performance Loss.*", log)))),
     )
+
+
+def _disassembled(cubin: bytes) -> str:
+    from triton.knobs import nvidia
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        return subprocess.run([nvidia.nvdisasm.path, "-c", file], capture_output=True, text=True, check=True).stdout
+
+
+def spills_of_hot_loop(sass: str) -> int:
+    """Return the bytes of spilled registers that the shortest innermost loop with products writes and reads."""
+    places: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            places[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    loops = [
+        range(places[jump[1]], end + 1)
+        for end, each in enumerate(code)
+        if (jump := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", each)) and places.get(jump[1], end + 1) <= end
+    ]
+    hot: list[range] = []
+    for loop in loops:
+        inner = any(loop.start <= other.start and other.stop <= loop.stop and other != loop for other in loops)
+        if not inner and any(re.search(r"H[GM]*MMA|QGMMA|IMMA", code[place]) for place in loop):
+            hot.append(loop)
+    if not hot:
+        return 0
+    found = (re.search(r"\b(?:LDL|STL)((?:\.\w+)*)", code[place]) for place in min(hot, key=len))
+    return sum(next((size for kind, size in _WIDE.items() if kind in each[1]), 4) for each in found if each)
 
 
 def _occupancy(chip: Chip, registers: int, warps: int, shared: int) -> int:

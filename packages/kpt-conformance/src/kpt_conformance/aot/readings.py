@@ -58,6 +58,7 @@ class Code:
         registers: 32-bit registers of one thread.
         spills: bytes of registers that one thread writes to memory for lack of room; on a TPU, bytes of vector
             registers that the program does.
+        hot: the part of them that the shortest innermost loop with products of matrices writes and reads; on NVIDIA's.
         stack: bytes of local memory of one thread, spills included.
         shared_memory: bytes of memory that the kernel manages itself: shared memory of a block, LDS, VMEM.
         occupancy: warps that one multiprocessor (compute unit, on gfx11 and gfx12 workgroup processor) holds at once.
@@ -67,6 +68,7 @@ class Code:
 
     registers: int | None = None
     spills: int | None = None
+    hot: int | None = None
     stack: int | None = None
     shared_memory: int | None = None
     occupancy: int | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
 from kpt_triton.chips import INTERPRETER, chip_of
-from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products
+from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products, spilling
 from kpt_triton.launching import on_its_device
 from kpt_triton.numeric import dot, narrow
 
@@ -460,10 +460,7 @@ def _program(
             for dim in dims if dim <= _most_dim(chip) for mask in masks
         }  # fmt: skip
 
-    contracts = {
-        chip: clauses.replace("no spills", f"spills <= {spilled[chip]} B") if chip in spilled else clauses
-        for chip, clauses in products(dtype).items()
-    }
+    contracts = spilling(products(dtype), spilled, _HOT if masks != ("everything",) else None)
     signature = {name: kind for name, kind in _signature(dtype, results).items() if name in function.arg_names}
     return Program(name, function, signature, contracts, launches)
 
@@ -493,8 +490,9 @@ def _programs(
     )
 
 
-#: Bytes of usual calls and of those with everything that may be spilled. On NVIDIA's chips the loop of full tiles of a
-#: usual call writes none of them and reads 6 words at most, as its SASS was read; the others are of tiles with a mask.
+#: Bytes that the loop of full tiles of a usual call may spill on NVIDIA's chips.
+_HOT = 24
+#: Bytes of usual calls and of those with everything that may be spilled: nearly all are of tiles with a mask.
 _SPILLED_OF_KEYS = (
     {"sm90": 576, "sm100": 448},
     {"sm80": 112, "sm86": 16, "sm89": 16, "sm90": 832, "sm100": 1504, "gfx90a": 32, "gfx942": 32, "gfx950": 160},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
 from kpt_triton.chips import INTERPRETER, chip_of
-from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products
+from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products, spilling
 from kpt_triton.launching import on_its_device
 from kpt_triton.numeric import dot, narrow
 
@@ -260,7 +260,7 @@ def _signature(dtype: str) -> dict[str, str]:
 
 
 def _program(
-    name: str, dtype: str, dims: tuple[int, ...], masks: tuple[str, ...], spilled: Mapping[str, int]
+    name: str, dtype: str, dims: tuple[int, ...], masks: tuple[str, ...], spilled: Mapping[str, int], hot: int = 0
 ) -> Program:
     more = {mask: dict.fromkeys(("SAVES", "SINKS"), mask == "everything") for mask in USUAL}
 
@@ -271,10 +271,7 @@ def _program(
             for mask in masks
         }
 
-    contracts = {
-        chip: clauses.replace("no spills", f"spills <= {spilled[chip]} B") if chip in spilled else clauses
-        for chip, clauses in products(dtype).items()
-    }
+    contracts = spilling(products(dtype), spilled, hot)
     return Program(name, _forward_kernel, _signature(dtype), contracts, launches)
 
 
@@ -292,14 +289,14 @@ _OF_SCHEDULE = {
     **pointers("lists counts intervals table", "i32"),
     **integers("stride_ib stride_ih stride_tb stride_th stride_tm queries keys position tiles", ""),
 }
-#: Bytes that may be spilled: in the loop of tiles with a mask; the other one is what takes the time.
+#: Bytes that may be spilled: on NVIDIA's chips in the loop of tiles with a mask; the other one is what takes the time.
 _SPILLED = {"sm90": 192, "gfx1100": 128}
 #: The same where heads have 256 numbers.
 _SPILLED_OF_WIDE = {"sm80": 48, "sm90": 512}
 #: What is compiled ahead of time.
 AOT = (
     _program("forward bf16", BF16, (64, 128), tuple(USUAL), _SPILLED),
-    _program("forward bf16, wide", BF16, (256,), ("documents", "everything"), _SPILLED_OF_WIDE),
+    _program("forward bf16, wide", BF16, (256,), ("documents", "everything"), _SPILLED_OF_WIDE, hot=80),
     _program("forward fp16", FP16, (128,), ("documents",), _SPILLED),
     Program("schedule", schedule_kernel, _OF_SCHEDULE, NO_SPILLS, _schedule_launches),
     *gradients.AOT,
