@@ -74,6 +74,28 @@ def test_a_step_that_fails_or_takes_too_long_does_not_stop_the_others(tmp_path) 
     assert all(log[0].startswith("$ ") for log in logs)
 
 
+def test_a_report_names_no_folder_of_the_user(tmp_path, monkeypatch) -> None:
+    home, source = tmp_path / "ann", tmp_path / "code" / "src"
+    for folder in (home / "here", source, tmp_path / "env"):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "here")
+    monkeypatch.setattr(sys, "path", [str(source), *sys.path])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    paths = [str(path) for path in (home / "a.py", home / "here" / "b", source / "c", tmp_path / "env" / "d")]
+    kept = [f"{home}ette/e", f"/mnt{home}"]
+    program = (
+        f"import os, sys; paths = {paths + kept!r} + [os.getcwd()]; print(paths);"
+        "open('said.json', 'w').write(os.linesep.join(paths)); print(*paths, file=sys.stderr)"
+    )
+    run = started(tmp_path / "report")
+    run.run([Step("doctor", (sys.executable, "-c", program), 60, files=("said.json",), stdout="doctor.json")])
+    expected = ["~/a.py", "{here}/b", "{source}/c", "{environment}/d", *kept, "{work}/doctor"]
+    assert (run.folder / "said.json").read_text().split() == expected
+    assert (run.folder / "doctor.json").read_text() == f"{expected}\n"
+    assert (run.folder / "logs" / "doctor.txt").read_text().splitlines()[1:-1] == [" ".join(expected)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_ends_its_step_and_leaves_an_unfinished_report(tmp_path, number) -> None:
     run = started(tmp_path / "report")

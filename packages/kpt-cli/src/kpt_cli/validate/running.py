@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from .privacy import folders, hider
 from .reading import DOCTOR, FORMAT, HARDWARE, MANIFEST, STEPS, SUMMARY, ending, hardware_of, manifest, summary
 
 SUITES = ("quick", "full")
@@ -128,10 +128,11 @@ class Run:
         self.document["steps"] += planned
         self._write()
         with _interrupted_by_sigterm(), tempfile.TemporaryDirectory(prefix="kpt-validate-") as work:
+            hide = hider(folders(Path(work)))
             for step, entry in zip(steps, planned, strict=True):
                 self.tell(f"{step.name}: {entry['command']}")
                 try:
-                    entry |= self._run(step, entry, Path(work, step.name))
+                    entry |= self._run(step, entry, Path(work, step.name), hide)
                 except KeyboardInterrupt:
                     entry["ended"] = "interrupted"
                     raise
@@ -139,7 +140,7 @@ class Run:
                     self._write()
                 self.tell(f"{step.name}: {ending(entry)}")
 
-    def _run(self, step: Step, entry: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    def _run(self, step: Step, entry: Mapping[str, Any], work: Path, hide: Callable[[bytes], bytes]) -> dict[str, Any]:
         """Run a step in a folder of its own, and take over what it leaves there."""
         work.mkdir()
         log = self.folder / entry["log"]
@@ -152,15 +153,14 @@ class Run:
                 code = _call(_argv(step.command), work, target, stream, entry["limit"])
         found: dict[str, Any] = {"ended": "limit" if code is None else "exited", "exit_code": code}
         found["seconds"] = round(time.monotonic() - start, 1)
-        with log.open("a+b") as stream_of_bytes:
-            stream_of_bytes.seek(-1, os.SEEK_END)
-            newline = b"" if stream_of_bytes.read() == b"\n" else b"\n"
-            stream_of_bytes.write(newline + f"{ending({**entry, **found})}\n".encode())
+        text = hide(log.read_bytes())
+        newline = b"" if text.endswith(b"\n") else b"\n"
+        log.write_bytes(text + newline + f"{ending({**entry, **found})}\n".encode())
         for name in entry["files"]:
             if (work / name).is_file():
                 if name.endswith(".xml"):
                     _slim(work / name)
-                shutil.move(work / name, self.folder / name)
+                (self.folder / name).write_bytes(hide((work / name).read_bytes()))
         return found
 
     def read_machine(self) -> dict[str, Any]:
