@@ -119,16 +119,28 @@ def verify(folder: str | os.PathLike[str], *, device_type: str = "cpu") -> Repor
     manifest = Manifest.read(folder)
     check(folder, manifest)
     check_machine(manifest, device_type=device_type)
+    return verify_model(load_model(folder, manifest, device_type), folder, manifest, device_type)
+
+
+def load_model(folder: str | os.PathLike[str], manifest: Manifest, device_type: str) -> Run:
+    """Return the model of a package whose files were checked.
+
+    Raises:
+        PackageError: The device lacks a dtype, or the model can't be loaded.
+    """
     check_machine(manifest, device_type=device_type, capabilities=_dtypes_of(manifest, device_type))
-    golden = Golden.read(folder)
     if manifest.kind == "program":
         from .weights import Program
 
-        run: Run = Program(folder, manifest, device_type)
-    else:
-        from .text_models import TextModel
+        return Program(folder, manifest, device_type)
+    from .text_models import TextModel
 
-        run = TextModel(folder, device_type)
+    return TextModel(folder, device_type)
+
+
+def verify_model(run: Run, folder: str | os.PathLike[str], manifest: Manifest, device_type: str) -> Report:
+    """Run the golden inputs of a package through its model, and return how far the results are from the reference."""
+    golden = Golden.read(folder)
     results, seconds, kernels = _run(run, golden.inputs, device_type)
     errors = []
     for name, (mean, largest) in _errors(results, golden.outputs).items():
