@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from families import FAMILIES, VOCABULARY
 from kpt_core import InputError
 from kpt_moe import Routing, TopKRouter
 from kpt_moe.routers import Router
+from kpt_moe.routing_trace import record_routing
 from kpt_moe.statistics import RouterStatistics, RouterSummary
 
 #: The same again with another setting, for `nox -s full`.
@@ -162,8 +164,57 @@ def test_counts_survive_other_dtypes_inference_mode_and_a_copy():
 
 
 def test_a_model_without_routers_is_refused():
-    with pytest.raises(InputError, match=r"Linear has no kpt_moe\.routers\.Router"):
+    with pytest.raises(InputError, match=r"Linear has neither a kpt_moe\.routers\.Router"):
         RouterStatistics(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_are_counted_as_their_experts_are_told(family):
+    model = FAMILIES[family].build()
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    with torch.inference_mode(), record_routing(model) as trace:
+        model(ids)
+    with torch.inference_mode(), RouterStatistics(model) as statistics:
+        model(ids)
+        model(ids)
+    have = statistics.snapshot()
+    assert have.keys() == trace.calls.keys()
+    for path, (routing,) in trace.calls.items():
+        experts = model.get_submodule(path).num_experts
+        asked = tuple(2 * routing.index.flatten().tolist().count(e) for e in range(experts))
+        assert have[path].asked == have[path].load == asked
+        assert (have[path].tokens, have[path].dropped) == (2 * ids.numel(), 0)
+        assert have[path].imbalance == pytest.approx(max(asked) * experts / sum(asked))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class Told(nn.Module):
+    """The marks of an experts module of transformers, and a call of it."""
+
+    has_gate = has_bias = is_transposed = is_concatenated = True
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"_experts_implementation": "eager"})()
+        self.num_experts = num_experts
+
+    def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return x * top_k_weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_experts_that_are_told_no_choice_do_not_count_it(named, compiled):
+    model = Told(3)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    # 3 is what expert parallelism tells of the experts of other ranks.
+    index, weights = torch.tensor([[0, 3], [2, 0]], dtype=torch.int32), torch.ones(2, 2)
+    arguments = {"top_k_index": index, "top_k_weights": weights}
+    run(torch.ones(2, 1), index, weights)
+    with RouterStatistics(model) as statistics:
+        run(torch.ones(2, 1), **arguments) if named else run(torch.ones(2, 1), index, weights)
+    assert statistics.snapshot()[""].asked == (2, 0, 1)
+    assert statistics.snapshot()[""].tokens == 2
 
 
 class Layer(nn.Module):

@@ -125,7 +125,7 @@ def test_wrong_arguments_of_a_monitor_are_named():
     layer = make()
     with pytest.raises(InputError, match="dead_below must be at least 0 and below 1; got 1"):
         UtilisationMonitor(layer, dead_below=1.0)
-    with pytest.raises(InputError, match=r"Linear has no kpt_moe\.routers\.Router to count"):
+    with pytest.raises(InputError, match=r"Linear has neither a kpt_moe\.routers\.Router nor"):
         UtilisationMonitor(nn.Linear(2, 2))
 
 

@@ -8,11 +8,36 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
+from kpt_core import InputError
+
+from .hf_modules import is_transformers_experts, told_routing
 from .routers import Router
 from .routing import Routing
 
+#: What modules are wrapped in has its own part in their path, which the model of another program may lack.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
 _library = torch.library.Library("kpt_moe", "FRAGMENT")
 _library.define("accumulate(Tensor(a!) total, Tensor counts) -> ()")
+
+
+def deciding_modules(model: nn.Module, caller: str) -> dict[str, Any]:
+    """Return the modules that decide where tokens go, or are told it; by their paths without wrappers.
+
+    Raises:
+        InputError: the model has no such module.
+    """
+    modules = {
+        ".".join(part for part in path.split(".") if part not in _WRAPPERS): module
+        for path, module in model.named_modules()
+        if isinstance(module, Router) or is_transformers_experts(module)
+    }
+    if not modules:
+        raise InputError(
+            f"{caller}: {type(model).__name__} has neither a kpt_moe.routers.Router nor an experts module of "
+            "transformers"
+        )
+    return modules
 
 
 def in_recomputation() -> bool:
@@ -36,23 +61,32 @@ def _accumulate_fake(total: Tensor, counts: Tensor) -> None:
 
 
 class Counter:
-    """A forward hook of a router that counts what it decides; pickled and copied with its module.
+    """A forward hook that counts what a router decides, or what experts of transformers are told.
+
+    It is pickled and copied with its module.
 
     `total` is int64: load and asked of each expert, dropped, tokens. It is no buffer: DistributedDataParallel would
     give every rank the first one's. It follows the tokens.
     """
 
-    def __init__(self, router: Router, training_only: bool) -> None:
+    def __init__(self, router: Any, training_only: bool) -> None:
         device = next((tensor.device for tensor in router.parameters()), torch.device("cpu"))
         device = torch.device("cpu") if device.type == "meta" else device
         self.total = torch.zeros(2 * router.num_experts + 2, dtype=torch.int64, device=device)
         self.training_only = training_only
 
-    def __call__(self, router: nn.Module, args: Any, routing: Routing) -> None:
+    def __call__(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.training_only and not router.training:
             return
-        numbers = torch.stack((routing.dropped(), routing.counted_tokens()))
-        counts = torch.cat((routing.tokens_per_expert(), routing.asked_per_expert(), numbers))
+        if isinstance(out, Routing):
+            numbers = torch.stack((out.dropped(), out.counted_tokens()))
+            counts = torch.cat((out.tokens_per_expert(), out.asked_per_expert(), numbers))
+        else:
+            index, weights = told_routing(args, kwargs)
+            told = Routing(index, weights, weights.new_empty(0, router.num_experts))
+            # These experts refuse nothing: half as many small kernels as above, in each layer of a served model.
+            asked = told.tokens_per_expert()
+            counts = torch.cat((asked, asked, asked.new_zeros(1), asked.new_full((1,), told.num_tokens)))
         if self.total.device != counts.device:
             # A tensor that inference mode makes could not be added to outside of it.
             with torch.inference_mode(False):
@@ -84,10 +118,10 @@ class RouterCounts(Hooked):
     What `torch.compile` has compiled so far is compiled again at its next call: it would not run the new hooks.
     """
 
-    def __init__(self, routers: Mapping[str, Router], *, training_only: bool) -> None:
+    def __init__(self, routers: Mapping[str, Any], *, training_only: bool) -> None:
         self._routers = dict(routers)
         self._counters = {path: Counter(router, training_only) for path, router in routers.items()}
-        self._handles = [routers[path].register_forward_hook(c) for path, c in self._counters.items()]
+        self._handles = [routers[path].register_forward_hook(c, with_kwargs=True) for path, c in self._counters.items()]
         _compile_again()
 
     def detach(self) -> None:

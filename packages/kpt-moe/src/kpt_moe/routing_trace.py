@@ -14,16 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from kpt_core import InputError
 
-from ._counting import in_recomputation
+from ._counting import deciding_modules, in_recomputation
 from ._tensor_files import appearing, open_tensors
-from .hf_modules import is_transformers_experts
+from .hf_modules import replace_routing, told_routing
 from .routers import Router
 from .routing import PARTS, SCORES, Routing
 
-#: What modules are wrapped in has its own part in their path, which the model of another program may lack.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-#: What experts modules of transformers call index and weights, which they take after the hidden states.
-_TOLD = (("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
 _HEADER = {"format": "kpt.routing", "version": "1"}
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -102,14 +98,14 @@ def record_routing(
     Raises:
         InputError: the model has no such module.
     """
-    modules = _deciding(model, "record_routing")
+    modules = deciding_modules(model, "record_routing")
     trace = RoutingTrace({path: [] for path in modules})
 
     def keep(path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if in_recomputation():
             return
         if not isinstance(module, Router):
-            index, weights = _told(args, kwargs)
+            index, weights = told_routing(args, kwargs)
             out = Routing(index.long(), weights, weights.new_empty(0, module.num_experts))
         routing = out.detach() if logits else out.detach().without_logits()
         # A copy: what goes on with these tensors may write to them.
@@ -140,7 +136,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
             one, or is one more than were recorded; calls are left over at the end; a repeated forward pass could be of
             several calls.
     """
-    modules = _deciding(model, "replay_routing")
+    modules = deciding_modules(model, "replay_routing")
     for path in trace.calls:
         if path not in modules:
             raise InputError(
@@ -177,11 +173,10 @@ class _Replay:
         if isinstance(module, Router):
             x: Tensor = args[0] if args else kwargs["x"]
             return args, {**kwargs, "replay": self._next(x.shape[0], module.num_experts).to(x.device)}
-        index, weights = _told(args, kwargs)
+        index, weights = told_routing(args, kwargs)
         routing = self._next(index.shape[0], module.num_experts)
         recorded = routing.index.to(index.device), routing.weights.to(weights)
-        named = {name: value for names, value in zip(_TOLD, recorded, strict=True) for name in names if name in kwargs}
-        return (*args[:1], *recorded[: max(len(args) - 1, 0)]), {**kwargs, **named}
+        return replace_routing(args, kwargs, recorded)
 
     def _next(self, tokens: int, num_experts: int) -> Routing:
         if in_recomputation():
@@ -220,25 +215,6 @@ def _hooked(handles: list[RemovableHandle]) -> Iterator[None]:
             stack.callback(handle.remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _deciding(model: nn.Module, caller: str) -> dict[str, Any]:
-    """Modules that decide, or are told, where tokens go; by their paths without wrappers."""
-    modules = {
-        ".".join(part for part in path.split(".") if part not in _WRAPPERS): module
-        for path, module in model.named_modules()
-        if isinstance(module, Router) or is_transformers_experts(module)
-    }
-    if not modules:
-        raise InputError(
-            f"{caller}: {type(model).__name__} has neither a kpt_moe.routers.Router nor an experts module of "
-            "transformers"
-        )
-    return modules
-
-
-def _told(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [*args[1:], *(kwargs[name] for names in _TOLD for name in names if name in kwargs)]
 
 
 def _packed(routings: Sequence[Routing]) -> dict[str, Tensor]:

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, distributed, nn
 
-from kpt_core import InputError
-
-from ._counting import RouterCounts
-from .routers import Router
+from ._counting import RouterCounts, deciding_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,12 @@ class RouterStatistics(RouterCounts):
     checkpointing repeats are not counted again. What `torch.compile` has compiled so far is compiled again.
 
     Args:
-        model: its modules that are a `Router` are hooked; it may be one itself.
+        model: its modules that are a `Router` are hooked, and the experts modules of Hugging Face models, whose
+            padding counts as tokens; it may be one itself.
         training_only: leave out what routers decide outside of training.
 
     Raises:
-        InputError: there is no router.
+        InputError: there is no such module.
 
     Examples:
         >>> with RouterStatistics(model) as statistics:
@@ -62,10 +60,7 @@ class RouterStatistics(RouterCounts):
     """
 
     def __init__(self, model: nn.Module, *, training_only: bool = False) -> None:
-        routers = {path: module for path, module in model.named_modules() if isinstance(module, Router)}
-        if not routers:
-            raise InputError(f"RouterStatistics: {type(model).__name__} has no kpt_moe.routers.Router to count")
-        super().__init__(routers, training_only=training_only)
+        super().__init__(deciding_modules(model, "RouterStatistics"), training_only=training_only)
 
     def snapshot(self, *, dead_below: float = 0.0) -> dict[str, RouterSummary]:
         """The summary of each router by path; the only method that waits for the device.
@@ -75,7 +70,7 @@ class RouterStatistics(RouterCounts):
                 `ExpertWarmup` has not opened when this is called is not.
         """
         return {
-            path: _summary(counts.tolist(), router.unavailable, dead_below)
+            path: _summary(counts.tolist(), getattr(router, "unavailable", None), dead_below)
             for (path, router), counts in zip(self._routers.items(), self._split(self._flat().cpu()), strict=True)
         }
 
