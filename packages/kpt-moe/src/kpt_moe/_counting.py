@@ -75,7 +75,7 @@ class Counter:
         self.total = torch.zeros(2 * router.num_experts + 2, dtype=torch.int64, device=device)
         self.training_only = training_only
 
-    def __call__(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def __call__(self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.training_only and not router.training:
             return
         if isinstance(out, Routing):

@@ -8,8 +8,16 @@ from prometheus_client.exposition import choose_encoder
 from .experts import ExpertCollector
 from .kernels import KernelCollector
 from .requests import RequestMetrics
+from .training import TrainingCollector
 
-__all__ = ["ExpertCollector", "KernelCollector", "RequestMetrics", "exposition", "server_registry"]
+__all__ = [
+    "ExpertCollector",
+    "KernelCollector",
+    "RequestMetrics",
+    "TrainingCollector",
+    "exposition",
+    "server_registry",
+]
 
 
 def server_registry(model: Any = None) -> CollectorRegistry:

@@ -25,9 +25,12 @@ class KernelCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read the counts."""
+        import torch
+
         import kpt_core
 
-        calls, failures, quarantined = families = self._families()
+        calls, failures, quarantined, accelerators = families = self._families()
+        accelerators.add_metric((), torch.accelerator.device_count())
         for each in kpt_core.counts():
             labels = (each.op, each.identity, each.backend)
             calls.add_metric(labels, each.calls)
@@ -36,11 +39,12 @@ class KernelCollector(Collector):
         return iter(families)
 
     @staticmethod
-    def _families() -> tuple[CounterMetricFamily, CounterMetricFamily, GaugeMetricFamily]:
+    def _families() -> tuple[CounterMetricFamily, CounterMetricFamily, GaugeMetricFamily, GaugeMetricFamily]:
         return (
             CounterMetricFamily("kpt_kernel_calls", "Calls of an op that this kernel served.", labels=_LABELS),
             CounterMetricFamily("kpt_kernel_failures", "Calls in which this kernel raised.", labels=_LABELS),
             GaugeMetricFamily(
                 "kpt_kernel_quarantined", "1 if KPT no longer calls this kernel, because it raised.", labels=_LABELS
             ),
+            GaugeMetricFamily("kpt_accelerators", "Accelerators that torch sees.", labels=()),
         )
