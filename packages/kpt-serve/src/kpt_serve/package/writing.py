@@ -13,7 +13,7 @@ from torch import nn
 import kpt_core
 from kpt_serve.errors import PackageError
 
-from . import golden
+from . import golden, references
 from .card import write_card
 from .exporting import Arguments, Dynamic, Inputs, called_ops, describe_tensor, evaluating, export, inputs_of, save
 from .fields import is_plain
@@ -105,7 +105,7 @@ def write_program(
             tolerance=tolerance,
             files=(),
         )
-        golden.write_program_results(staging, manifest, model, weights, given, dynamic or {}, seed)
+        references.write_program_results(staging, manifest, model, weights, given, dynamic or {}, seed)
         return finish(staging, manifest, documents=documents, key=key)
 
 
@@ -153,7 +153,7 @@ def write_transformers(
         _copy(source, staging, {*UNLISTED, golden.FILE, *([_PLAN] if plan is not None else [])})
         if plan is not None:
             shutil.copyfile(plan, staging / _PLAN)
-        made = golden.write_text_results(staging, tokens, seed)
+        made = references.write_text_results(staging, tokens, seed)
         needs = {"kpt-core", "transformers", *(["kpt-fp8"] if made.quantized else [])}
         manifest = Manifest(
             name=name,
