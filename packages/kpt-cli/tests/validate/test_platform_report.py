@@ -25,8 +25,9 @@ DOCTOR = {
     "environment": {},
 }
 JUNIT = (
-    '<testsuites><testsuite hostname="vm"><testcase name="a"><properties><property name="p"/></properties></testcase>'
-    '<testcase name="b"><skipped message="no GPU">/here.py: no GPU</skipped></testcase></testsuite></testsuites>'
+    '<testsuites><testsuite hostname="vm"><testcase classname="c" name="a" time="1.5"><properties><property name="p"/>'
+    '</properties></testcase><testcase name="b"><skipped type="t" message="no GPU">/here.py: no GPU</skipped>'
+    "</testcase></testsuite></testsuites>"
 )
 
 
@@ -78,7 +79,7 @@ def test_a_genuine_report_has_no_fault_and_keeps_no_paths(kpt, report) -> None:
     assert result.exit_code == 0, result.output
     assert "| torch | 1 | 1 | 0 |" in (report / reading.SUMMARY).read_text()
     junit, hardware = ((report / name).read_text() for name in ("junit-torch.xml", reading.HARDWARE))
-    assert not any(text in junit for text in ("propert", "/here.py", "vm"))
+    assert not any(text in junit for text in ("propert", "/here.py", "vm", "classname", "time", "type"))
     assert "/somewhere" not in hardware
 
 
@@ -148,7 +149,13 @@ FORGED = {
         "junit-torch.xml: no test ran: 1 were skipped",
     ),
     "failed test": (
-        resealed(replaced("junit-torch.xml", '<testcase name="a" />', '<testcase name="a"><failure/></testcase>')),
+        resealed(
+            replaced(
+                "junit-torch.xml",
+                '<testcase name="a" />',
+                '<testcase name="a"><failure/></testcase>',
+            )
+        ),
         "junit-torch.xml: a failed",
     ),
     "no reason": (

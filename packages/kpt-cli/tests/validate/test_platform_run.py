@@ -80,9 +80,10 @@ def test_a_report_names_no_folder_of_the_user(tmp_path, monkeypatch) -> None:
         folder.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home / "here")
-    monkeypatch.setattr(sys, "path", [str(source), *sys.path])
+    (tmp_path / "env" / "site").mkdir()
+    monkeypatch.setattr(sys, "path", [str(source), str(tmp_path / "env" / "site"), *sys.path])
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
-    paths = [str(path) for path in (home / "a.py", home / "here" / "b", source / "c", tmp_path / "env" / "d")]
+    paths = [str(path) for path in (home / "a.py", home / "here" / "b", source / "c", tmp_path / "env" / "site" / "d")]
     kept = [f"{home}ette/e", f"/mnt{home}"]
     program = (
         f"import os, sys; paths = {paths + kept!r} + [os.getcwd()]; print(paths);"
@@ -90,7 +91,7 @@ def test_a_report_names_no_folder_of_the_user(tmp_path, monkeypatch) -> None:
     )
     run = started(tmp_path / "report")
     run.run([Step("doctor", (sys.executable, "-c", program), 60, files=("said.json",), stdout="doctor.json")])
-    expected = ["~/a.py", "{here}/b", "{source}/c", "{environment}/d", *kept, "{work}/doctor"]
+    expected = ["~/a.py", "{here}/b", "{source}/c", "{environment}/site/d", *kept, "{work}/doctor"]
     assert (run.folder / "said.json").read_text().split() == expected
     assert (run.folder / "doctor.json").read_text() == f"{expected}\n"
     assert (run.folder / "logs" / "doctor.txt").read_text().splitlines()[1:-1] == [" ".join(expected)]

@@ -13,8 +13,9 @@ def folders(work: Path) -> dict[str, str]:
         work: Where the steps run.
     """
     named = {str(Path(entry).absolute()): "{source}" for entry in sys.path if entry and Path(entry).is_dir()}
-    # A system's own Python lies at the same place everywhere, and /usr is part of many other paths.
-    named = {path: name for path, name in named.items() if not Path(path).is_relative_to(sys.base_prefix)}
+    # What is installed says so by its environment, and a system's own Python lies at the same place everywhere.
+    installed = (sys.prefix, sys.base_prefix)
+    named = {path: name for path, name in named.items() if not any(map(Path(path).is_relative_to, installed))}
     named |= {str(Path.home()): "~", str(Path.cwd()): "{here}"}
     if sys.prefix != sys.base_prefix:
         named[sys.prefix] = "{environment}"
