@@ -19,7 +19,7 @@ from kpt_serve.errors import PackageError
 from .exporting import DATATYPES
 
 #: No network, no code of the model's, no pickles.
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class TextModel:
@@ -36,21 +36,8 @@ class TextModel:
     """
 
     def __init__(self, folder: str | os.PathLike[str], device_type: str, *, reference: bool = False) -> None:
-        try:
-            from transformers import AutoConfig
-        except ImportError as error:
-            raise PackageError(
-                f"{folder} needs transformers, which is not installed: pip install transformers"
-            ) from error
-        try:
-            config = AutoConfig.from_pretrained(folder, **_LOCAL)
-            self.quantized = getattr(config, "quantization_config", None) is not None
-            self._model = _load(folder, device_type, self.quantized, reference)
-        except PackageError:
-            raise
-        except Exception as error:  # transformers raises whatever its many loaders raise
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise PackageError(f"{folder} can't be loaded by transformers: {lines[0][:400]}") from error
+        config, self._model = load(folder, device_type, reference=reference)
+        self.quantized = _is_quantized(config)
         text = config.get_text_config()
         longest = getattr(text, "max_position_embeddings", None)
         self.vocabulary = int(text.vocab_size)
@@ -81,6 +68,30 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def load(folder: str | os.PathLike[str], device_type: str, *, reference: bool = False) -> tuple[Any, Any]:
+    """Return the configuration and the language model in a folder; the arguments are those of `TextModel`.
+
+    Raises:
+        PackageError: It can't be loaded, or transformers or what an 8-bit model needs is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise PackageError(f"{folder} needs transformers, which is not installed: pip install transformers") from error
+    try:
+        config = AutoConfig.from_pretrained(folder, **LOCAL)
+        return config, _load(folder, device_type, _is_quantized(config), reference)
+    except PackageError:
+        raise
+    except Exception as error:  # transformers raises whatever its many loaders raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise PackageError(f"{folder} can't be loaded by transformers: {lines[0][:400]}") from error
+
+
+def _is_quantized(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
 def _load(folder: str | os.PathLike[str], device_type: str, quantized: bool, reference: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -90,14 +101,14 @@ def _load(folder: str | os.PathLike[str], device_type: str, quantized: bool, ref
             raise PackageError(
                 f"{folder} has 8-bit weights, which kpt-fp8 runs; it is not installed: pip install kpt-fp8"
             )
-        options = {**_LOCAL, "use_safetensors": True, "model_class": AutoModelForCausalLM, **implementations}
+        options = {**LOCAL, "use_safetensors": True, "model_class": AutoModelForCausalLM, **implementations}
         if reference:
             options |= {"dtype": torch.float32, "quantize_activations": False}
         model = import_module("kpt_fp8.transformers").load(folder, **options)
     else:
         dtype = torch.float64 if reference else "auto"
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, **_LOCAL, **implementations
+            folder, dtype=dtype, use_safetensors=True, **LOCAL, **implementations
         )
     model = model.eval().to(device_type)
     if not reference:

@@ -1,0 +1,133 @@
+"""Serve a language model by OpenAI's API: transformers' own server and continuous batching, with KPT's kernels.
+
+    from kpt_serve.openai import OpenAIOptions, serve
+    serve("SmolLM2-135M", OpenAIOptions(port=8000))
+
+Importing this module imports neither torch nor transformers: a package is checked before they are.
+"""
+
+import ipaddress
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kpt_serve.errors import PackageError
+from kpt_serve.package import Manifest, check, check_machine, verify_signature
+from kpt_serve.package.manifest import NAME
+
+__all__ = ["OpenAIOptions", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIOptions:
+    """Say how a model is served.
+
+    Attributes:
+        host: Where to listen.
+        port: Where to listen.
+        token: What clients send as `Authorization: Bearer TOKEN`; None lets everybody in.
+        tls_certificate: A file of PEM, for HTTPS.
+        tls_key: Its key.
+        max_tokens: The most new tokens that a request may ask for, and what it gets if it does not say.
+        max_prompt: The most tokens of a prompt.
+        max_body: The most bytes of a request.
+        max_running: How many requests are computed at once.
+        max_waiting: How many more may wait; others get 503.
+        settle: Seconds between a signal to leave, when `/ready` turns 503, and the end of new connections.
+        device_type: Where the model runs.
+        key: A public key (PEM) that must have signed the package.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = field(default=None, repr=False)
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    max_tokens: int = 1024
+    max_prompt: int = 4096
+    max_body: int = 1 << 20
+    max_running: int = 16
+    max_waiting: int = 64
+    settle: float = 0.0
+    device_type: str = "cpu"
+    key: Path | None = None
+
+
+def serve(folder: str | os.PathLike[str], options: OpenAIOptions | None = None) -> int:
+    """Serve the language model in a folder until SIGTERM or SIGINT, and return the exit code.
+
+    Args:
+        folder: A package of kind `transformers`, or a plain Hugging Face folder, which nothing vouches for.
+        options: How to serve it.
+
+    Raises:
+        PackageError: The folder is not what its manifest says, this machine lacks what it needs, or it is no language
+            model that continuous batching serves.
+    """
+    options = options or OpenAIOptions()
+    place = Path(folder)
+    name = _checked(place, options)
+    _warn_of_openness(options)
+    return _run(place, name, options)
+
+
+def _checked(folder: Path, options: OpenAIOptions) -> str:
+    """Return the model's name; nothing of the model is read before its files are known to be right."""
+    if options.key is not None:
+        verify_signature(folder, options.key)
+    if not (folder / NAME).exists():
+        if not (folder / "config.json").is_file():
+            raise PackageError(f"{folder} is no model; expected a folder with config.json and weights in safetensors")
+        return folder.resolve().name
+    manifest = Manifest.read(folder)
+    if manifest.kind != "transformers":
+        raise PackageError(f"{folder} is a {manifest.kind}, not a language model: serve it without --openai")
+    check(folder, manifest)
+    check_machine(manifest, device_type=options.device_type)
+    return manifest.name
+
+
+def _warn_of_openness(options: OpenAIOptions) -> None:
+    try:
+        local = ipaddress.ip_address(options.host).is_loopback
+    except ValueError:
+        local = options.host == "localhost"
+    if not local and options.token is None:
+        logging.getLogger("kpt_serve").warning(
+            "%s is open to others, and there is no token: everybody who reaches it may use the model", options.host
+        )
+
+
+def _run(folder: Path, name: str, options: OpenAIOptions) -> int:
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as told
+
+        from kpt_serve.metrics import server_registry
+        from kpt_serve.metrics.generation import GenerationMetrics
+        from kpt_serve.package.text_models import LOCAL, load
+
+        from .batching import Generator
+        from .server import Api, Server
+    except ImportError as error:
+        raise PackageError(f"serving needs {error.name}: pip install 'kpt-serve[serve,openai]'") from error
+    told.set_verbosity_error()  # type: ignore[no-untyped-call]  # of each request it would write a line
+    config, model = load(folder, options.device_type)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    registry = server_registry(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        generator = Generator(model, longest, options, GenerationMetrics(registry))
+    except MemoryError as error:
+        raise PackageError(
+            f"{folder}: there is no memory for the keys and values of one request: lower max_prompt or max_tokens"
+        ) from error
+    except Exception as error:  # transformers raises whatever its tokenizers and caches raise
+        raise PackageError(f"{folder} can't be served: {(str(error).splitlines() or [''])[0][:400]}") from error
+    server = Server(Api(name, model, tokenizer, generator, options, registry), options)
+    try:
+        server.run()
+    finally:
+        generator.batch.stop(block=True, timeout=10, hard_stop=True)
+    return 0 if server.started and not server.force_exit else 1
