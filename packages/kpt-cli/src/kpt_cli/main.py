@@ -28,6 +28,7 @@ from .new import app as new
 from .optimize.command import optimize
 from .options import GROUP
 from .plan import plan
+from .serve import serve
 from .tune import tune
 from .validate.command import app as validate
 from .validate.command import bisect
@@ -103,7 +104,7 @@ def kpt(
     """Look at the kernels of this machine, optimise a model with them, and see what was chosen and why."""
 
 
-for command in (doctor, kernels, plan, optimize, convert, export, tune, lock, demo, bisect):
+for command in (doctor, kernels, plan, optimize, convert, export, serve, tune, lock, demo, bisect):
     app.command()(command)
 for name, group in {"new": new, "bench": bench, "validate": validate}.items():
     app.add_typer(group, name=name, cls=RenamedGroup)
