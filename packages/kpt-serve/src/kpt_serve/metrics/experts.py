@@ -42,7 +42,7 @@ class ExpertCollector(Collector):
         if find_spec("kpt_moe") is None:
             raise PackageError("kpt-moe counts the load of experts; it is not installed: pip install kpt-moe")
         self._statistics = import_module("kpt_moe.statistics").RouterStatistics(model)
-        self._past: deque[tuple[float, dict[str, tuple[int, ...]]]] = deque()
+        self._past: deque[tuple[float, dict[str, tuple[int, ...]]]] = deque([(monotonic(), {})])
         self._lock = Lock()  # two may scrape at once
 
     @classmethod
@@ -72,7 +72,9 @@ class ExpertCollector(Collector):
         before = self._before({router: each.asked for router, each in summaries.items()})
         for router, each in summaries.items():
             dropped.add_metric((router,), each.dropped)
-            recent = [now - old for now, old in zip(each.asked, before[router], strict=True)]
+            recent = [
+                now - old for now, old in zip(each.asked, before.get(router, (0,) * len(each.asked)), strict=True)
+            ]
             imbalance.add_metric((router,), max(recent) * len(recent) / max(sum(recent), 1))
             if len(each.asked) <= MOST_EXPERTS:
                 for expert, count in enumerate(each.asked):
@@ -80,15 +82,14 @@ class ExpertCollector(Collector):
         return iter(families)
 
     def _before(self, now: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the counts at the start of the window: zeros at the first scrape."""
+        """Return the counts at the start of the window."""
         with self._lock:
             time = monotonic()
             # One that is older than the window stays, for those who scrape less often.
             while len(self._past) > 1 and self._past[1][0] <= time - WINDOW:
                 self._past.popleft()
             self._past.append((time, now))
-            start = self._past[0][1]
-            return start if len(self._past) > 1 else {router: (0,) * len(each) for router, each in now.items()}
+            return self._past[0][1]
 
     @staticmethod
     def _families() -> tuple[CounterMetricFamily, CounterMetricFamily, GaugeMetricFamily]:
