@@ -149,13 +149,7 @@ FORGED = {
         "junit-torch.xml: no test ran: 1 were skipped",
     ),
     "failed test": (
-        resealed(
-            replaced(
-                "junit-torch.xml",
-                '<testcase name="a" />',
-                '<testcase name="a"><failure/></testcase>',
-            )
-        ),
+        resealed(replaced("junit-torch.xml", '<testcase name="a" />', '<testcase name="a"><failure/></testcase>')),
         "junit-torch.xml: a failed",
     ),
     "no reason": (
