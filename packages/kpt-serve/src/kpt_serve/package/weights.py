@@ -198,9 +198,11 @@ def named_results(result: Any, name: str = "") -> list[tuple[str, Tensor]]:
         if len(pairs) == 1 and not name:
             return named_results(result[0], "")
     else:
+        cache = name == "past_key_values"  # what language models of transformers give unless they are told not to
+        hint = "give use_cache=False beside the inputs" if cache else "let its forward return those"
         raise PackageError(
             f"the model gives a {type(result).__name__}{f' as {name}' if name else ''}; expected tensors, or tuples "
-            "and dictionaries of them: let its forward return those"
+            f"and dictionaries of them: {hint}"
         )
     return [found for key, value in pairs for found in named_results(value, f"{name}.{key}" if name else key)]
 
