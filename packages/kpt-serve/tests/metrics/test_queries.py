@@ -1,6 +1,7 @@
 """Every query of the dashboard and of the alerts names metrics that exist, and gives data in a real Prometheus."""
 
 import json
+import math
 import os
 import re
 import runpy
@@ -81,6 +82,7 @@ def given(metric: Metric) -> set[str]:
     return {metric.name + suffix for suffix in suffixes}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:grafana_foundation_sdk")
 def test_the_dashboard_is_what_its_script_writes():
     pytest.importorskip("grafana_foundation_sdk", reason="install grafana-foundation-sdk==0.0.21")
     assert runpy.run_path(str(DASHBOARD.with_name("make_dashboard.py")))["build"]() == DASHBOARD.read_text()
@@ -214,8 +216,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 def test_a_query_gives_data_though_nothing_failed(prometheus, query):
     asked = re.sub(r"\$(job|instance)\b", ".*", query.replace("$__rate_interval", "1m"))
     values = prometheus.query(asked)
-    assert values, asked
-    assert all(value == value for value in values), f"{asked} is NaN"
+    # NaN is a share of an op that other tests called, and nobody now.
+    assert any(not math.isnan(value) for value in values), f"{asked} gives {values}"
 
 
 def test_every_rule_is_evaluated(prometheus):
