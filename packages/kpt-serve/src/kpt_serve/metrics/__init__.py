@@ -25,6 +25,9 @@ def server_registry(model: Any = None) -> CollectorRegistry:
 
     Args:
         model: What is served, a `torch.nn.Module`. Without it, or without kpt-moe, experts are not counted.
+
+    Examples:
+        >>> registry = server_registry(model)
     """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -41,6 +44,9 @@ def exposition(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, 
     Args:
         registry: What to report.
         accept: The request's `Accept` header; OpenMetrics is written to those who ask for it.
+
+    Examples:
+        >>> body, content_type = exposition(registry, request.headers.get("Accept"))
     """
     encode, content_type = choose_encoder(accept or "")
     return encode(registry), content_type

@@ -17,6 +17,11 @@ class RequestMetrics:
 
     Raises:
         ValueError: The registry has these metrics already.
+
+    Examples:
+        >>> requests = RequestMetrics(server_registry(model))
+        >>> requests.waiting(queue.qsize)
+        >>> requests.observe("rest", "200", seconds)
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
