@@ -48,6 +48,11 @@ def test_a_request_has_its_own_nucleus(sample):
     assert torch.equal(found[2::3], SCORES.expand(4000, -1))
 
 
+def test_what_a_batch_does_not_apply_is_told(sample, caplog):
+    sample(SCORES, (0.0, None), repetition_penalty=1.05)
+    assert "repetition_penalty=1.05 of the model's generation config is not applied" in caplog.text
+
+
 def test_the_model_says_what_a_request_does_not(sample):
     assert torch.equal(sample(SCORES, (None, None)), SCORES[None])
     found = sample(SCORES, *[(None, None)] * 4000, do_sample=True, temperature=0.5, top_k=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -26,10 +27,13 @@ from .requests import Asked, RequestError
 if TYPE_CHECKING:
     from . import OpenAIOptions
 
+_LOG = logging.getLogger("kpt_serve")
 #: What the request asks for that the running task answers.
 ASKED: ContextVar[Asked] = ContextVar("ASKED")
 #: Tokens of a page of the cache.
 _PAGE = 64
+#: Settings of a model's generation config that a batch does not apply, and the values that change nothing.
+_LEFT_OUT = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
 class Sampling(ContinuousBatchingLogitsProcessorList):
@@ -46,6 +50,9 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         super().__init__(LogitsProcessorList())
         self.temperature = _or(defaults.temperature, 1.0) if defaults.do_sample else 0.0
         self.top_p, self.top_k = _or(defaults.top_p, 1.0), _or(defaults.top_k, 0)
+        for name, neutral in _LEFT_OUT.items():
+            if (value := _or(getattr(defaults, name, None), neutral)) != neutral:
+                _LOG.warning("%s=%s of the model's generation config is not applied", name, value)
         self.tensors_required, self.do_processing = 2, True
         self.supported_keys = {"temperature": float, "top_p": float}
 
