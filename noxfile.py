@@ -35,6 +35,7 @@ IPEX = "constraints/ipex.txt"
 TORCH_XLA = "constraints/tpu.txt"
 SITE = "constraints/site.txt"
 CLIENTS = "constraints/clients.txt"
+SERVE = "constraints/serve.txt"
 RELEASE = "constraints/release.txt"
 SCHEMAS = {
     "github-workflows": sorted(map(str, Path(".github/workflows").glob("*.yml"))),
@@ -59,6 +60,8 @@ REPORTS = Path("reports")
 BIN = Path(".nox/workspace/bin").absolute()
 OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
 NATIVE = "packages/kpt-backend-cpu/tests/native"
+PEERS = "packages/kpt-serve/tests/peers"
+METRICS = "packages/kpt-serve/tests/metrics"
 LIBRARIES = Path("packages/kpt-backend-cpu/src/kpt_backend_cpu/libraries")
 #: A process for each core; each test stays small, so more threads would only wait for each other.
 #: A test that hangs ends its process, which says where, so that the others go on; none takes a quarter of that.
@@ -110,7 +113,8 @@ def test(session: nox.Session, package: str, *arguments: str) -> None:
     env: dict[str, str | None] = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": None}
     if package != "kpt-backend-cpu":  # what it computes with several threads is part of what its tests are about
         env.update(ONE_THREAD)
-    left_out = (f"--ignore={OUT_OF_TREE}", f"--ignore={NATIVE}")  # by `wheels` and `cpu`
+    # By `wheels`, `cpu` and `serve`.
+    left_out = (f"--ignore={OUT_OF_TREE}", f"--ignore={NATIVE}", f"--ignore={PEERS}")
     run(session, "pytest", *SIDE_BY_SIDE, *left_out, *arguments, env=env, success_codes=[0, 5])
 
 
@@ -190,9 +194,7 @@ def transformers(session: nox.Session) -> None:
 
 def families(session: nox.Session, version: str, folder: Path) -> list[str]:
     """Compare models with eager ones, class by class and through other libraries; return what failed."""
-    clients = Path(".nox/clients/site-packages").absolute()  # so called, or dill takes pyarrow for the user's own code
-    if not clients.exists():
-        run(session, "python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", clients, "-r", CLIENTS)
+    clients = beside(session, CLIENTS)
     failed = []
     for subject in ("attention", "experts"):
         report = REPORTS / f"families-{subject}-{version}.json"
@@ -206,6 +208,31 @@ def families(session: nox.Session, version: str, folder: Path) -> list[str]:
     except CommandFailed:
         failed.append("clients")
     return failed
+
+
+def beside(session: nox.Session, constraints: str) -> Path:
+    """Install what a file pins, for the front of the path before the workspace's packages; return the folder."""
+    # So called, or dill takes pyarrow for the user's own code.
+    folder = Path(f".nox/{Path(constraints).stem}/site-packages").absolute()
+    if not folder.exists():
+        run(session, "python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, "-r", constraints)
+    return folder
+
+
+@in_workspace
+def serve(session: nox.Session) -> None:
+    """Ask `kpt serve` with NVIDIA's client and schemathesis, and beside KServe's server; ask Prometheus what it tells.
+
+    What they need lies before the workspace's packages on the path, another protobuf for one.
+    """
+    session.env["PYTHONPATH"] = str(beside(session, SERVE))
+    try:
+        found = run_for_output("sh", f"{METRICS}/fetch_prometheus.sh", Path(".nox/prometheus").absolute())
+        session.env["KPT_PROMETHEUS"] = found.strip()
+    except subprocess.CalledProcessError:
+        session.warn("Debian's Prometheus can't be had here, so its tests are left out; `apt-get update` may help")
+    for tests in (PEERS, METRICS):  # processes of their own: other protobufs were imported
+        run(session, "pytest", tests, "-q", "--timeout=480", *session.posargs, env=ONE_THREAD)
 
 
 @in_workspace
@@ -553,7 +580,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
 def full(session: nox.Session) -> None:
     """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
-    for name in ("lint", "imports", "types", "docs", "site", "pages", "aot", "wheels", "demo", "bench"):
+    for name in ("lint", "imports", "types", "docs", "site", "pages", "serve", "aot", "wheels", "demo", "bench"):
         session.notify(name)
     for name in ("tests", "conformance", "cpu", "nvidia", "amd", "xpu"):
         session.notify(name, ["--whole"])

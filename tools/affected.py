@@ -21,7 +21,7 @@ WINDOW = "12 hours ago"
 #: In the order of .ci/run.
 PARTS = (
     *("lint", "imports", "types", "test", "docs", "site", "pages", "suite", "cpu", "nvidia", "amd", "xpu"),
-    *("wheels", "demo", "bench"),
+    *("serve", "wheels", "demo", "bench"),
 )
 #: Seconds, or about any file.
 ALWAYS = frozenset({"lint", "imports", "test", "docs", "site"})
@@ -39,6 +39,8 @@ TARGETS = {
     "amd": frozenset({"kpt-triton", "kpt-backend-amd"}),
     "xpu": frozenset({"kpt-triton", "kpt-backend-xpu"}),
 }
+#: What `kpt serve` is made of.
+SERVED = frozenset({"kpt-core", "kpt-serve"})
 
 
 def name_of(requirement: str) -> str:
@@ -111,6 +113,8 @@ def affected(files: Iterable[str] | None) -> Affected:
     if touched:
         parts |= {"types", "wheels", "demo", "bench"}
     parts |= {target for target, about in TARGETS.items() if touched & (about | BASE)}
+    if touched & SERVED:
+        parts.add("serve")
     pages |= {f"reference/{package}.html" for package in touched}
     if touched:
         parts.add("pages")  # the reference, and the demo's report
