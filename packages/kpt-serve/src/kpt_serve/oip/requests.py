@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,7 +154,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 def to_numbers(name: str, tensor: Tensor) -> list[Any]:
     """Return a result's numbers in one list, for JSON."""
-    if tensor.dtype.is_floating_point and not bool(tensor.isfinite().all()):
+    if tensor.dtype.is_floating_point and not _is_finite(tensor):
         raise invalid(
             f"output {name!r} holds NaN or infinity, for which JSON has no number: ask for it with the parameter "
             "binary_data true, or by gRPC"
@@ -172,3 +173,14 @@ def complete(manifest: Manifest, inputs: Mapping[str, Tensor], outputs: Sequence
         if name not in known:
             raise invalid(f"there is no output {name!r}; expected {', '.join(known)}")
     return Request(inputs, tuple(outputs) or tuple(known), identity)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether there is neither NaN nor infinity, by NumPy.
+
+    torch would share the work with threads of this one's, which the model's own then share processors with.
+    """
+    if tensor.dtype == torch.bfloat16:
+        exponents = tensor.contiguous().view(torch.int16).numpy() & 0x7F80
+        return not bool((exponents == 0x7F80).any())
+    return bool(np.isfinite(tensor.numpy()).all())
