@@ -26,14 +26,16 @@ def export(
         typer.Argument(
             metavar="SPEC",
             help="A Hugging Face folder, or package.module:function that returns a model, its inputs, and perhaps the "
-            "ranges of dynamic dimensions: {'x': {0: (1, 64)}}.",
+            "ranges of dynamic dimensions: {'x': {0: (1, 64)}}. With --manifests a package.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write, new or empty.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the package; the folder's if left out.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the package; the folder's if left out. With --manifests of the objects.")
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A plan of `kpt optimize` that goes along as kpt_plan.json.")
     ] = None,
@@ -53,12 +55,36 @@ def export(
         Path | None,
         typer.Option("--key", metavar="FILE", help="Verify the signature too, with this public key, a PEM file."),
     ] = None,
+    manifests: Annotated[
+        Path | None,
+        typer.Option(
+            "--manifests",
+            metavar="FOLDER",
+            help="Write what runs a package: a Containerfile, YAML for Kubernetes, and KServe's.",
+        ),
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="NAME:TAG", help="What the image will be called; for --manifests.")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:TAG", help="Image to build on; python:3.11-slim if left out.", show_default=False),
+    ] = None,
+    openai: Annotated[
+        bool, typer.Option("--openai", help="With --manifests: serve a language model by OpenAI's API.")
+    ] = False,
     device: Annotated[
-        str, typer.Option("--device-type", help="Where to verify, one of the device types of the package.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            "--device-type",
+            help="Where to verify, one of the device types of the package, cpu if left out; with --manifests where to "
+            "serve: cpu, cuda or rocm.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a model as a package: program or folder, weights, golden results, and what it needs; or verify one.
+    """Write a model as a package: program or folder, weights, golden results, and what it needs; or verify or ship one.
 
     FOLDER appears when all is written, or not at all. `--verify` ends with 1 if results are wrong, and with 2 if the
     package was changed or this machine lacks what it needs.
@@ -68,8 +94,22 @@ def export(
     if verify is not None:
         if spec is not None or out is not None:
             raise CliError("--verify takes a package alone; give SPEC and -o in a call of their own")
-        _verify(verify, device, key, as_json)
+        if manifests is not None:
+            raise CliError("--verify and --manifests take a package each; give them in calls of their own")
+        _verify(verify, device or "cpu", key, as_json)
         return
+    if manifests is not None:
+        if spec is None or image is None or out is not None:
+            raise CliError("--manifests FOLDER takes a package, and --image REGISTRY/NAME:TAG")
+        # What signs, plans or verifies has no meaning here.
+        for option, value in (("--plan", plan), ("--sign", sign), ("--key", key), ("--overwrite", overwrite or None)):
+            if value is not None:
+                raise CliError(f"{option} is not for --manifests; `kpt export --help` shows what is")
+        given = {"image": image, "base": base, "name": name, "openai": openai, "device_type": device}
+        _write_manifests(spec, manifests, given, as_json)
+        return
+    if image is not None or base is not None or openai:
+        raise CliError("--image, --base and --openai are for --manifests FOLDER")
     if spec is None or out is None:
         raise CliError("kpt export takes SPEC and -o FOLDER, or --verify FOLDER; `kpt export --help` shows both")
     if plan is not None and not plan.is_file():
@@ -96,6 +136,23 @@ def _verify(folder: Path, device: str, key: Path | None, as_json: bool) -> None:
         typer.echo(done.stdout, nl=False)
     if done.returncode:
         raise typer.Exit(done.returncode)
+
+
+def _write_manifests(package: str, folder: Path, options: dict[str, Any], as_json: bool) -> None:
+    from kpt_serve.errors import PackageError
+    from kpt_serve.manifests import write_manifests
+
+    try:
+        files = write_manifests(package, folder, **options)
+    except PackageError as error:
+        raise CliError(str(error)) from error
+    if as_json:
+        print_json({"path": str(folder), "files": files})
+        return
+    say(f"Wrote {folder}: {', '.join(files)}. Now, with docker, podman or buildah:\n")
+    say(f"    docker build -f {folder}/Containerfile -t {options['image']} {package}")
+    say(f"    docker push {options['image']}")
+    say(f"    kubectl apply -k {folder}        # {folder}/deployment.yaml names the Secret that must exist")
 
 
 def _write(spec: str, out: Path, options: dict[str, Any], as_json: bool) -> None:
