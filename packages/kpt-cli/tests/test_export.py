@@ -5,7 +5,7 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kpt_serve.package import Manifest
+from kpt_serve.package import Distribution, Manifest, Tolerance
 from kpt_serve.package.writing import finish
 
 MODULE = """
@@ -102,6 +102,13 @@ def test_a_hugging_face_folder_is_exported(kpt, mixtral):
         (["exported_here:build", "-o", "toy", "--name", "a/b"], "'name' is 'a/b'; expected a plain name"),
         (["exported_here:build", "-o", "toy", "--plan", "none"], "--plan none is no file"),
         (["--verify", "toy"], "kpt-package.json can't be read: No such file"),
+        (["--verify", "toy", "--manifests", "out"], "--verify and --manifests take a package each"),
+        (["toy", "--manifests", "out"], "--manifests FOLDER takes a package, and --image REGISTRY/NAME:TAG"),
+        (["--manifests", "out", "--image", "toy:1"], "--manifests FOLDER takes a package, and --image"),
+        (["toy", "--manifests", "out", "--image", "toy:1", "--overwrite"], "--overwrite is not for --manifests"),
+        (["toy", "--manifests", "out", "--image", "toy:1", "--sign", "key.pem"], "--sign is not for --manifests"),
+        (["toy", "--manifests", "out", "--image", "toy:1"], "kpt-package.json can't be read: No such file"),
+        (["exported_here:build", "-o", "toy", "--image", "toy:1"], "--image, --base and --openai are for --manifests"),
     ],
 )
 def test_wrong_input_is_a_sentence_and_leaves_nothing(arguments, told, kpt, tmp_path):
@@ -109,6 +116,36 @@ def test_wrong_input_is_a_sentence_and_leaves_nothing(arguments, told, kpt, tmp_
     assert done.exit_code == 2
     assert told in done.stderr
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["exported_here.py"]
+
+
+def test_what_runs_a_package_is_written(kpt, tmp_path):
+    (tmp_path / "toy").mkdir()
+    Manifest(
+        name="toy",
+        kind="program",
+        inputs=(),
+        outputs=(),
+        ops=(),
+        device_types=("cpu", "cuda"),
+        dtypes=("float32",),
+        distributions=(Distribution("torch", "==2.13.*"),),
+        tolerance=Tolerance(2.0, 4.0),
+        files=(),
+    ).write("toy")
+    options = ("--image", "REGISTRY/toy:1", "--base", "python:3.12-slim", "--name", "scorer", "--device-type", "cpu")
+    done = kpt("export", "--manifests", "deploy", "toy", *options)
+    assert done.exit_code == 0, done.stderr
+    assert "docker build -f deploy/Containerfile -t REGISTRY/toy:1 toy\n" in done.stdout
+    assert "\nFROM python:3.12-slim\n" in (tmp_path / "deploy" / "Containerfile").read_text()
+    deployment = (tmp_path / "deploy" / "deployment.yaml").read_text()
+    assert 'name: "scorer"' in deployment
+    assert 'image: "REGISTRY/toy:1"' in deployment
+    assert "nvidia.com/gpu" not in deployment
+
+    assert "exists already" in kpt("export", "--manifests", "deploy", "toy", *options).stderr
+    done = kpt("export", "--manifests", "other", "toy", "--image", "toy:1", "--json")
+    assert sorted(json.loads(done.stdout)["files"]) == sorted(path.name for path in (tmp_path / "deploy").iterdir())
+    assert "nvidia.com/gpu" in (tmp_path / "other" / "deployment.yaml").read_text()
 
 
 def test_without_kpt_serve_it_is_said_what_to_install(kpt, monkeypatch):

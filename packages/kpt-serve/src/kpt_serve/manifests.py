@@ -82,9 +82,8 @@ def write_manifests(
     weights = sum(
         file.size for file in manifest.files if file.path.endswith(".safetensors") and file.path != "golden.safetensors"
     )
-    serve = _command(
-        "/model", "cuda" if device == "rocm" and "rocm" not in manifest.device_types else device, openai, signed
-    )
+    # Torch for ROCm calls its devices cuda.
+    serve = _command(device if device in manifest.device_types else "cuda", openai, signed)
     extras = ["serve", *["openai"] * openai, *["sign"] * signed]
     values: dict[str, Any] = {
         "package": manifest.name,
@@ -97,8 +96,8 @@ def write_manifests(
         "signed": signed,
         "requirements": _requirements(manifest, extras, _DEVICES[device][1]),
         "command": serve,
-        "kserve_command": "until [ -e /mnt/models/kpt-package.json ]; do sleep 1; done; exec "
-        + shlex.join("/mnt/models" if each == "/model" else each for each in serve),
+        "kserve_command": "until [ -e /mnt/models/kpt-package.json ]; do sleep 1; done; "
+        + f'exec kpt serve "$(readlink /mnt/models || echo /mnt/models)" {shlex.join(serve[3:])}',
         "weights": -(-weights >> 20),
         "memory": -(-weights * 12 // 10 >> 20) + 512,
         "startup": 300 + 10 * -(-weights >> 30),
@@ -134,7 +133,6 @@ def _rendered(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _device(manifest: Manifest, asked: str | None) -> str:
-    # Torch for ROCm calls its devices cuda.
     known = {*manifest.device_types, *["rocm"] * ("cuda" in manifest.device_types)} & _DEVICES.keys()
     if asked is None and known:
         return next(each for each in _DEVICES if each in known)
@@ -146,8 +144,8 @@ def _device(manifest: Manifest, asked: str | None) -> str:
     return asked
 
 
-def _command(folder: str, device: str, openai: bool, signed: bool) -> list[str]:
-    command = ["kpt", "serve", folder, "--host", "0.0.0.0", "--port", "8080", "--device-type", device]
+def _command(device: str, openai: bool, signed: bool) -> list[str]:
+    command = ["kpt", "serve", "/models", "--host", "0.0.0.0", "--port", "8080", "--device-type", device]
     command += ["--openai"] if openai else ["--grpc-port", "8081"]
     if signed:
         command += ["--key", "/keys/key.pub.pem"]

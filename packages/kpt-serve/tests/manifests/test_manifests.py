@@ -168,9 +168,11 @@ def test_the_command_is_the_same_everywhere_and_kpt_serve_knows_its_options(writ
     assert json.loads(written.containerfile.splitlines()[-1].removeprefix("ENTRYPOINT ")) == written.command
     shell, option, script = written.kserve["command"]
     assert (shell, option) == ("/bin/sh", "-c")
-    assert script.endswith("exec " + " ".join(written.command).replace(" /model ", " /mnt/models "))
+    assert script.endswith(
+        f'exec kpt serve "$(readlink /mnt/models || echo /mnt/models)" {" ".join(written.command[3:])}'
+    )
     done = CliRunner().invoke(kpt_cli.app, [*written.command[1:], "--help"])
-    assert (done.exit_code, written.command[:3]) == (0, ["kpt", "serve", "/model"])
+    assert (done.exit_code, written.command[:3]) == (0, ["kpt", "serve", "/models"])
     # --help comes before options are known; these are all of them.
     options = {each for each in written.command if each.startswith("--")}
     assert options <= set(re.findall(r"--[a-z-]+", CliRunner().invoke(kpt_cli.app, ["serve", "--help"]).stdout))
