@@ -122,16 +122,16 @@ class Replica:
         return app
 
     async def _stats(self, request: "Request") -> "Response":
-        from ray import serve
         from starlette.responses import JSONResponse
 
+        import ray
         from kpt_core import counts
+        from ray import serve
 
         self._service.check_token(request.headers.get("authorization"))
-        replica = serve.get_replica_context().replica_id.unique_id
-        return JSONResponse(
-            {"replica": replica, "process": os.getpid(), "kernels": [asdict(each) for each in counts()]}
-        )
+        place = {"replica": serve.get_replica_context().replica_id.unique_id, "process": os.getpid()}
+        node = ray.get_runtime_context().get_node_id()
+        return JSONResponse({**place, "node": node, "kernels": [asdict(each) for each in counts()]})
 
     async def check_health(self) -> None:
         """Raise unless the golden input still gives the right results; Ray then starts another replica."""
