@@ -242,12 +242,34 @@ def _decoded(
 ) -> Tensor:
     """Return the output `[1, Q, Hq, Dv]` of a step of decoding, at most one query a sequence, by `attention.paged`."""
     rows, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    lengths = key_ends.diff().int()
-    # A page is one key: those of a sequence lie behind one another.
-    table = key_ends[:-1, None] + torch.arange(int(lengths.max()), device=key.device)
-    table = table.clamp(max=len(k) - 1).int()
-    out, _ = paged(rows, k.unsqueeze(1), v.unsqueeze(1), table, lengths, ends.int(), sinks, **options)
+    table, lengths, of_queries = _pages_of(ends, key_ends, len(k))
+    out, _ = paged(rows, k.unsqueeze(1), v.unsqueeze(1), table, lengths, of_queries, sinks, **options)
     return out.unsqueeze(0)
+
+
+#: Of the last step: what told of it, and the tensors that all layers share.
+_step: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
+
+
+def _pages_of(ends: Tensor, key_ends: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the table of pages of one key, the lengths and the ends of queries, int32; made once for a step's layers.
+
+    Args:
+        ends: of the queries of each sequence, `[sequences + 1]`.
+        key_ends: likewise of the keys, which lie behind one another.
+        keys: how many there are.
+    """
+    global _step
+    # By value: the next step writes into the same memory, and steps of inference mode count no changes.
+    told = (key_ends.device, keys, tuple(ends.tolist()), tuple(key_ends.tolist()))
+    known = _step
+    if known is not None and known[0] == told:
+        return known[1]
+    lengths = key_ends.diff().int()
+    table = key_ends[:-1, None] + torch.arange(int(lengths.max()), device=key_ends.device)
+    made = table.clamp(max=keys - 1).int(), lengths, ends.int().clone()
+    _step = told, made
+    return made
 
 
 def _packed(
