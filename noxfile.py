@@ -36,6 +36,7 @@ TORCH_XLA = "constraints/tpu.txt"
 SITE = "constraints/site.txt"
 CLIENTS = "constraints/clients.txt"
 SERVE = "constraints/serve.txt"
+RAY = "constraints/ray.txt"
 RELEASE = "constraints/release.txt"
 SCHEMAS = {
     "github-workflows": sorted(map(str, Path(".github/workflows").glob("*.yml"))),
@@ -62,6 +63,7 @@ OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
 NATIVE = "packages/kpt-backend-cpu/tests/native"
 PEERS = "packages/kpt-serve/tests/peers"
 METRICS = "packages/kpt-serve/tests/metrics"
+ON_RAY = "packages/kpt-serve/tests/ray"
 LIBRARIES = Path("packages/kpt-backend-cpu/src/kpt_backend_cpu/libraries")
 #: A process for each core; each test stays small, so more threads would only wait for each other.
 #: A test that hangs ends its process, which says where, so that the others go on; none takes a quarter of that.
@@ -113,8 +115,8 @@ def test(session: nox.Session, package: str, *arguments: str) -> None:
     env: dict[str, str | None] = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": None}
     if package != "kpt-backend-cpu":  # what it computes with several threads is part of what its tests are about
         env.update(ONE_THREAD)
-    # By `wheels`, `cpu` and `serve`.
-    left_out = (f"--ignore={OUT_OF_TREE}", f"--ignore={NATIVE}", f"--ignore={PEERS}")
+    # By `wheels`, `cpu`, `serve` and `ray`.
+    left_out = (f"--ignore={OUT_OF_TREE}", f"--ignore={NATIVE}", f"--ignore={PEERS}", f"--ignore={ON_RAY}")
     run(session, "pytest", *SIDE_BY_SIDE, *left_out, *arguments, env=env, success_codes=[0, 5])
 
 
@@ -233,6 +235,13 @@ def serve(session: nox.Session) -> None:
         session.warn("Debian's Prometheus can't be had here, so its tests are left out; `apt-get update` may help")
     for tests in (PEERS, METRICS):  # processes of their own: other protobufs were imported
         run(session, "pytest", tests, "-q", "--timeout=480", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", requires=["workspace"], default=False)
+def ray(session: nox.Session) -> None:
+    """Kill replicas and nodes of Ray Serve under load. Not in CI: Ray takes 400 MB, the test two minutes."""
+    session.env["PYTHONPATH"] = str(beside(session, RAY))
+    run(session, "pytest", ON_RAY, "-q", "-s", "--timeout=480", *session.posargs, env=ONE_THREAD)
 
 
 @in_workspace
@@ -580,7 +589,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
 def full(session: nox.Session) -> None:
     """Run everything with nothing left out, for a release: hours on two cores. Reports are in `reports/`."""
-    for name in ("lint", "imports", "types", "docs", "site", "pages", "serve", "aot", "wheels", "demo", "bench"):
+    for name in ("lint", "imports", "types", "docs", "site", "pages", "serve", "ray", "aot", "wheels", "demo", "bench"):
         session.notify(name)
     for name in ("tests", "conformance", "cpu", "nvidia", "amd", "xpu"):
         session.notify(name, ["--whole"])

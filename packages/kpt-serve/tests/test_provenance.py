@@ -207,6 +207,8 @@ def test_a_signed_package_verifies_wherever_it_is(signed, manifest, keys, tmp_pa
     check(signed, manifest)
     moved = signed.rename(tmp_path / "moved")
     verify_signature(moved, keys / "key.pub.pem")
+    (tmp_path / "link").symlink_to(moved)  # as a mounted volume is
+    verify_signature(tmp_path / "link", keys / "key.pub.pem")
     sign(moved, keys / "other.pem")  # the first signature is replaced, not signed
     verify_signature(moved, keys / "other.pub.pem")
     assert capfd.readouterr() == ("", "")

@@ -14,6 +14,7 @@ from .errors import CliError
 
 #: What of serving is imported before anything is loaded, by the option that asks for it.
 _NEEDED = {False: "uvicorn", True: "fastapi"}
+_GRACE = "30s"
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -50,7 +51,7 @@ def serve(
     settle: Annotated[
         str, typer.Option(metavar="TIME", help="Time between a signal to stop and the last new request.")
     ] = "0s",
-    grace: Annotated[str, typer.Option(metavar="TIME", help="Time for accepted requests to end after that.")] = "30s",
+    grace: Annotated[str, typer.Option(metavar="TIME", help="Time for accepted requests to end after that.")] = _GRACE,
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File of the token that clients must send; or set KPT_TOKEN.")
     ] = None,
@@ -76,6 +77,8 @@ def serve(
         raise CliError(f"kpt serve needs what is not installed: pip install 'kpt-serve[{extras}]'")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, level="WARNING")
     logging.getLogger("kpt_serve").setLevel("INFO")
+    if openai and (grpc_port is not None or batch_invariant or unsigned or grace != _GRACE):
+        raise CliError("--grpc-port, --grace, --unsigned and --batch-invariant are not for --openai: leave them out")
     token = _token(token_file)
     for path in (tls_certificate, tls_key, key):
         if path is not None and not path.is_file():

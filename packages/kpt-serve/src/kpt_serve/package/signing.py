@@ -75,7 +75,8 @@ def verify_signature(folder: str | os.PathLike[str], public_key: str | os.PathLi
         PackageError: It names the first file that is missing, added or changed since; or the signature is missing,
             garbage or another key's, the key is none, or model-signing is missing.
     """
-    place, path = Path(folder), Path(public_key)
+    # A link to a package, as a mounted volume is, has the files of what it leads to.
+    place, path = Path(folder).resolve(), Path(public_key)
     signed, left_out = _read(place / NAME)
     found = _files(place)
     hashing = _hashing()
