@@ -4,7 +4,13 @@ import sys
 import pytest
 
 OPTIONAL = ("torch", "safetensors", "cyclonedx", "huggingface_hub", "jinja2", "model_signing", "OpenSSL")
-MODULES = ["kpt_serve", *(f"kpt_serve.package{name}" for name in ("", ".manifest", ".checking", ".reading"))]
+MODULES = [
+    "kpt_serve",
+    "kpt_serve.openai",
+    "kpt_serve.oip.server",
+    "kpt_serve.client",
+    *(f"kpt_serve.package{name}" for name in ("", ".manifest", ".checking", ".reading")),
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

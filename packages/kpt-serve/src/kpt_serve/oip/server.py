@@ -1,7 +1,6 @@
 """A server of one package: it listens, loads, proves, serves, and stops without losing a request."""
 
 import asyncio
-import ipaddress
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kpt_serve.errors import ServeError
+from kpt_serve.listening import warn_of_openness
 from kpt_serve.package import Manifest, check, check_machine, verify_signature
 
 if TYPE_CHECKING:
@@ -107,16 +107,8 @@ def serve(folder: str | os.PathLike[str], options: Options = Options()) -> int:
         raise ServeError(
             f"serving needs {error.name}, which is not installed: pip install 'kpt-serve[serve]'"
         ) from error
-    if options.token is None and not _is_loopback(options.host):
-        _LOG.warning("anybody who reaches %s may ask: there is no token", options.host)
+    warn_of_openness(options.host, options.token)
     return uvloop.run(_serve(Path(folder), manifest, options))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _serve(folder: Path, manifest: Manifest, options: Options) -> int:

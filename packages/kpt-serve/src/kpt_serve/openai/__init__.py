@@ -6,54 +6,19 @@
 Importing this module imports neither torch nor transformers: a package is checked before they are.
 """
 
-import ipaddress
-import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kpt_serve.errors import PackageError
+from kpt_serve.listening import warn_of_openness
 from kpt_serve.package import Manifest, check, check_machine, verify_signature
 from kpt_serve.package.manifest import NAME
 
+from .options import OpenAIOptions
+
 __all__ = ["OpenAIOptions", "serve"]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAIOptions:
-    """Say how a model is served.
-
-    Attributes:
-        host: Where to listen.
-        port: Where to listen.
-        token: What clients send as `Authorization: Bearer TOKEN`; None lets everybody in.
-        tls_certificate: A file of PEM, for HTTPS.
-        tls_key: Its key.
-        max_tokens: The most new tokens that a request may ask for, and what it gets if it does not say.
-        max_prompt: The most tokens of a prompt.
-        max_body: The most bytes of a request.
-        max_running: How many requests are computed at once.
-        max_waiting: How many more may wait; others get 503.
-        settle: Seconds between a signal to leave, when `/ready` turns 503, and the end of new connections.
-        device_type: Where the model runs.
-        key: A public key (PEM) that must have signed the package.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token: str | None = field(default=None, repr=False)
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
-    max_tokens: int = 1024
-    max_prompt: int = 4096
-    max_body: int = 1 << 20
-    max_running: int = 16
-    max_waiting: int = 64
-    settle: float = 0.0
-    device_type: str = "cpu"
-    key: Path | None = None
 
 
 def serve(folder: str | os.PathLike[str], options: OpenAIOptions | None = None) -> int:
@@ -66,11 +31,14 @@ def serve(folder: str | os.PathLike[str], options: OpenAIOptions | None = None) 
     Raises:
         PackageError: The folder is not what its manifest says, this machine lacks what it needs, or it is no language
             model that continuous batching serves.
+
+    Examples:
+        >>> serve("SmolLM2-135M", OpenAIOptions(port=8000))
     """
     options = options or OpenAIOptions()
     place = Path(folder)
     name = _checked(place, options)
-    _warn_of_openness(options)
+    warn_of_openness(options.host, options.token)
     return _run(place, name, options)
 
 
@@ -88,17 +56,6 @@ def _checked(folder: Path, options: OpenAIOptions) -> str:
     check(folder, manifest)
     check_machine(manifest, device_type=options.device_type)
     return manifest.name
-
-
-def _warn_of_openness(options: OpenAIOptions) -> None:
-    try:
-        local = ipaddress.ip_address(options.host).is_loopback
-    except ValueError:
-        local = options.host == "localhost"
-    if not local and options.token is None:
-        logging.getLogger("kpt_serve").warning(
-            "%s is open to others, and there is no token: everybody who reaches it may use the model", options.host
-        )
 
 
 def _run(folder: Path, name: str, options: OpenAIOptions) -> int:

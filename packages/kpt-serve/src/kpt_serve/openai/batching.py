@@ -25,7 +25,7 @@ from kpt_serve.metrics.generation import GenerationMetrics
 from .requests import Asked, RequestError
 
 if TYPE_CHECKING:
-    from . import OpenAIOptions
+    from .options import OpenAIOptions
 
 _LOG = logging.getLogger("kpt_serve")
 #: What the request asks for that the running task answers.

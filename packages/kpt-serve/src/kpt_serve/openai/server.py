@@ -29,7 +29,7 @@ from .batching import ASKED, Generator
 from .requests import Asked, RequestError, read_request
 
 if TYPE_CHECKING:
-    from . import OpenAIOptions
+    from .options import OpenAIOptions
 
 _HANDLERS = {"chat/completions": ChatCompletionHandler, "completions": CompletionHandler, "responses": ResponseHandler}
 _OPEN = ("/health", "/ready", "/metrics")
