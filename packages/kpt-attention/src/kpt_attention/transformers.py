@@ -243,7 +243,8 @@ def _decoded(
     """Return the output `[1, Q, Hq, Dv]` of a step of decoding, at most one query a sequence, by `attention.paged`."""
     rows, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     table, lengths, of_queries = _pages_of(ends, key_ends, len(k))
-    out, _ = paged(rows, k.unsqueeze(1), v.unsqueeze(1), table, lengths, of_queries, sinks, **options)
+    each = len(rows) == len(lengths)  # a query of each sequence, which costs less to say than where they end
+    out, _ = paged(rows, k.unsqueeze(1), v.unsqueeze(1), table, lengths, None if each else of_queries, sinks, **options)
     return out.unsqueeze(0)
 
 
