@@ -1,19 +1,18 @@
 """A package on several machines without Kubernetes: a deployment of Ray Serve, `python -m kpt_serve.ray PACKAGE`."""
 
 import argparse
-import asyncio
-import logging
 import os
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kpt_serve.errors import PackageError, ServeError
-from kpt_serve.oip.server import Options
-from kpt_serve.package import Manifest, check, check_machine, verify_signature
+from kpt_serve.listening import warn_of_openness
+from kpt_serve.oip.server import Options, batcher_of, read_package
+from kpt_serve.package import check_machine
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _MISSING = "this needs Ray Serve, which is not installed: pip install 'ray[serve]' 'kpt-serve[serve]'"
-_LOG = logging.getLogger("kpt_serve")
 _OPTIONS = Options(port=8000)  #: Ray's port
 _UNUSED = ("grpc_port", "settle", "token")  #: options of `kpt serve` that the command line here has not
 
@@ -59,7 +57,7 @@ def deployment(
     least, most = replicas
     if not 0 < least <= most:
         raise ServeError(f"replicas are {least}:{most}; expected a least of 1 and no smaller most")
-    _read(folder, options)
+    read_package(folder, options)
     scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": max(1, options.batch // 4)}
     asked: dict[str, Any] = {
         "name": "kpt",
@@ -77,39 +75,22 @@ def deployment(
     return made.bind(os.path.abspath(folder), options)
 
 
-def _read(folder: str | os.PathLike[str], options: Options) -> Manifest:
-    """Return the manifest of a package whose files and signature are right."""
-    options.check()
-    manifest = Manifest.read(folder)
-    if options.key is not None:
-        verify_signature(folder, options.key)
-    elif manifest.kind == "program" and not options.unsigned:
-        raise ServeError(f"{folder} is a program, and nobody says who made it: give its public key, or --unsigned")
-    check(folder, manifest)
-    return manifest
-
-
 class Replica:
     """Serve a package in one process of Ray's; files and machine are checked before torch is imported."""
 
     def __init__(self, folder: str, options: Options) -> None:
-        manifest = _read(folder, options)
+        manifest = read_package(folder, options)
         check_machine(manifest, device_type=options.device_type)
         from kpt_serve.metrics import RequestMetrics, server_registry
-        from kpt_serve.oip.batching import Batcher
         from kpt_serve.oip.model import Model
         from kpt_serve.oip.service import Service
 
         self._options, self._registry = options, server_registry()
-        self._model = model = Model(Path(folder), manifest, options.device_type)
-        rows = model.rows(manifest, options.batch)
-        if options.batch_invariant and rows == 1 < options.batch:
-            raise ServeError(f"{folder} has no rows that could be computed alone: serve it without --batch-invariant")
-        run, rows = (model.by_row, 1) if options.batch_invariant else (model.__call__, rows)
+        self._model = Model(Path(folder), manifest, options.device_type)
         self._service = Service(manifest, RequestMetrics(self._registry), options.token)
         # Ray lets no more in than `batch`, so the queue is never full.
-        batcher = Batcher(run, rows=rows, delay=options.delay, queue=2 * options.batch)
-        self._service.start(batcher)
+        self._batcher = batcher_of(self._model, manifest, replace(options, queue=2 * options.batch + 1))
+        self._service.start(self._batcher)
 
     def __serve_build_asgi_app__(self) -> "Starlette":
         from starlette.routing import Route
@@ -135,7 +116,14 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raise unless the golden input still gives the right results; Ray then starts another replica."""
-        if not await asyncio.to_thread(self._model.is_right):
+        from kpt_serve.oip.requests import RequestError
+
+        try:
+            # In the model's own thread: OpenMP's team of another would slow it down from then on.
+            right = self._model.is_golden(await self._batcher.submit(self._model.golden))
+        except RequestError:
+            right = False
+        if not right:
             self._service.live = False
             raise RuntimeError("the golden input fails or gives something else")
 
@@ -169,8 +157,7 @@ def main() -> None:
     import ray
     from ray import serve
 
-    if options.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
-        _LOG.warning("anybody who reaches %s may ask: there is no token in KPT_TOKEN", options.host)
+    warn_of_openness(options.host, options.token)
     ray.init(address or "local", log_to_driver=False, include_dashboard=False if address is None else None)
     http = {"host": options.host, "port": options.port}
     if options.certificate is not None:

@@ -27,6 +27,9 @@ class Model:
         manifest: Its manifest.
         device_type: Where it runs.
 
+    Attributes:
+        golden: An input whose results are known.
+
     Raises:
         PackageError: It can't be loaded.
         WrongResultsError: Its golden results are wrong here.
@@ -40,22 +43,25 @@ class Model:
             raise WrongResultsError(f"{folder} gives wrong results on this machine:\n{report}")
         self.report = report
         self._allowed = {each.name: each.mean_allowed for each in report.errors}
-        self._golden = Golden.read(folder).inputs[0]
-        self._expected = self(self._golden)
+        self.golden = Golden.read(folder).inputs[0]
+        self._expected = self(self.golden)
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the results on the CPU; the model runs in the calling thread."""
+        """Return the results on the CPU, row by row; the model runs in the calling thread."""
         there = {name: tensor.to(self._device_type) for name, tensor in inputs.items()}
-        return {name: tensor.cpu() for name, tensor in self._run(there).items()}
+        return {name: tensor.cpu().contiguous() for name, tensor in self._run(there).items()}
 
     def is_right(self) -> bool:
-        """Return whether the first golden input still gives what it gave when the model was loaded."""
+        """Return whether the golden input still gives what it gave when the model was loaded; it runs here."""
         try:
-            found = self(self._golden)
+            return self.is_golden(self(self.golden))
         except Exception:
             _LOG.exception("the golden input fails")
             return False
-        return self._alike(found, self._expected)
+
+    def is_golden(self, results: Mapping[str, Tensor]) -> bool:
+        """Return whether results are those of the golden input."""
+        return self._alike(results, self._expected)
 
     def rows(self, manifest: Manifest, most: int) -> int:
         """Return how many rows of several requests may run in one call: at most `most`, 1 if rows are not independent.
@@ -70,11 +76,11 @@ class Model:
                 return 1
             bounds += [first.max] if first.max is not None else []
         most = min(bounds)
-        counts = {len(tensor) for tensor in (*self._golden.values(), *self._expected.values())}
+        counts = {len(tensor) for tensor in (*self.golden.values(), *self._expected.values())}
         if len(counts) > 1 or most < 2:
             return 1
         count = min(*counts, most - 1)
-        first_rows = {name: tensor[:count] for name, tensor in self._golden.items()}
+        first_rows = {name: tensor[:count] for name, tensor in self.golden.items()}
         # Other rows than those, or what depends on all of them could be the same.
         more = {name: _halved(tensor[:1]) for name, tensor in first_rows.items()}
         try:

@@ -109,7 +109,7 @@ def from_bytes(metadata: Metadata, shape: tuple[int, ...], content: bytes | memo
     if not expected:
         return torch.empty(shape, dtype=dtype)
     if dtype == torch.bool:  # a bool of 2 is not defined
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8).ne(0).reshape(shape)
+        return torch.from_numpy(np.frombuffer(content, np.uint8) != 0).reshape(shape)
     return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 

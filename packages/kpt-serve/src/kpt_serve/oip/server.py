@@ -19,6 +19,7 @@ from kpt_serve.package import Manifest, check, check_machine, verify_signature
 if TYPE_CHECKING:
     import grpc.aio
 
+    from .batching import Batcher
     from .model import Model
     from .service import Service
 
@@ -90,6 +91,25 @@ def serve(folder: str | os.PathLike[str], options: Options = Options()) -> int:
         PackageError: The package was changed, has no right signature, or this machine lacks what it needs.
         ServeError: The options make no sense, or a port is taken.
     """
+    manifest = read_package(folder, options)
+    check_machine(manifest, device_type=options.device_type)
+    try:
+        import uvloop
+    except ImportError as error:
+        raise ServeError(
+            f"serving needs {error.name}, which is not installed: pip install 'kpt-serve[serve]'"
+        ) from error
+    warn_of_openness(options.host, options.token)
+    return uvloop.run(_serve(Path(folder), manifest, options))
+
+
+def read_package(folder: str | os.PathLike[str], options: Options) -> Manifest:
+    """Return the manifest of a package whose files, and signature if it needs one, are right; torch is not imported.
+
+    Raises:
+        PackageError: The package was changed, or has no right signature.
+        ServeError: The options make no sense, or ask for no signature of a program.
+    """
     options.check()
     manifest = Manifest.read(folder)
     if options.key is not None:
@@ -100,15 +120,7 @@ def serve(folder: str | os.PathLike[str], options: Options = Options()) -> int:
             "--key, or serve it --unsigned"
         )
     check(folder, manifest)
-    check_machine(manifest, device_type=options.device_type)
-    try:
-        import uvloop
-    except ImportError as error:
-        raise ServeError(
-            f"serving needs {error.name}, which is not installed: pip install 'kpt-serve[serve]'"
-        ) from error
-    warn_of_openness(options.host, options.token)
-    return uvloop.run(_serve(Path(folder), manifest, options))
+    return manifest
 
 
 async def _serve(folder: Path, manifest: Manifest, options: Options) -> int:
@@ -174,26 +186,29 @@ def _in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> "as
 
 
 def _load(folder: Path, manifest: Manifest, options: Options, service: "Service") -> None:
-    from .batching import Batcher
     from .model import Model
 
     model = Model(folder, manifest, options.device_type)
+    callbacks = {"on_batch": service.metrics.batch, "on_failure": lambda: _check(model, service)}
+    service.start(batcher_of(model, manifest, options, **callbacks))
+
+
+def batcher_of(model: "Model", manifest: Manifest, options: Options, **callbacks: Any) -> "Batcher":
+    """Return the queue before a model, and its thread.
+
+    Raises:
+        ServeError: Rows are to be computed alone, and the model has none.
+    """
+    from .batching import Batcher
+
     rows = model.rows(manifest, options.batch)
     run: Callable[..., Any] = model
     if options.batch_invariant:
         if rows == 1 < options.batch:
-            raise ServeError(f"{folder} has no rows that could be computed alone: serve it without --batch-invariant")
+            raise ServeError(f"{manifest.name} has no rows that could be computed alone: leave out --batch-invariant")
         run, rows = model.by_row, 1
     _LOG.info("golden results are right; %s", f"up to {rows} rows in one call" if rows > 1 else "one request a call")
-    batcher = Batcher(
-        run,
-        rows=rows,
-        delay=options.delay,
-        queue=options.queue,
-        on_batch=service.metrics.batch,
-        on_failure=lambda: _check(model, service),
-    )
-    service.start(batcher)
+    return Batcher(run, rows=rows, delay=options.delay, queue=options.queue, **callbacks)
 
 
 def _check(model: "Model", service: "Service") -> None:
