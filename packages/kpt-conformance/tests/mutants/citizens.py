@@ -166,6 +166,6 @@ def costly(name: str, action: Callable[[], Any], *, in_backward: bool = False) -
     MUTANTS.append(Mutant(name, "moe.grouped_mm", "cost", make))
 
 
-costly("every call takes 4 ms more", lambda: time.sleep(0.004))
-costly("every backward takes 8 ms more", lambda: time.sleep(0.008), in_backward=True)
+costly("every call takes 20 ms more", lambda: time.sleep(0.02))
+costly("every backward takes 40 ms more", lambda: time.sleep(0.04), in_backward=True)
 costly("every call has 64 MB more", lambda: torch.empty(64_000_000, dtype=torch.uint8))
