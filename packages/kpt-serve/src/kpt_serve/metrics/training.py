@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 
 class Engine(Protocol):
-    """What is read of a `kpt_fp8.training.FP8TrainingEngine`."""
+    """Describe what is read of a `kpt_fp8.training.FP8TrainingEngine`."""
 
     steps: int
     skipped: int

@@ -1,5 +1,6 @@
 """The Open Inference Protocol v2 over gRPC, from its compiled description: no code is generated."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any
@@ -12,6 +13,7 @@ from kpt_serve import __version__
 from kpt_serve.package import Manifest
 
 from .requests import (
+    SMALL,
     VERSION,
     Request,
     RequestError,
@@ -87,7 +89,8 @@ def handlers(service: Service) -> grpc.GenericRpcHandler:
         with service.observed("grpc"):
             service.check_token(_authorization(context))
             check_model(manifest, request.model_name, request.model_version)
-            asked = _parse(manifest, request)
+            small = request.ByteSize() <= SMALL
+            asked = _parse(manifest, request) if small else await asyncio.to_thread(_parse, manifest, request)
             return _answer(types, manifest, asked, await service.infer(asked))
 
     calls: dict[str, tuple[_Handler, str]] = {

@@ -15,11 +15,13 @@ from kpt_serve.package import Tensor as Metadata
 from kpt_serve.package.exporting import DATATYPES
 
 DTYPES = {word: dtype for dtype, word in DATATYPES.items()}
+#: Bytes that the loop reads and writes itself; more keeps other clients waiting, so a thread does it.
+SMALL = 32 << 10
 VERSION = "1"  #: of every model: a package is one version, and another version is another package
 
 
 class Status(enum.Enum):
-    """What an answer says, as the code of HTTP and of gRPC."""
+    """Say what became of a request, as the code of HTTP and of gRPC."""
 
     OK = 200, "OK"
     INVALID = 400, "INVALID_ARGUMENT"

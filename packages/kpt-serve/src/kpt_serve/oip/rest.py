@@ -20,6 +20,7 @@ from kpt_serve.package import Manifest
 from kpt_serve.package import Tensor as Metadata
 
 from .requests import (
+    SMALL,
     VERSION,
     Request,
     RequestError,
@@ -38,8 +39,6 @@ from .service import Service
 
 EXTENSIONS = ("binary_tensor_data",)
 _LENGTH = "Inference-Header-Content-Length"
-#: Bytes of JSON that the loop reads and writes itself; more keeps other clients waiting, so a thread does it.
-_SMALL = 32 << 10
 _LINGER = 2.0  #: seconds in which the rest of a refused body is dropped, since clients read no answer while they send
 _LOG = logging.getLogger("kpt_serve")
 
@@ -90,12 +89,12 @@ def application(service: Service, registry: CollectorRegistry, *, largest: int, 
             service.check_token(request.headers.get("authorization"))
             _check_path(manifest, request)
             body = await _body(request, largest, body_seconds)
-            small = len(body) <= _SMALL
+            small = len(body) <= SMALL
             arguments = (manifest, body, request.headers.get(_LENGTH), request.headers.get("content-encoding"))
             asked, binary = _parse(*arguments) if small else await asyncio.to_thread(_parse, *arguments)
             results = await _unless_gone(request, service.infer(asked))
             size = sum(tensor.nbytes for tensor in results.values())
-            if size <= _SMALL:
+            if size <= SMALL:
                 return _answer(manifest, asked, results, binary)
             return await asyncio.to_thread(_answer, manifest, asked, results, binary)
 

@@ -19,7 +19,7 @@ _LOG = logging.getLogger("kpt_serve")
 
 
 class Outcome:
-    """What became of a request, which a front end sets and the metrics read."""
+    """Hold what became of a request, which a front end sets and the metrics read."""
 
     status = Status.OK
 
@@ -43,7 +43,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether the golden input was served, and requests are welcome."""
+        """Return whether the golden input was served, and requests are welcome."""
         return self.live and self._batcher is not None and not self.draining
 
     def start(self, batcher: Batcher) -> None:
