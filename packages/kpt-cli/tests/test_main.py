@@ -13,7 +13,7 @@ from kpt_cli.errors import CliError, sentence
 
 
 def raising(monkeypatch, error):
-    def examine():
+    def examine(*given):
         raise error
 
     monkeypatch.setattr(kpt_cli.doctor, "examine", examine)

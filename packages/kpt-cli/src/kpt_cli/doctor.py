@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from .errors import CliError
 from .offers import DTYPES, missing_party, say_optional, serving, summary
 from .options import Json
 from .plugins import installed_version, packages
+from .settings import settings_of, variables
 
 if TYPE_CHECKING:
     from kpt_core import Backend
@@ -27,8 +28,17 @@ if TYPE_CHECKING:
 
 BROKEN = 1
 Document = dict[str, Any]  #: the report, or a part of it, as in JSON
-#: Variables that KPT reads.
-KNOWN = ("KPT_CPU_BUILD", "KPT_CPU_ISA", "KPT_DEBUG", "KPT_DISABLE", "KPT_STRICT", "KPT_TUNING", "KPT_USE")
+#: Variables that KPT reads, beside those of the options of commands.
+KNOWN = (
+    "KPT_CONFIG",
+    "KPT_CPU_BUILD",
+    "KPT_CPU_ISA",
+    "KPT_DEBUG",
+    "KPT_DISABLE",
+    "KPT_STRICT",
+    "KPT_TUNING",
+    "KPT_USE",
+)
 #: Distributions that some part of KPT can use; they are looked up, never imported.
 THIRD_PARTIES = (
     *("transformers", "safetensors", "triton", "jax", "torch-xla", "torchax", "intel-extension-for-pytorch"),
@@ -40,6 +50,7 @@ END_OF_LIFE = {IPEX: "is archived upstream since March 2026 and gets no security
 
 
 def doctor(
+    ctx: typer.Context,
     checkpoint: Annotated[
         Path | None,
         typer.Argument(help="Only check this folder: its files, scales and 8-bit weights.", show_default=False),
@@ -60,15 +71,15 @@ def doctor(
     elif lock is not None:
         _compare(lock, as_json)
     else:
-        _report(as_json)
+        _report(ctx, as_json)
 
 
-def _report(as_json: bool) -> None:
+def _report(ctx: typer.Context, as_json: bool) -> None:
     import kpt_core
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kpt_core.PluginWarning)  # every one is among the report's problems
-        report = examine()
+        report = examine({*variables(ctx.find_root().command)}, settings_of(ctx).applied)
     if as_json:
         print_json(report)
     else:
@@ -106,10 +117,14 @@ def _conclude(document: Document, sentences: Sequence[str], noun: str, place: st
         raise typer.Exit(BROKEN)
 
 
-def examine() -> Document:
+def examine(known: Collection[str] = (), applied: Mapping[str, str] | None = None) -> Document:
     """Look at everything, and return the report; nothing is computed and no third party is imported.
 
     A `KPT_*` variable that every op refuses is among `problems`, and the rest is as without it.
+
+    Args:
+        known: variables of options.
+        applied: variables that a file or preset set, and which.
     """
     import torch
 
@@ -118,7 +133,7 @@ def examine() -> Document:
     from kpt_core.registry import problems
     from kpt_optimize.devices.machine import present
 
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KPT_")}
+    environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KPT_")}
     with _readable_variables() as faults:
         there = present()
         offered = sorted(kpt_core.backends().items(), key=lambda each: (each[0] == TORCH, each[0]))
@@ -145,12 +160,13 @@ def examine() -> Document:
         },
         "packages": [package._asdict() for package in packages()],
         "third_parties": third_parties,
-        "environment": variables,
+        "environment": environment,
+        "set_by": dict(applied or {}),
         "devices": [device.as_dict() for device in there.devices],
         "backends": backends,
         "ops": ops,
         "problems": list(dict.fromkeys(wrong)),
-        "advice": [*_slips(variables), *_namesake(), *_advice(there, ops), *ended],
+        "advice": [*_slips(environment, {*KNOWN, *known}), *_namesake(), *_advice(there, ops), *ended],
         "notes": list(there.notes),
         "ok": not wrong,
     }
@@ -174,11 +190,11 @@ def _backend(backend: "Backend", there: "Present") -> Document:
     return about | {"unavailable": unavailable, "capabilities": capabilities, "broken": broken}
 
 
-def _slips(variables: Iterable[str]) -> Iterator[str]:
+def _slips(variables: Iterable[str], known: Collection[str]) -> Iterator[str]:
     """Name the variables that are nearly one of ours: nothing else would tell."""
     for name in variables:
-        near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.8)
-        if name not in KNOWN and near:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in known and near:
             yield f"{name} is not read by anything; did you mean {near[0]}?"
 
 
@@ -282,7 +298,8 @@ def _show(report: Document) -> None:
         say("No vendor's backend is installed: everything runs in plain PyTorch.", style="dim")
     if report["ops"]:
         _show_servings([found for op in report["ops"] for found in op["servings"]], optional)
-    say_all("Environment", [f"{name}={value}" for name, value in report["environment"].items()])
+    by = {name: f" ({source})" for name, source in report["set_by"].items()}
+    say_all("Environment", [f"{name}={value}{by.get(name, '')}" for name, value in report["environment"].items()])
     say_all("Notes", report["notes"])
     say_all("Advice", report["advice"])
     say_all("Problems", report["problems"], style="red")

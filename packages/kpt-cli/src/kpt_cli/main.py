@@ -9,13 +9,17 @@ Exit codes: 0 done; 1 something is broken (`doctor`), wrong (`bench`, `export --
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from . import __version__
+from . import __version__, settings
 from .bench.command import app as bench
+from .config import app as config
 from .console import complain, plain_warnings
 from .convert import convert
 from .demo import demo
@@ -58,29 +62,40 @@ class RenamedGroup(TyperGroup):
 class KptGroup(RenamedGroup):
     """A group of commands whose failures end as one sentence on stderr and an exit code."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options of `kpt` itself, the user's file and a preset."""
+        with _sentences(ctx), settings.blamed(ctx):
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
-        try:
-            with plain_warnings():
-                try:
-                    return super().invoke(ctx)
-                finally:
-                    sys.stdout.flush()  # while a closed pipe can still be told from a failure
-        except KeyboardInterrupt:
-            complain("error", "interrupted")
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            # Who reads has enough, of `| head` for instance; what is left has nowhere to go.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            raise typer.Exit from None
-        except Exception as error:
-            text = sentence(error)
-            if text is None:
-                raise
-            if ctx.params.get("debug"):
-                traceback.print_exception(error)
-            complain("error", text)
-            raise typer.Exit(WRONG_INPUT) from None
+        with _sentences(ctx), plain_warnings(), settings.library(ctx):
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # while a closed pipe can still be told from a failure
+
+
+@contextmanager
+def _sentences(ctx: Any) -> Iterator[None]:
+    """End what fails inside the block as one sentence on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain("error", "interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # Who reads has enough, of `| head` for instance; what is left has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit from None
+    except Exception as error:
+        text = sentence(error)
+        if text is None:
+            raise
+        if ctx.params.get("debug"):
+            traceback.print_exception(error)
+        complain("error", text if isinstance(error, settings.SettingError) else settings.explain(ctx, text))
+        raise typer.Exit(WRONG_INPUT) from None
 
 
 app = typer.Typer(cls=KptGroup, pretty_exceptions_enable=False, **GROUP | {"add_completion": True})
@@ -97,6 +112,27 @@ def kpt(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            envvar="KPT_CONFIG",
+            help=f"TOML file of options; {settings.FILE} of this folder if left out.",
+            is_eager=True,  # the preset may be named there
+            callback=settings.read_file,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KPT_PRESET",
+            help=f"Options for a phase: {', '.join(settings.PRESETS)}.",
+            is_eager=True,
+            callback=settings.read_preset,
+            autocompletion=lambda: settings.PRESETS,
+        ),
+    ] = None,
     debug: Annotated[
         bool, typer.Option("--debug", envvar="KPT_DEBUG", help="Show the traceback of an error too.")
     ] = False,
@@ -106,8 +142,11 @@ def kpt(
 
 for command in (doctor, kernels, plan, optimize, convert, export, serve, tune, lock, demo, bisect):
     app.command()(command)
-for name, group in {"new": new, "bench": bench, "validate": validate}.items():
+for name, group in {"new": new, "bench": bench, "validate": validate, "config": config}.items():
     app.add_typer(group, name=name, cls=RenamedGroup)
+for group in (app, new, bench, validate, config):
+    for registered in group.registered_commands:
+        registered.cls = settings.KptCommand
 
 
 def main() -> None:
