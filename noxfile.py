@@ -37,6 +37,7 @@ SITE = "constraints/site.txt"
 CLIENTS = "constraints/clients.txt"
 SERVE = "constraints/serve.txt"
 RAY = "constraints/ray.txt"
+VLLM = "constraints/vllm.txt"
 RELEASE = "constraints/release.txt"
 SCHEMAS = {
     "github-workflows": sorted(map(str, Path(".github/workflows").glob("*.yml"))),
@@ -64,6 +65,7 @@ NATIVE = "packages/kpt-backend-cpu/tests/native"
 PEERS = "packages/kpt-serve/tests/peers"
 METRICS = "packages/kpt-serve/tests/metrics"
 ON_RAY = "packages/kpt-serve/tests/ray"
+IN_VLLM = "packages/kpt-vllm/tests"
 LIBRARIES = Path("packages/kpt-backend-cpu/src/kpt_backend_cpu/libraries")
 #: A process for each core; each test stays small, so more threads would only wait for each other.
 #: A test that hangs ends its process, which says where, so that the others go on; none takes a quarter of that.
@@ -242,6 +244,16 @@ def ray(session: nox.Session) -> None:
     """Kill replicas and nodes of Ray Serve under load. Not in CI: Ray takes 400 MB, the test two minutes."""
     session.env["PYTHONPATH"] = str(beside(session, RAY))
     run(session, "pytest", ON_RAY, "-q", "-s", "--timeout=480", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", requires=["workspace"], default=False)
+def vllm(session: nox.Session) -> None:
+    """Run models by vLLM for CPUs with KPT's experts and without. Not in CI: vLLM and what it needs take GIGA GB.
+
+    They lie before the workspace's packages on the path, an older transformers among them; torch is the workspace's.
+    """
+    session.env["PYTHONPATH"] = str(beside(session, VLLM))
+    run(session, "pytest", IN_VLLM, "-q", "--timeout=480", *session.posargs)
 
 
 @in_workspace

@@ -1,0 +1,28 @@
+"""KPT's kernels for the experts of models that vLLM serves: installed beside vLLM, it is found and used.
+
+vLLM calls `register` in each of its processes, by the entry point `vllm.general_plugins`. Nothing of vLLM, torch or KPT
+is imported before that.
+"""
+
+import os
+
+__version__ = "0.1.0"
+
+#: "0" leaves all experts to vLLM.
+KPT_VLLM = "KPT_VLLM"
+
+
+def register() -> None:
+    """Put KPT's experts in the place of vLLM's for layers whose weights are no quantised numbers.
+
+    Raises:
+        InputError: the variable `KPT_VLLM` is neither 0 nor 1.
+    """
+    asked = os.environ.get(KPT_VLLM, "").strip().lower()
+    if asked in ("0", "false"):
+        return
+    if asked not in ("", "1", "true"):
+        from kpt_core import InputError
+
+        raise InputError(f"{KPT_VLLM}={asked!r}: expected 0, which leaves experts to vLLM, or 1")
+    from . import experts  # noqa: F401  its class registers itself

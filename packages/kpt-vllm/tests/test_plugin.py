@@ -1,0 +1,30 @@
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+import kpt_vllm
+from kpt_core import InputError
+
+
+def run(program: str, **env: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    return (done.stdout + done.stderr).strip()
+
+
+def test_vllm_finds_the_plugin():
+    (found,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "kpt")
+    assert found.load() is kpt_vllm.register
+
+
+@pytest.mark.parametrize("value", ["0", "false"])
+def test_nothing_is_imported_before_vllm_asks_nor_where_it_is_switched_off(value):
+    program = "import sys, kpt_vllm; kpt_vllm.register(); print({'torch', 'vllm', 'kpt_core'} & {*sys.modules})"
+    assert run(program, KPT_VLLM=value) == "set()"
+
+
+def test_another_value_of_the_switch_is_refused(monkeypatch):
+    monkeypatch.setenv("KPT_VLLM", "off")
+    with pytest.raises(InputError, match="KPT_VLLM='off': expected 0"):
+        kpt_vllm.register()
