@@ -40,9 +40,11 @@ class KptExperts(CPUUnquantizedExperts):  # type: ignore[misc]
         output.copy_(experts(hidden_states, topk_ids, weights, w1, w2, activation=ACTIVATIONS[activation.value]))
 
 
-@UnquantizedFusedMoEMethod.register_oot  # type: ignore[untyped-decorator]
+@UnquantizedFusedMoEMethod.register_oot
 class KptMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """Choose `KptExperts` for each layer that KPT serves, and what vLLM chose for the others."""
+
+    experts_cls: Any
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)

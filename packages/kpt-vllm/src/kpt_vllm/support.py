@@ -17,7 +17,6 @@ def unsupported(moe: Any) -> str | None:
     """
     parallel = moe.moe_parallel_config
     reasons = {
-        f"moe_backend={moe.moe_backend!r} was asked for": moe.moe_backend != "auto",
         f"activation {moe.activation.value!r} is none of {', '.join(ACTIVATIONS)}": (
             moe.activation.value not in ACTIVATIONS
         ),
