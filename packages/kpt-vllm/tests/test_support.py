@@ -1,0 +1,45 @@
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kpt_vllm.support import ACTIVATIONS, unsupported
+
+
+def config(activation="silu", use_ep=False, dp_size=1, **changed):
+    known = {
+        "activation": Enum("Activation", {"ONE": activation}).ONE,
+        "in_dtype": torch.bfloat16,
+        "has_bias": False,
+        "is_lora_enabled": False,
+        "swiglu_limit": None,
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
+        "moe_parallel_config": SimpleNamespace(use_ep=use_ep, dp_size=dp_size),
+    }
+    return SimpleNamespace(**known | changed)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_usual_layers_are_served(activation):
+    assert unsupported(config(activation)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"activation": "swigluoai"}, "activation 'swigluoai' is none of silu, gelu, gelu_tanh"),
+        ({"activation": "relu2_no_mul"}, "activation 'relu2_no_mul'"),
+        ({"swiglu_limit": 7.0}, "the activation has parameters"),
+        ({"swiglu_alpha": 1.702}, "the activation has parameters"),
+        ({"swiglu_beta": 0.0}, "the activation has parameters"),
+        ({"has_bias": True}, "biases"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"in_dtype": torch.float8_e4m3fn}, "the dtype is torch.float8_e4m3fn"),
+        ({"use_ep": True}, "expert parallelism"),
+        ({"dp_size": 2}, "data parallelism"),
+    ],
+)
+def test_other_layers_are_refused_with_the_reason(changed, reason):
+    assert reason in unsupported(config(**changed))
