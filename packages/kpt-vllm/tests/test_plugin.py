@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 import pytest
 
 import kpt_vllm
-from kpt_core import InputError
+from kpt_core import InputError, PluginWarning
 
 
 def run(program: str, **env: str) -> str:
@@ -27,4 +27,13 @@ def test_nothing_is_imported_before_vllm_asks_nor_where_it_is_switched_off(value
 def test_another_value_of_the_switch_is_refused(monkeypatch):
     monkeypatch.setenv("KPT_VLLM", "off")
     with pytest.raises(InputError, match="KPT_VLLM='off': expected 0"):
+        kpt_vllm.register()
+
+
+def test_a_vllm_without_the_hook_runs_its_own_experts(monkeypatch):
+    monkeypatch.delitem(sys.modules, "kpt_vllm.experts", raising=False)
+    monkeypatch.delattr(kpt_vllm, "experts", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.logger", None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.warns(PluginWarning, match=r"vLLM runs experts itself, not KPT: .* does not fit this vLLM \(.*vllm"):
         kpt_vllm.register()
