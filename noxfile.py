@@ -37,6 +37,7 @@ SITE = "constraints/site.txt"
 CLIENTS = "constraints/clients.txt"
 SERVE = "constraints/serve.txt"
 RAY = "constraints/ray.txt"
+QUALITY = "constraints/quality.txt"
 VLLM = "constraints/vllm.txt"
 RELEASE = "constraints/release.txt"
 SCHEMAS = {
@@ -244,6 +245,16 @@ def ray(session: nox.Session) -> None:
     """Kill replicas and nodes of Ray Serve under load. Not in CI: Ray takes 400 MB, the test two minutes."""
     session.env["PYTHONPATH"] = str(beside(session, RAY))
     run(session, "pytest", ON_RAY, "-q", "-s", "--timeout=480", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", requires=["workspace"], default=False)
+def quality(session: nox.Session) -> None:
+    """Compare a model in FP8 with bfloat16 by lm-eval, in bits per byte. Not in CI: it takes 660 MB, and minutes.
+
+    Options follow: `nox -s quality -- --only row`.
+    """
+    session.env["PYTHONPATH"] = str(beside(session, QUALITY))
+    run(session, "python", "benchmarks/quality.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["workspace"], default=False)
