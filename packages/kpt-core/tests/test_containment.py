@@ -1,6 +1,9 @@
 """A kernel that raises is contained: the next one runs, and after three failures it is off."""
 
-from collections.abc import Callable
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -165,6 +168,48 @@ def test_a_backend_that_leaves_while_its_kernel_fails(
     with pytest.warns(KernelFailedWarning, match="kernel loopback:faulty raised RuntimeError: no launch"):
         assert hundreds(scale(x, x)) in (2, 3 if replaced else 0)  # of what was there when the call began, or is now
     assert hundreds(scale(x, x)) == (3 if replaced else 0)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Rings of objects stay, as they do until Python looks for them."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("scope", [nullcontext, kpt_core.record], ids=["short path", "block"])
+def test_a_recomputation_that_ends_inside_the_kernel_leaves_no_tensors(
+    warm: bool, x: Tensor, scope: Callable[[], AbstractContextManager[object]], no_collection: None
+) -> None:
+    """Else each block of a model would keep its activations, which checkpointing is to save."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def block(t: Tensor) -> Tensor:
+        inner = t * 2
+        made.append(weakref.ref(inner))
+        return scale(inner, t)
+
+    with scope():
+        for _ in range(3):
+            out = checkpoint(block, x.clone().requires_grad_(), use_reentrant=False)
+            assert isinstance(out, Tensor)
+            out.sum().backward()
+            del out
+    assert len(made) == 6
+    assert [each() for each in made] == [None] * 6
+
+
+def test_a_wrong_call_leaves_no_tensors(warm: bool, x: Tensor, no_collection: None) -> None:
+    wrong = torch.ones(3)
+    gone = weakref.ref(wrong)
+    Fault.error = OSError("invalid configuration argument")
+    with contextlib.suppress(RuntimeError):
+        scale(x, wrong)
+    Fault.error = None
+    del wrong
+    assert gone() is None
 
 
 @pytest.mark.parametrize("scope", [nullcontext, kpt_core.record], ids=["short path", "block"])

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.masking_utils import (
@@ -241,6 +242,13 @@ def _decoded(
     query: Tensor, key: Tensor, value: Tensor, ends: Any, key_ends: Any, sinks: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """Return the output `[1, Q, Hq, Dv]` of a step of decoding, at most one query a sequence, by `attention.paged`."""
+    if len(ends) == 2 and query.is_cpu and sinks is None and not options["softcap"]:
+        end = int(key_ends[1])
+        if end <= _FEW_KEYS:  # of one sequence: it takes as long as a call of torch's own, which costs less to make
+            begin = max(end - options["window"], 0) if options["window"] else 0
+            k, v = key[:, :, begin:end], value[:, :, begin:end]
+            out = scaled_dot_product_attention(query, k, v, scale=options["scale"], enable_gqa=True)
+            return out.transpose(1, 2).contiguous()
     rows, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     table, lengths, of_queries = _pages_of(ends, key_ends, len(k))
     each = len(rows) == len(lengths)  # a query of each sequence, which costs less to say than where they end
@@ -248,6 +256,8 @@ def _decoded(
     return out.unsqueeze(0)
 
 
+#: Up to so many keys of one sequence torch's own attention is called on CPUs.
+_FEW_KEYS = 512
 #: Of the last step: what told of it, and the tensors that all layers share.
 _step: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -297,7 +307,8 @@ def _warn_of_packing(positions: Any) -> None:
 
     transformers makes such a mask only if it is given none, and no cache is used.
     """
-    if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.dim() != 2:
+    # Of other classes are those that stand for tensors and have no values.
+    if torch.compiler.is_compiling() or type(positions) is not Tensor or positions.dim() != 2:
         return
     if hasattr(positions, "_kpt_seen"):  # by another layer
         return

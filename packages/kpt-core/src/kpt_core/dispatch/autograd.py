@@ -174,6 +174,7 @@ def gradients(
             failed.append((candidate, error))
             candidate = None
     warn_of_failures(op.name, failed, candidate, backward=True)
+    failed.clear()  # their tracebacks hold this frame
     return result
 
 

@@ -115,7 +115,10 @@ def retry_without(op: Op[..., Any], call: Call, candidate: Candidate, error: Exc
     """Serve a call whose kernel raised on the short way."""
     first = first_of(op, call)
     found = candidates_of(op, first.device, first.dtype)
-    return after_failure(op, call, found, effective(), run, ((candidate, error),))
+    try:
+        return after_failure(op, call, found, effective(), run, ((candidate, error),))
+    finally:
+        del error  # see there
 
 
 def inspect_tensors(op: Op[..., Any], call: Call) -> bool:

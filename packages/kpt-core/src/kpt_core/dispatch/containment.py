@@ -73,7 +73,10 @@ def raise_of_call(error: Exception, failed: Failed) -> NoReturn:
     """Raise what plain PyTorch raised after kernels did: the call is wrong, not they."""
     for candidate, raised in failed:
         candidate.take_back(raised)
-    raise error from (failed[0][1] if failed else error.__cause__)
+    try:
+        raise error from (failed[0][1] if failed else error.__cause__)
+    finally:
+        del error, failed  # see `after_failure`
 
 
 def warn_of_failures(op: str, failed: Failed, ran: Candidate | None, *, backward: bool = False) -> None:

@@ -113,11 +113,15 @@ def after_failure(op: Op[..., Any], call: Call, found: Candidates, scope: Scope,
     The candidates are those that the call began with: a backend may have been removed meanwhile.
     """
     candidate, error = failed[-1]
-    contained = is_contained(error) and not scope.strict and not found.explicit
-    if contained:
-        candidate.note(error)
-        found = found.without(candidate, error)
-    if op.mutates or not contained:  # what was half written must not be written again
-        error.add_note(f"raised by kernel {candidate.identity}")
-        raise error
-    return choose_and_run(op, call, found, scope, how, failed)
+    try:
+        contained = is_contained(error) and not scope.strict and not found.explicit
+        if contained:
+            candidate.note(error)
+            found = found.without(candidate, error)
+        if op.mutates or not contained:  # what was half written must not be written again
+            error.add_note(f"raised by kernel {candidate.identity}")
+            raise error
+        return choose_and_run(op, call, found, scope, how, failed)
+    finally:
+        # Its traceback holds this frame: both would keep the call's tensors until Python looks for such rings.
+        del error, failed
