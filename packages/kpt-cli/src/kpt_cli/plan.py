@@ -97,6 +97,10 @@ def plan(
         "memory": {name: getattr(found, name) for name in ("weights", *PARTS, "peak")},
         "fits": found.peak <= room,
         "missing_bytes": max(found.peak - room, 0),
+        "levels": [
+            {"level": each.level, "activations": each.memory.activations, "peak": each.memory.peak, "flops": each.flops}
+            for each in found.levels
+        ],
         "remedies": found.remedies(room, tokens),
         "kernels": _kernels(found, device, fp8),
         "roofline": _roofline(found, device, name, fp8),
@@ -202,6 +206,13 @@ def _show(document: dict[str, Any]) -> None:
             made.add_row(label, format_bytes(memory[name]))
     made.add_row("at most at one time", format_bytes(memory["peak"]))
     out().print(made)
+    if document["levels"]:
+        heading("Levels of activation checkpointing")
+        made = table("level", "activations", "peak", "operations", right=("activations", "peak", "operations"))
+        for row in document["levels"]:
+            activations, peak = format_bytes(row["activations"]), format_bytes(row["peak"])
+            made.add_row(row["level"], activations, peak, f"{row['flops']:.2f}x")
+        out().print(made)
     size = format_bytes(target["memory_bytes"])
     if document["fits"]:
         say(f"It fits: {memory['peak'] / target['memory_bytes']:.0%} of {size}.", style="green")

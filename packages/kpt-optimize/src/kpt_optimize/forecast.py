@@ -5,6 +5,7 @@ fake tensors; attention is taken to be fused, as it is on every device that KPT 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
@@ -21,7 +22,8 @@ from kpt_core.errors import InputError, UnknownNameError
 from kpt_core.registry import get_op
 
 from .devices import Peaks
-from .memory import estimate, format_bytes
+from .memory import LevelEstimate, MemoryEstimate, compare_levels, estimate, format_bytes
+from .memory.fit import remedies
 
 #: Name by which transformers knows the attention that leaves no scores in memory.
 ATTENTION = "kpt_forecast"
@@ -88,6 +90,8 @@ class Forecast:
         peak: the most that is alive at one time: while gradients come, activations go.
         calls: attention, linear layers and other ops that KPT serves, of all steps.
         steps: of inference prefill and decode, or one alone if the model gives no tokens; of training the step.
+        levels: of training, what each level of activation checkpointing takes; `peak` is that of the first, `none`.
+        helps: of training, gives what else makes a step fit into so many bytes.
     """
 
     parameters: int
@@ -100,13 +104,24 @@ class Forecast:
     peak: int
     calls: tuple[Work, ...]
     steps: tuple[Step, ...]
+    levels: tuple[LevelEstimate, ...] = ()
+    helps: Callable[[int], list[str]] | None = None
 
     def remedies(self, memory: int, tokens: int) -> list[str]:
         """Return what would make it fit into so many bytes, a phrase each; nothing if it fits."""
         if self.peak <= memory:
             return []
         found, lean = [], self.peak - sum(self.weights.values()) + self.fp8_weights
-        if not self.gradients and lean < self.peak:
+        if self.helps is not None:
+            fitting = [each for each in self.levels if each.memory.peak <= memory]
+            if fitting:
+                best = min(fitting, key=lambda each: each.flops)
+                return [
+                    f"kpt_optimize.memory.checkpoint_blocks(model, {best.level!r}): {format_bytes(best.memory.peak)}, "
+                    f"{best.flops:.2f} times the operations"
+                ]
+            found += self.helps(memory)
+        elif lean < self.peak:
             fits = "" if lean <= memory else f", which alone is not enough: {ceil(lean / memory)} devices"
             found.append(f"8-bit weights (--weights fp8): {format_bytes(lean)}{fits}")
         grows = self.kv_cache + self.activations
@@ -229,10 +244,12 @@ def forecast(model: nn.Module, *, batch: int, tokens: int, training: bool = Fals
         raise InputError("8-bit weights are for inference: they get no gradients; train without --weights fp8")
     run = _Run(model, training)
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
-    found = estimate(run, ids, training=training, optimizer="adamw")
+    levels = compare_levels(run, ids) if training else ()
+    found = levels[0].memory if training else estimate(run, ids, training=False)
+    noted = run.calls[:1] if training else run.calls  # of levels the first's
     ends: list[Any] = [getattr(model, f"get_{side}_embeddings")() for side in ("input", "output")]
     whole = {id(end.weight) for end in ends if end is not None}
-    done = [_works(calls, fp8, training, [end for end in ends if end is not None]) for calls in run.calls]
+    done = [_works(each, fp8, training, [end for end in ends if end is not None]) for each in noted]
     sizes = {id(p): (p.dtype, p.nbytes, p.nbytes if id(p) in whole else _fp8_bytes(p)) for p in model.parameters()}
     weights: Counter[str] = Counter()
     for dtype, nbytes, nbytes8 in sizes.values():
@@ -253,11 +270,11 @@ def forecast(model: nn.Module, *, batch: int, tokens: int, training: bool = Fals
         steps = [Step(f"training, {batch} x {tokens} tokens", 3 * run.flops[0], moved, _parts(done[0], 3))]
     else:
         names = [f"prefill, {batch} x {tokens} tokens", f"decode, {batch} x 1 token"]
-        if len(run.calls) == 1:
+        if len(noted) == 1:
             names = [f"forward, {batch} x {tokens} tokens"]
         steps = [
-            Step(name, flops, read(calls) + run.kv_cache, _parts(works))
-            for name, flops, calls, works in zip(names, run.flops, run.calls, done, strict=True)
+            Step(name, flops, read(called) + run.kv_cache, _parts(works))
+            for name, flops, called, works in zip(names, run.flops, noted, done, strict=True)
         ]
     held = found.parameters + found.buffers + found.gradients + found.optimizer_state + run.kv_cache
     return Forecast(
@@ -271,7 +288,13 @@ def forecast(model: nn.Module, *, batch: int, tokens: int, training: bool = Fals
         peak=found.peak - found.parameters - found.buffers + sum(weights.values()),
         calls=tuple(work for works in done for work in works),
         steps=tuple(steps),
+        levels=levels,
+        helps=partial(remedies, model, min((each.memory for each in levels), key=_peak)) if levels else None,
     )
+
+
+def _peak(memory: MemoryEstimate) -> int:
+    return memory.peak
 
 
 def _name(dtype: torch.dtype) -> str:

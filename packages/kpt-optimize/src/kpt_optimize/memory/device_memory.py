@@ -23,7 +23,7 @@ from .estimate import estimate as estimate_step
 from .models import optimize_layout as lay_out
 from .models import optimize_model_memory as make_smaller
 from .pools import MemoryPool, PoolStatistics
-from .sizes import format_bytes, segment_bytes
+from .sizes import format_bytes, model_bytes, segment_bytes
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -350,6 +350,19 @@ class DeviceMemoryManager:
         """Account for a tensor in main memory, of which torch keeps no statistics."""
         self._live += nbytes
         self._peak = max(self._peak, self._live)
+
+
+def room_for(model: torch.nn.Module) -> int:
+    """Return the bytes that a model may take of its device: what it has and what is free, less the margin."""
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise InputError("the model lies on 'meta', which has no memory: say how much there is, as in memory=24 << 30")
+    if device.type == "cpu":
+        free = DeviceMemoryManager().available()
+    else:
+        memory = memory_statistics(device)
+        free = int(memory.free + memory.reserved - memory.allocated - 0.05 * memory.total)
+    return free + model_bytes(model)
 
 
 def _main_memory() -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """How much memory a model will take, before it takes any."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from textwrap import shorten
@@ -18,12 +18,16 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kpt_core.errors import InputError, UnknownNameError
 from kpt_optimize.rewrite import check_model
 from kpt_optimize.trial import Example
 
 from .sizes import dense_parts, format_bytes, storage_bytes
+
+#: Attention of CPUs, which torch's counter does not know.
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -44,7 +48,8 @@ class MemoryEstimate:
     Attributes:
         gradients: of all parameters that want one; as the optimiser's state, 0 for inference.
         activations: alive when the forward pass has ended, the outputs among them.
-        peak: the most that is alive at one time, all of the above included, the allocator's rounding not.
+        peak: the most that is alive at one time, all of the above included and what the optimiser's step makes, the
+            allocator's rounding not.
     """
 
     parameters: int
@@ -61,16 +66,19 @@ class MemoryEstimate:
         )
 
 
-class _LiveStorages(TorchDispatchMode):
-    """Add up the storages that ops make, as long as they live."""
+class LiveStorages(TorchDispatchMode):
+    """Add up the storages that ops make, as long as they live, and the operations of products and attention.
+
+    What is `known` is counted elsewhere.
+    """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live = self.peak = self.flops = 0
         self._known = {part.untyped_storage()._cdata for tensor in known for part in dense_parts(tensor)}
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
@@ -80,11 +88,32 @@ class _LiveStorages(TorchDispatchMode):
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
         self.peak = max(self.peak, self.live)
+        if func.overloadpacket is _CPU_ATTENTION:
+            self.flops += sdpa_flop_count(*(each.shape for each in args[:3]))
+        elif (flops := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += flops(*args, **(kwargs or {}), out_val=result)
         return result
 
     def _remove(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.live -= nbytes
+
+
+class _Step(nn.Module):
+    """Run a model forward and, for training, backward, all within one call: checkpoints read parameters in both."""
+
+    def __init__(self, model: nn.Module, training: bool, tracker: LiveStorages) -> None:
+        super().__init__()
+        self.model, self.trains, self.tracker = model, training, tracker
+        self.activations = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Note what is alive between the two passes."""
+        with torch.set_grad_enabled(self.trains):
+            outputs = self.model(*args, **kwargs)
+        self.activations = self.tracker.live
+        if self.trains:
+            _backward(outputs, self.model)
 
 
 def estimate(
@@ -98,8 +127,11 @@ def estimate(
 
     The model runs on fake tensors, which have shapes and lifetimes but no memory: nothing is computed, and parameters,
     gradients, buffers and random state stay as they are. Optimiser state is that of the optimiser's own step on tensors
-    without memory. What kernels take inside for themselves is not seen. Operators that save other things elsewhere, as
-    dropout and attention do, are estimated for the device on which the model is.
+    without memory, and what its step makes and drops is part of the peak. A mapping with a `loss`, as models of
+    transformers give, is differentiated from there. What kernels take inside for themselves is not seen. Operators
+    that save other things elsewhere, as dropout and attention do, are estimated for the device on which the model is.
+    With `sdpa` models of transformers make a mask of fake inputs that they would not make of real ones: five bytes for
+    each query and key of a sequence are too much.
 
     Source: `torch._subclasses.fake_tensor`, and the idea of `torch.distributed._tools.mem_tracker`.
 
@@ -114,22 +146,27 @@ def estimate(
             on them, an optimiser that does, or for training no output with a gradient.
         UnknownNameError: no such optimiser.
     """
+    return estimate_with_flops(model, example_inputs, training, optimizer)[0]
+
+
+def estimate_with_flops(
+    model: nn.Module, example_inputs: Any, training: bool, optimizer: str | OptimizerFactory | None
+) -> tuple[MemoryEstimate, int]:
+    """Return what `estimate` does, and the floating-point operations of products and attention in the step."""
     check_model(model)
     example = Example.of(example_inputs, "example_inputs")
     name = type(model).__name__
-    state_bytes = _optimizer_bytes(model, optimizer) if training and optimizer is not None else 0
+    state_bytes, step_bytes = _optimizer_bytes(model, optimizer) if training and optimizer is not None else (0, 0)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _training(model, training):
         parameters = {key: mode.from_tensor(tensor) for key, tensor in model.named_parameters()}
         buffers = {key: mode.from_tensor(tensor) for key, tensor in model.named_buffers()}
         args, kwargs = tree_map_only(Tensor, mode.from_tensor, (example.args, dict(example.kwargs)))
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        with _LiveStorages([*parameters.values(), *buffers.values(), *given]) as tracker:
+        with LiveStorages([*parameters.values(), *buffers.values(), *given]) as tracker:
+            step = _Step(model, training, tracker)
+            swapped: dict[str, Tensor] = {f"model.{key}": tensor for key, tensor in (*parameters.items(), *buffers.items())}
             try:
-                with torch.set_grad_enabled(training):
-                    outputs = functional_call(model, {**parameters, **buffers}, args, kwargs)
-                activations = tracker.live
-                if training:
-                    _backward(outputs, model)
+                functional_call(step, swapped, args, kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
                 raise InputError(
                     f"estimate: {name} calls {error.func}, which needs the values of tensors, and an estimate has only "
@@ -143,7 +180,9 @@ def estimate(
                 ) from error
         gradients = storage_bytes(p.grad for p in parameters.values() if p.grad is not None)
         sizes = storage_bytes(parameters.values()), storage_bytes(buffers.values()), storage_bytes(given)
-    return MemoryEstimate(*sizes, gradients, state_bytes, activations, sum(sizes) + state_bytes + tracker.peak)
+    most = max(tracker.peak, gradients + step_bytes)
+    found = MemoryEstimate(*sizes, gradients, state_bytes, step.activations, sum(sizes) + state_bytes + most)
+    return found, tracker.flops
 
 
 @contextmanager
@@ -158,7 +197,9 @@ def _training(model: nn.Module, mode: bool) -> Iterator[None]:
 
 
 def _backward(outputs: Any, model: nn.Module) -> None:
-    roots = [leaf for leaf in tree_iter(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    leaves = tree_iter(outputs if loss is None else loss)
+    roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     elif any(parameter.requires_grad for parameter in model.parameters()):
@@ -168,22 +209,32 @@ def _backward(outputs: Any, model: nn.Module) -> None:
         )
 
 
-def _optimizer_bytes(model: nn.Module, optimizer: str | OptimizerFactory) -> int:
+def _optimizer_bytes(model: nn.Module, optimizer: str | OptimizerFactory) -> tuple[int, int]:
+    """Return the bytes of the optimiser's state, and of what a step makes and drops again."""
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
             raise UnknownNameError("optimizer", optimizer, OPTIMIZERS, "A callable that makes one is taken too.")
         optimizer = OPTIMIZERS[optimizer]
-    parameters = [nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        return 0
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    if not wanted:
+        return 0, 0
+    parameters = [nn.Parameter(torch.empty_like(p, device="meta")) for p in wanted]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     stepped = optimizer(parameters)
+    if wanted[0].device.type not in ("cpu", "meta"):  # accelerators update all tensors at once, unless told otherwise
+        for group in stepped.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
     try:
         stepped.step()
+        known = [*parameters, *(leaf for leaf in tree_iter(dict(stepped.state)) if isinstance(leaf, Tensor))]
+        with LiveStorages(known) as tracker:
+            stepped.step()
     except (RuntimeError, NotImplementedError) as error:
         raise InputError(
             f"estimate: {type(stepped).__name__} reads values in its step, which an estimate does not have; "
             "pass optimizer=None and add its state yourself"
         ) from error
-    return storage_bytes(leaf for leaf in tree_iter(dict(stepped.state)) if isinstance(leaf, Tensor))
+    state = storage_bytes(leaf for leaf in tree_iter(dict(stepped.state)) if isinstance(leaf, Tensor))
+    return state, tracker.peak

@@ -3,18 +3,15 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
-from kpt_core.errors import InputError
 from kpt_optimize.padding import ROW_BYTES
 from kpt_optimize.rewrite import check_model
 
+from .checkpoint import checkpoint_blocks, find_blocks, is_checkpointed
 from .sizes import dense_parts, format_bytes, model_bytes
 
 _CHANNELS_LAST: dict[type[nn.Module], torch.memory_format] = {
@@ -102,46 +99,18 @@ def optimize_model_memory(
         InputError: no module, or no block found for `checkpoint`.
     """
     check_model(model)
-    blocks = _blocks(model, checkpoint)
+    blocks = find_blocks(model, checkpoint) if checkpoint is not False else {}
     before = model_bytes(model)
     changes = {name: "lost a gradient" for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
     for name in _shrink_storages(model):
         changes[name] = " and ".join(filter(None, (changes.get(name), "got a storage of its own")))
-    block: Any
-    for name, block in blocks.items():
-        # An attribute of the instance, so that names of modules, parameters and the state dict stay.
-        block.forward = partial(recompute, block.forward, use_reentrant=False)
-        changes[name] = "recomputed in the backward pass"
+    if checkpoint is not False:
+        already = {name for name, block in blocks.items() if is_checkpointed(block)}
+        for name in checkpoint_blocks(model, "full", checkpoint) or blocks:
+            if name not in already:
+                changes[name] = "recomputed in the backward pass"
     return ModelMemoryReport(changes, before, model_bytes(model))
-
-
-def _blocks(model: nn.Module, checkpoint: bool | Iterable[type[nn.Module]]) -> dict[str, nn.Module]:
-    """Return the blocks that are to be recomputed, outermost ones only, without those that are already."""
-    if checkpoint is False:
-        return {}
-    classes: tuple[Any, ...] = (nn.ModuleList,) if checkpoint is True else tuple(checkpoint)
-    found: dict[str, nn.Module] = {}
-    try:
-        for name, module in model.named_modules():
-            if isinstance(module, classes) and not any(not other or name.startswith(f"{other}.") for other in found):
-                found[name] = module
-    except TypeError:
-        raise InputError(f"optimize_model_memory: checkpoint takes True or classes; got {classes!r}") from None
-    if checkpoint is True:
-        found = {
-            f"{name}.{index}".removeprefix("."): block
-            for name, blocks in found.items()
-            for index, block in blocks.named_children()
-        }
-    if not found:
-        wanted = (
-            "it has no nn.ModuleList with blocks; name their classes, as in checkpoint=(Block,)"
-            if checkpoint is True
-            else f"none of its modules is a {' or '.join(item.__name__ for item in classes)}"
-        )
-        raise InputError(f"optimize_model_memory: nothing to checkpoint in {type(model).__name__}: {wanted}")
-    return {name: block for name, block in found.items() if getattr(block.forward, "func", None) is not recompute}
 
 
 def _shrink_storages(model: nn.Module) -> Iterator[str]:
