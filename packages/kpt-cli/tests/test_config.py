@@ -157,7 +157,7 @@ WRONG = {
     "[bench.mou]\nquick = true": "kpt.toml: unknown key of [bench] 'mou': did you mean moe?",
     "version = true": "kpt.toml: unknown key or command 'version'",
     "preset = 'trainig'": "kpt.toml: preset = 'trainig': unknown preset 'trainig': did you mean training?",
-    "preset = 'basic'": "kpt.toml: preset = 'basic': preset 'basic' is gone: it is what runs without a preset",
+    "preset = 'basic'": "kpt.toml: preset = 'basic': preset 'basic' is gone: run without one",
     "optimize = 3": "kpt.toml: optimize = 3: expected a table [optimize]",
     "[kpt]\nues = 'cpu'": "kpt.toml: unknown key of [kpt] 'ues': did you mean use?",
     "[kpt]\nstrict = 1": "kpt.toml: [kpt] strict = 1: expected true or false",
@@ -233,7 +233,7 @@ def test_show_without_a_command_lists_what_is_set(kpt, folder):
     (folder / "kpt.toml").write_text("[bench.moe_training]\nquick = true\n[kpt]\nuse = 'reference'\n")
     rows = json.loads(kpt("config", "show", "--json").stdout)["options"]
     assert [(row["command"], row["option"], row["value"], row["origin"]) for row in rows] == [
-        ("kpt", "[kpt] use", "reference", "file kpt.toml"),
+        ("", "[kpt] use", "reference", "file kpt.toml"),
         ("bench moe-training", "--quick", True, "file kpt.toml"),
     ]
 

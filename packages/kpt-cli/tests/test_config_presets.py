@@ -134,3 +134,12 @@ def test_an_unknown_kernel_is_an_error_that_names_the_file(kpt, folder):
     result = kpt("bench", "fp8", "--quick", "--dtype", "bfloat16")
     assert result.exit_code == 2
     assert "KPT_USE is set by file kpt.toml" in " ".join(result.stderr.split())
+
+
+def test_an_option_that_contradicts_a_preset_is_told_with_its_source(kpt, folder, monkeypatch):
+    result = kpt("--preset", "training", "bench", "attention", "--flex")
+    assert result.exit_code == 2
+    assert "(--train is set by preset training)" in result.stderr
+    monkeypatch.setenv("KPT_BENCH_ATTENTION_TRAIN", "0")
+    monkeypatch.setattr("kpt_cli.bench.attention.contests", lambda *given, **named: 1 / 0)
+    assert isinstance(kpt("--preset", "training", "bench", "attention", "--flex").exception, ZeroDivisionError)

@@ -65,7 +65,7 @@ def _library(root: Any) -> list[dict[str, Any]]:
     for key in LIBRARY:
         variable = variable_of((), key)
         source = applied.get(variable, f"environment variable {variable}" if os.environ.get(variable) else DEFAULT)
-        rows.append(_row(KPT, f"[{KPT}] {key}", variable, os.environ.get(variable), source))
+        rows.append(_row("", f"[{KPT}] {key}", variable, os.environ.get(variable), source))
     return rows
 
 

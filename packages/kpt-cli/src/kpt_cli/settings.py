@@ -86,7 +86,7 @@ def read_file(ctx: typer.Context, given: Path | None) -> Path | None:
 def read_preset(ctx: typer.Context, given: str | None) -> str | None:
     """Read the preset of --preset."""
     if given == "basic":
-        raise CliError(f"preset 'basic' is gone: it is what runs without a preset (known: {', '.join(PRESETS)})")
+        raise CliError(f"preset 'basic' is gone: run without one, or choose another (known: {', '.join(PRESETS)})")
     if given is not None:
         require_name("preset", given, PRESETS)
         settings = settings_of(ctx)

@@ -96,7 +96,7 @@ def attention(
     check_output_file(output, "--output")
     if train and flex:
         raise CliError(
-            "--flex is for the forward alone: FlexAttention has no backward on a CPU; leave one of the two out"
+            "--flex is for the forward alone, --train is not: FlexAttention has no backward on a CPU; leave one out"
         )
     _require("kpt-attention", "attention")
     from . import attention as of
