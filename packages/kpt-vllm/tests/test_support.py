@@ -7,7 +7,7 @@ import torch
 from kpt_vllm.support import ACTIVATIONS, unsupported
 
 
-def config(activation="silu", use_ep=False, dp_size=1, **changed):
+def config(activation="silu", use_ep=False, dp_size=1, tp_size=1, **changed):
     known = {
         "activation": Enum("Activation", {"ONE": activation}).ONE,
         "in_dtype": torch.bfloat16,
@@ -16,7 +16,7 @@ def config(activation="silu", use_ep=False, dp_size=1, **changed):
         "swiglu_limit": None,
         "swiglu_alpha": None,
         "swiglu_beta": None,
-        "moe_parallel_config": SimpleNamespace(use_ep=use_ep, dp_size=dp_size),
+        "moe_parallel_config": SimpleNamespace(use_ep=use_ep, dp_size=dp_size, tp_size=tp_size),
     }
     return SimpleNamespace(**known | changed)
 
@@ -37,8 +37,7 @@ def test_usual_layers_are_served(activation):
         ({"has_bias": True}, "biases"),
         ({"is_lora_enabled": True}, "LoRA"),
         ({"in_dtype": torch.float8_e4m3fn}, "the dtype is torch.float8_e4m3fn"),
-        ({"use_ep": True}, "expert parallelism"),
-        ({"dp_size": 2}, "data parallelism"),
+        *(({each: 2}, "parallelism were not tried") for each in ("use_ep", "dp_size", "tp_size")),
     ],
 )
 def test_other_layers_are_refused_with_the_reason(changed, reason):

@@ -26,7 +26,8 @@ def unsupported(moe: Any) -> str | None:
         "the experts have biases": moe.has_bias,
         "LoRA is enabled": moe.is_lora_enabled,
         f"the dtype is {moe.in_dtype}": moe.in_dtype not in _DTYPES,
-        "expert parallelism was not tried": parallel.use_ep,
-        "data parallelism was not tried": parallel.dp_size > 1,
+        "tensor, data and expert parallelism were not tried": (
+            parallel.use_ep or parallel.tp_size > 1 or parallel.dp_size > 1
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
