@@ -187,9 +187,9 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as told
 
-    told.disable_progress_bar()
+    told.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=WEIGHTS)
-    original = AutoModelForCausalLM.from_pretrained(where, gguf_file=WEIGHTS, dtype="bfloat16").eval()
+    original = AutoModelForCausalLM.from_pretrained(where, gguf_file=WEIGHTS, dtype="bfloat16").train(False)
     original.example = {"input_ids": tokenizer(EXAMPLE, return_tensors="pt").input_ids, "use_cache": False}
     load, wrong = Load(), []
     base: Row | None = None

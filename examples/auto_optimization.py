@@ -18,16 +18,22 @@ from kpt_fp8 import convert_model_to_fp8
 from kpt_optimize import Optimized, PlanEntry, optimize, parameter_bytes, relative_error
 
 torch.manual_seed(0)
-SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": None}
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "eos_token_id": None,
+}
 EXAMPLE = {"input_ids": torch.randint(512, (2, 64)), "use_cache": False}
 
 
 def models() -> Iterator[tuple[str, torch.nn.Module, str, str]]:
     """Yield a title, a model, and the level and objective that it is optimised for."""
-    dense = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=512)).eval()
+    dense = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=512)).train(False)
     yield "dense, for less memory", dense, "balanced", "memory"
     experts = OlmoeConfig(**SIZES, intermediate_size=256, num_experts=16, num_experts_per_tok=4)
-    yield "MoE, for speed", OlmoeForCausalLM(experts).eval(), "balanced", "latency"
+    yield "MoE, for speed", OlmoeForCausalLM(experts).train(False), "balanced", "latency"
     yield "already FP8, for speed", convert_model_to_fp8(dense), "aggressive", "latency"
 
 
