@@ -444,7 +444,7 @@ def examples(session: nox.Session, asked: Asked, others: Iterable[str] = ()) -> 
     """Run the programs in examples/ that are named for a target; with `others`, those that are for none of these."""
     if asked.for_part("examples"):
         named = " and ".join(f"not {name}_" for name in others) or f"{session.name}_"
-        chosen = ("-k", f"example_runs and {named}")
+        chosen = ("-k", f"example_runs and {named}", *([] if asked.whole else ["-m", "not slow"]))
         run(session, "pytest", "tools/test_docs.py", "-q", *SIDE_BY_SIDE, *chosen, env=ONE_THREAD)
 
 

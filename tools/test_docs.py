@@ -27,7 +27,9 @@ SENTENCES = ROOT / "docs/troubleshooting.md"
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not HIDDEN & set(path.relative_to(ROOT).parts))
 RUNNER = ROOT / "tools/run_blocks.py"
-SECONDS = 180
+#: Examples of minutes, which `--whole` and `nox -s full` run.
+SLOW = {"production_pipeline.py"}
+SECONDS = 300
 OFFLINE = {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
 #: The first line of a block that is run after those above it.
 CONTINUES = "# continues the block above\n"
@@ -129,7 +131,9 @@ def test_console_lines_are_commands_of_kpt(page: Path) -> None:
         command.make_parser(typer.Context(command)).parse_args(rest)  # raises where an option is not there
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=name)
+@pytest.mark.parametrize(
+    "example", [pytest.param(each, marks=[pytest.mark.slow] * (each.name in SLOW), id=name(each)) for each in EXAMPLES]
+)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     run(example, tmp_path)
 

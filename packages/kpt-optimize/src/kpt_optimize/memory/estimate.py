@@ -164,7 +164,7 @@ def estimate_with_flops(
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         with LiveStorages([*parameters.values(), *buffers.values(), *given]) as tracker:
             step = _Step(model, training, tracker)
-            swapped: dict[str, Tensor] = {f"model.{key}": tensor for key, tensor in (*parameters.items(), *buffers.items())}
+            swapped: dict[str, Tensor] = {f"model.{key}": each for key, each in (parameters | buffers).items()}
             try:
                 functional_call(step, swapped, args, kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
