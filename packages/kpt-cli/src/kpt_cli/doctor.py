@@ -38,6 +38,7 @@ KNOWN = (
     "KPT_STRICT",
     "KPT_TUNING",
     "KPT_USE",
+    "KPT_VLLM",
 )
 #: Distributions that some part of KPT can use; they are looked up, never imported.
 THIRD_PARTIES = (

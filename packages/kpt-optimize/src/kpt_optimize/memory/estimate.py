@@ -113,7 +113,9 @@ class _Step(nn.Module):
             outputs = self.model(*args, **kwargs)
         self.activations = self.tracker.live
         if self.trains:
-            _backward(outputs, self.model)
+            roots = _roots(outputs, self.model)
+            del outputs  # of models that give a loss the scores go, as in a loop that keeps the loss alone
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def estimate(
@@ -196,17 +198,17 @@ def _training(model: nn.Module, mode: bool) -> Iterator[None]:
             module.training = training
 
 
-def _backward(outputs: Any, model: nn.Module) -> None:
+def _roots(outputs: Any, model: nn.Module) -> list[Tensor]:
+    """Return what a step differentiates: the loss, or all outputs that have a gradient."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     leaves = tree_iter(outputs if loss is None else loss)
     roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    elif any(parameter.requires_grad for parameter in model.parameters()):
+    if not roots and any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"estimate: {type(model).__name__} returned no tensor with a gradient ({type(outputs).__name__}); return "
             "tensors, tuples, lists or dicts of them, or estimate with training=False"
         )
+    return roots
 
 
 def _optimizer_bytes(model: nn.Module, optimizer: str | OptimizerFactory) -> tuple[int, int]:
