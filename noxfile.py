@@ -65,6 +65,7 @@ OUT_OF_TREE = Path("packages/kpt-core/tests/out_of_tree")
 NATIVE = "packages/kpt-backend-cpu/tests/native"
 PEERS = "packages/kpt-serve/tests/peers"
 METRICS = "packages/kpt-serve/tests/metrics"
+MANIFESTS = "packages/kpt-serve/tests/manifests"
 ON_RAY = "packages/kpt-serve/tests/ray"
 IN_VLLM = "packages/kpt-vllm/tests"
 LIBRARIES = Path("packages/kpt-backend-cpu/src/kpt_backend_cpu/libraries")
@@ -228,15 +229,18 @@ def beside(session: nox.Session, constraints: str) -> Path:
 def serve(session: nox.Session) -> None:
     """Ask `kpt serve` with NVIDIA's client and schemathesis, and beside KServe's server; ask Prometheus what it tells.
 
-    What they need lies before the workspace's packages on the path, another protobuf for one.
+    What they need lies before the workspace's packages on the path, another protobuf for one. Checkers read manifests.
     """
-    session.env["PYTHONPATH"] = str(beside(session, SERVE))
+    folder = beside(session, SERVE)
+    session.env["PYTHONPATH"] = str(folder)
+    session.env["KPT_HADOLINT"] = str(folder / "bin/hadolint")
+    session.env["KPT_KUBERNETES_VALIDATE"] = str(folder / "bin/kubernetes-validate")
     try:
         found = run_for_output("sh", f"{METRICS}/fetch_prometheus.sh", Path(".nox/prometheus").absolute())
         session.env["KPT_PROMETHEUS"] = found.strip()
     except subprocess.CalledProcessError:
         session.warn("Debian's Prometheus can't be had here, so its tests are left out; `apt-get update` may help")
-    for tests in (PEERS, METRICS):  # processes of their own: other protobufs were imported
+    for tests in (PEERS, METRICS, MANIFESTS):  # processes of their own: other protobufs were imported
         run(session, "pytest", tests, "-q", "--timeout=480", *session.posargs, env=ONE_THREAD)
 
 
