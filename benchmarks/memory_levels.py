@@ -70,9 +70,7 @@ def main() -> None:
                 forward[level].append(between - begin)
                 own.zero_grad()
         print(f"\n{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
-        print(
-            "| level | activations, MB | predicted peak, MB | measured | operations | forward, ms | backward, ms | |"
-        )
+        print("| level | activations, MB | predicted peak, MB | measured | operations | forward, ms | backward, ms | |")
         print("|---|---|---|---|---|---|---|---|")
         for each in levels:
             memory = each.memory
