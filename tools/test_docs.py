@@ -157,6 +157,13 @@ def test_links_resolve(document: Path) -> None:
     assert not broken, f"{name(document)} links to what is not there: {broken}"
 
 
+def test_tests_that_pages_name_exist() -> None:
+    named = {test for document in DOCUMENTS for test in re.findall(r"`(test_[a-z0-9]+_\w+)`", document.read_text())}
+    tests = "\n".join(file.read_text() for file in ROOT.glob("packages/*/tests/**/test_*.py"))
+    assert named, "no page names a test"
+    assert not [test for test in sorted(named) if f"def {test}(" not in tests]
+
+
 def written(node: ast.AST) -> Iterator[str]:
     """Yield the strings of a syntax tree, with … in the place of what is filled in."""
     if isinstance(node, ast.JoinedStr):
