@@ -8,7 +8,6 @@ from functools import cache, partial
 from typing import Any
 
 from torch import nn
-from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kpt_core.errors import InputError, UnknownNameError
@@ -33,8 +32,10 @@ def _is_kernel(op: Any) -> bool:
 
 
 def _is_product(op: Any) -> bool:
+    from torch.utils.flop_counter import flop_registry  # it imports triton
+
     # KPT's ops are told to torch's counter when they are called.
-    return _is_kernel(op) or getattr(op, "overloadpacket", None) in flop_counter.flop_registry
+    return _is_kernel(op) or getattr(op, "overloadpacket", None) in flop_registry
 
 
 def _name(op: Any) -> str:

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kpt_core.errors import InputError, UnknownNameError
 from kpt_optimize.rewrite import check_model
@@ -73,8 +72,11 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
+        from torch.utils.flop_counter import flop_registry, sdpa_flop_count  # it imports triton
+
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self.flops = 0
+        self._counts, self._attention = flop_registry, sdpa_flop_count
         self._known = {part.untyped_storage()._cdata for tensor in known for part in dense_parts(tensor)}
 
     def __torch_dispatch__(
@@ -89,8 +91,8 @@ class LiveStorages(TorchDispatchMode):
                 weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
         self.peak = max(self.peak, self.live)
         if func.overloadpacket is _CPU_ATTENTION:
-            self.flops += sdpa_flop_count(*(each.shape for each in args[:3]))
-        elif (flops := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += self._attention(*(each.shape for each in args[:3]))
+        elif (flops := self._counts.get(func.overloadpacket)) is not None:
             self.flops += flops(*args, **(kwargs or {}), out_val=result)
         return result
 
