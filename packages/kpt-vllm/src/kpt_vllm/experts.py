@@ -13,6 +13,18 @@ from kpt_moe.experts import experts
 from .support import ACTIVATIONS, unsupported
 
 logger = init_logger("vllm.kpt")  # vLLM shows what comes from below its own name
+_library = torch.library.Library("kpt_vllm", "FRAGMENT")
+
+
+def _run(output: Tensor, x: Tensor, index: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, activation: str) -> None:
+    output.copy_(experts(x, index, weights, w1, w2, activation=activation))
+
+
+# One op for the graph of a compiled model: KPT's own there allocates what a backward pass would read, and checks each
+# result, which takes longer than the experts of one token.
+_library.define("experts(Tensor(a!) out, Tensor x, Tensor index, Tensor weights, Tensor w1, Tensor w2, str act) -> ()")
+_library.impl("experts", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("kpt_vllm::experts", lambda *_: None, lib=_library)
 
 
 class KptExperts(CPUUnquantizedExperts):  # type: ignore[misc]
@@ -37,7 +49,8 @@ class KptExperts(CPUUnquantizedExperts):  # type: ignore[misc]
         """Write the weighted sums of `hidden_states` `[tokens, hidden]` into `output` of the same shape."""
         # Then vLLM has multiplied the tokens by the weights already.
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        output.copy_(experts(hidden_states, topk_ids, weights, w1, w2, activation=ACTIVATIONS[activation.value]))
+        told = ACTIVATIONS[activation.value]
+        torch.ops.kpt_vllm.experts(output, hidden_states, topk_ids, weights, w1, w2, told)
 
 
 @UnquantizedFusedMoEMethod.register_oot
