@@ -76,7 +76,8 @@ class LiveStorages(TorchDispatchMode):
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self.flops = 0
-        self._counts, self._attention = flop_registry, sdpa_flop_count
+        self._counts: dict[Any, Callable[..., int]] = flop_registry
+        self._attention: Callable[..., int] = sdpa_flop_count
         self._known = {part.untyped_storage()._cdata for tensor in known for part in dense_parts(tensor)}
 
     def __torch_dispatch__(
