@@ -42,7 +42,7 @@ class SettingError(CliError):
 
 @dataclass(slots=True)
 class Settings:
-    """What the user's file and the preset set."""
+    """Hold what the user's file and the preset set."""
 
     file: Path | None = None
     preset: str | None = None

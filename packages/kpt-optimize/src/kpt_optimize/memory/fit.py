@@ -21,7 +21,7 @@ _BLOCK, _SMALL = 256, 4096
 
 @dataclass(frozen=True, slots=True)
 class LevelEstimate:
-    """What a level of `checkpoint_blocks` takes.
+    """Tell what a level of `checkpoint_blocks` takes.
 
     Attributes:
         level: one of `LEVELS`.
@@ -37,7 +37,7 @@ class LevelEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What `fit` chose.
+    """Tell what `fit` chose.
 
     Attributes:
         level: that the model has now.
