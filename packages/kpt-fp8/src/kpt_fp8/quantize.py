@@ -100,10 +100,9 @@ def quantize(
     else:
         scale = scale.detach().clone(memory_format=torch.contiguous_format)
     numbers, own = tiled(wide, scale.to(torch.float32), granularity)
-    # In place from here on: fresh memory for each step would take a CPU longer than the arithmetic.
-    quotient = (numbers / own).reshape(x.shape).clamp_(-form.most, form.most)
+    quotient = (numbers / own).reshape(x.shape).clamp(-form.most, form.most)
     if stochastic:
         quotient = round_stochastically(quotient, form, seed, offset)
     # One NaN for all: which sign a conversion gives it differs between dtypes and devices.
     # Not by `nan_to_num`, which torch-xla can't give NaN.
-    return quotient.masked_fill_(quotient.isnan(), math.nan).to(dtype).contiguous(), scale
+    return quotient.masked_fill(quotient.isnan(), math.nan).to(dtype).contiguous(), scale
