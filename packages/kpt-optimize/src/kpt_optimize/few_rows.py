@@ -1,0 +1,66 @@
+"""A linear layer that computes few rows by `linear.dense`, and is torch's own for all else."""
+
+import torch
+from torch import Tensor, nn
+
+from kpt_core.errors import InputError
+from kpt_optimize.rewrite import check_model
+
+from .linear import linear
+
+#: Of more rows arithmetic takes the time, and torch's own product is as good.
+MOST_ROWS = 16
+
+
+class FewRowsLinear(nn.Linear):
+    """A linear layer for steps of decoding: up to 16 rows without a gradient go to op `linear.dense`.
+
+    Parameters, their names and the state dict are those of the layer that it was made of. A layer that trains, is
+    compiled, lies on an accelerator, or gets more rows computes as `nn.Linear` does.
+    """
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear) -> "FewRowsLinear":
+        """Return a twin that shares parameters and hooks so far.
+
+        Raises:
+            InputError: the layer is no plain `nn.Linear`.
+        """
+        if type(layer) is not nn.Linear:
+            raise InputError(f"FewRowsLinear: expected an nn.Linear; got {type(layer).__name__}")
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        for name, value in vars(layer).items():
+            vars(made)[name] = value.copy() if isinstance(value, dict | set) else value
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input @ weight.t() + bias`, `[..., out_features]`."""
+        rows = input.numel() // max(self.in_features, 1)
+        if 0 < rows <= MOST_ROWS and input.is_cpu and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            out = linear(input.reshape(rows, self.in_features), self.weight, self.bias)
+            return out.view(*input.shape[:-1], self.out_features)
+        return super().forward(input)
+
+
+def serve_few_rows(model: nn.Module) -> list[str]:
+    """Let every plain linear layer of a model compute few rows by `linear.dense`, in place; return their paths.
+
+    Decoding reads each weight once a token: it takes as long as memory does. Results are those of the layers before but
+    for the order of sums. Weights stay shared, tied ones too.
+
+    Raises:
+        InputError: `model` is no module.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        >>> serve_few_rows(model)
+        ['0']
+    """
+    check_model(model)
+    found: dict[str, nn.Module] = {
+        path: layer for path, layer in model.named_modules(remove_duplicate=False) if type(layer) is nn.Linear and path
+    }
+    for layer in set(found.values()):
+        layer.__class__ = FewRowsLinear  # its hooks, and who else holds it, stay
+    return list(found)

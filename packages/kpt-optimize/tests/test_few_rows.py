@@ -1,0 +1,89 @@
+"""Linear layers that compute few rows by `linear.dense`."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import kpt_core
+from kpt_core import Backend, InputError, Kernel
+from kpt_optimize.few_rows import MOST_ROWS, FewRowsLinear, serve_few_rows
+from kpt_optimize.linear import OPS
+
+CALLS = []
+
+
+def forward(call):
+    CALLS.append(tuple(call.x.shape))
+    return torch.nn.functional.linear(call.x, call.weight, call.bias)
+
+
+class Counting(Backend):
+    name, device_types = "counting", ("cpu",)
+
+    def kernels(self):
+        return (Kernel("linear.dense", forward=f"{__name__}:forward", dtypes={"float32"}),)
+
+
+@pytest.fixture
+def layer(add):
+    assert OPS  # the op is defined
+    add(Counting())
+    CALLS.clear()
+    return FewRowsLinear.from_linear(nn.Linear(24, 10)).eval()
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (2, 3, 24), (MOST_ROWS, 24), (24,)])
+def test_few_rows_go_to_the_op(layer, shape):
+    x = torch.randn(shape)
+    with torch.no_grad():
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert [(x.numel() // 24, 24)] == CALLS
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer: layer(torch.randn(2, 24)),  # a gradient is wanted
+        lambda layer: torch.no_grad()(layer)(torch.randn(MOST_ROWS + 1, 24)),
+        lambda layer: torch.no_grad()(layer)(torch.randn(0, 24)),
+        lambda layer: torch.no_grad()(torch.compile(layer, backend="eager"))(torch.randn(2, 24)),
+    ],
+    ids=["training", "many rows", "no rows", "compiled"],
+)
+def test_the_rest_is_torch_s_own(layer, call):
+    assert call(layer).shape[-1] == 10
+    assert CALLS == []
+
+
+def test_gradients_are_those_of_the_layer(layer):
+    x = torch.randn(3, 24, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight.grad, x.detach().sum(0).expand(10, -1))
+
+
+def test_a_model_keeps_parameters_names_and_hooks(add):
+    add(Counting())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.ReLU()).eval()
+    model[1][0].weight = model[0].weight
+    before, seen = copy.deepcopy(model.state_dict()), []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    assert serve_few_rows(model) == ["0", "1.0"]
+    assert serve_few_rows(model) == []
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    assert seen == [1]
+    assert model[1][0].weight is model[0].weight
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_no_plain_layer_is_refused():
+    with pytest.raises(InputError, match=r"expected an nn\.Linear; got Bilinear"):
+        FewRowsLinear.from_linear(nn.Bilinear(2, 2, 2))
+
+
+def test_the_reference_serves_without_a_kernel():
+    op = kpt_core.get_op("linear.dense")
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    torch.testing.assert_close(op(x, weight), x @ weight.t())
