@@ -25,6 +25,8 @@ from pathlib import Path
 arguments = sys.argv[1:]
 if "--version" in arguments:
     raise SystemExit(print("simulated compiler", os.environ.get("VERSION", "1")))
+if "-dumpmachine" in arguments:
+    raise SystemExit(print(os.environ.get("MACHINE", "aarch64-linux-gnu")))
 with open({log!r}, "a") as log:
     log.write(" ".join(arguments) + "\\n")
 refused = [flag for flag in arguments if flag == os.environ.get("REFUSED")]
@@ -59,9 +61,9 @@ def place(tmp_path, monkeypatch):
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "log").touch()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.delenv("KPT_CPU_BUILD", raising=False)
-    monkeypatch.delenv("KPT_CPU_BUILT", raising=False)
+    flags = ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "ARCHFLAGS")
+    for name in (*flags, "KPT_CPU_BUILD", "KPT_CPU_BUILT", "KPT_CPU_TARGET"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
@@ -73,21 +75,52 @@ def build(place: Path) -> tuple[dict[str, str], int]:
 
 
 def there(place: Path) -> set[str]:
-    return {path.name for path in (place / "libraries").iterdir()} - {"built.json", "manifest.json"}
+    return {path.name for path in (place / "libraries").iterdir()} - {"built.json", "manifest.json", "objects"}
+
+
+def commands(place: Path) -> list[list[str]]:
+    """Return the arguments of each call of the simulated compiler."""
+    return [line.split() for line in (place / "log").read_text().splitlines()]
+
+
+#: Each of one source takes a call to compile it and one to link.
+CALLS = 2 * len(hook.instruction_sets())
 
 
 def all_libraries() -> set[str]:
-    return {f"kpt_cpu_{name}.so" for name in hook.INSTRUCTION_SETS}
+    return {f"kpt_cpu_{name}.so" for name in hook.instruction_sets()}
 
 
 def test_a_library_is_made_for_each_instruction_set_and_not_again(place):
-    assert build(place) == ({}, len(hook.INSTRUCTION_SETS))
+    assert build(place) == ({}, CALLS)
     assert there(place) == all_libraries()
     assert build(place) == ({}, 0)
     (place / "native" / "part.h").write_text("// new\n")
-    assert build(place) == ({}, len(hook.INSTRUCTION_SETS)), "a changed source is compiled again"
+    assert build(place) == ({}, CALLS), "with a changed header everything is compiled again"
     (place / "libraries" / "kpt_cpu_baseline.so").unlink()
-    assert build(place) == ({}, 1), "a lost library is compiled again"
+    assert build(place) == ({}, 1), "a lost library is linked again"
+
+
+def test_of_several_sources_only_the_changed_one_is_compiled_again(place):
+    (place / "native" / "other.cpp").write_text("int other;\n")
+    sets = len(hook.instruction_sets())
+    assert build(place) == ({}, 3 * sets)
+    (place / "native" / "other.cpp").write_text("int changed;\n")
+    assert build(place) == ({}, 2 * sets)
+    assert all("part.cpp" not in command for command in commands(place)[3 * sets :])
+    assert len(list((place / "libraries" / "objects").iterdir())) == 2 * sets, "objects of no use are gone"
+    (place / "native" / "other.cpp").unlink()
+    assert build(place) == ({}, sets), "without a source the libraries are linked again"
+
+
+def test_each_source_and_instruction_set_is_a_job_of_its_own_what_takes_long_first(place, monkeypatch):
+    monkeypatch.setattr(hook.os, "cpu_count", lambda: 1)
+    (place / "native" / "long.cpp").write_text("int " + "long" * 100 + ";\n")
+    build(place)
+    sources = [Path(command[command.index("-c") + 1]).name for command in commands(place) if "-c" in command]
+    assert sorted(sources) == ["long.cpp"] * (CALLS // 2) + ["part.cpp"] * (CALLS // 2)
+    assert sources[0] == "long.cpp"
+    assert sources[-1] == "part.cpp"
 
 
 def test_builds_at_once_compile_once(place):
@@ -95,7 +128,7 @@ def test_builds_at_once_compile_once(place):
     command = [sys.executable, "-c", code, place / "native", place / "libraries"]
     env = {**os.environ, "PYTHONPATH": str(PACKAGE)}
     assert [process.wait() for process in [subprocess.Popen(command, env=env) for _ in range(3)]] == [0, 0, 0]
-    assert len((place / "log").read_text().splitlines()) == len(hook.INSTRUCTION_SETS)
+    assert len((place / "log").read_text().splitlines()) == CALLS
 
 
 def test_what_another_folder_has_of_the_same_sources_is_taken_from_there(place, monkeypatch):
@@ -115,10 +148,10 @@ def test_what_another_folder_has_of_the_same_sources_is_taken_from_there(place, 
 def test_another_compiler_compiles_again(place, monkeypatch):
     build(place)
     monkeypatch.setenv("VERSION", "2")
-    assert build(place) == ({}, len(hook.INSTRUCTION_SETS))
+    assert build(place) == ({}, CALLS)
 
 
-@pytest.mark.skipif(len(hook.INSTRUCTION_SETS) == 1, reason="this architecture has one instruction set")
+@pytest.mark.skipif(CALLS == 2, reason="this architecture has one instruction set")
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(place, monkeypatch):
     monkeypatch.setenv("REFUSED", "-mavx512bf16")
     left_out, _ = build(place)
@@ -141,10 +174,19 @@ def failures():
     def unwanted(place, monkeypatch):
         monkeypatch.setenv("KPT_CPU_BUILD", "0")
 
+    def unknown(place, monkeypatch):
+        monkeypatch.setenv("KPT_CPU_TARGET", "arm")
+
+    def two(place, monkeypatch):
+        monkeypatch.setattr(hook.platform, "system", lambda: "Darwin")
+        monkeypatch.setenv("ARCHFLAGS", "-arch arm64 -arch x86_64")
+
     return [
         pytest.param(absent, "no C\\+\\+ compiler was found .* install one", id="absent"),
         pytest.param(broken, "c\\+\\+ failed \\(part.cpp:1:1: error: simulated\\)", id="broken"),
         pytest.param(misnamed, "CXX names '/nowhere/g\\+\\+', which is no program", id="misnamed"),
+        pytest.param(unknown, "KPT_CPU_TARGET is 'arm'; aarch64 or x86_64 was expected: set it", id="unknown"),
+        pytest.param(two, "ARCHFLAGS is '-arch arm64 -arch x86_64', and a library is for one .* name one", id="two"),
         pytest.param(unwanted, "KPT_CPU_BUILD=0, which skips compiling: unset it", id="unwanted"),
     ]
 
@@ -154,7 +196,7 @@ def test_where_nothing_is_compiled_the_reason_takes_the_libraries_place(fail, re
     build(place)
     fail(place, monkeypatch)
     left_out, _ = build(place)
-    assert set(left_out) == set(hook.INSTRUCTION_SETS)
+    assert set(left_out) == set(hook.instruction_sets())
     assert there(place) == {"missing.txt"}, "libraries of an earlier build are gone"
     monkeypatch.setattr(native, "LIBRARIES", place / "libraries")
     monkeypatch.setattr(native, "_library", None)
@@ -166,14 +208,89 @@ def test_libraries_take_the_reason_s_place_once_there_is_a_compiler(place, monke
     monkeypatch.setenv("KPT_CPU_BUILD", "0")
     build(place)
     monkeypatch.delenv("KPT_CPU_BUILD")
-    assert build(place) == ({}, len(hook.INSTRUCTION_SETS))
+    assert build(place) == ({}, CALLS)
     assert there(place) == all_libraries()
 
 
 def test_cxx_is_used_with_its_options(place, monkeypatch):
     monkeypatch.setenv("CXX", f"{place / 'bin' / 'c++'} -DASKED")
     build(place)
-    assert all(line.startswith("-DASKED ") for line in (place / "log").read_text().splitlines())
+    assert all(command[0] == "-DASKED" for command in commands(place))
+
+
+def test_flags_come_before_ours_and_others_compile_again(place, monkeypatch):
+    build(place)
+    monkeypatch.setenv("CPPFLAGS", "-DFIRST")
+    monkeypatch.setenv("CXXFLAGS", "-O1 -mtune=native")
+    assert build(place) == ({}, CALLS)
+    for command in commands(place)[CALLS:]:
+        if "-c" in command:
+            assert command[:4] == ["-DFIRST", "-O1", "-mtune=native", "-std=c++17"]
+            assert command.index("-O1") < command.index("-O3"), "ours decide"
+        else:
+            assert command[:2] == ["-O1", "-mtune=native"], "flags such as -fsanitize= are for linking too"
+    monkeypatch.setenv("LDFLAGS", "-Wl,-z,now")
+    assert build(place) == ({}, CALLS // 2), "other options of the linker link again"
+    for command in commands(place)[2 * CALLS :]:
+        assert "-c" not in command
+        assert command.index("-shared") < command.index("-Wl,-z,now") < command.index(hook.LINKING[0])
+
+
+MARCH = "-march=native"
+
+
+@pytest.mark.parametrize("variable", ["CXX", "CXXFLAGS", "CPPFLAGS"])
+@pytest.mark.parametrize("option", [MARCH, "-mcpu=native", "-mavx2", "-mno-sse4.2", "-mamx-tile", "-m32"])
+def test_an_option_that_selects_instructions_is_left_out_and_told(variable, option, place, monkeypatch):
+    program = f"{place / 'bin' / 'c++'} " if variable == "CXX" else ""
+    monkeypatch.setenv(variable, f"{program}-g {option} -m64 -mtune=generic")
+    monkeypatch.setattr(hook, "_INSTRUCTION_SETS", {hook.target(): {"baseline": ()}})
+    build(place)
+    compiled = next(command for command in commands(place) if "-c" in command)
+    assert option not in compiled
+    assert {"-g", "-m64", "-mtune=generic"} <= set(compiled)
+    (sentence,) = hook.ignored_options()
+    assert f"without {option!r} of {variable}: " in sentence
+
+
+def test_a_cross_compiler_of_the_usual_name_is_taken_for_a_target(place, monkeypatch):
+    monkeypatch.setattr(hook.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hook.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(hook.sysconfig, "get_platform", lambda: "linux-x86_64")
+    monkeypatch.setenv("KPT_CPU_TARGET", "aarch64")
+    left_out, _ = build(place)
+    assert "aarch64-linux-gnu-g++ was looked for" in left_out["baseline"]
+    assert "`apt install g++-aarch64-linux-gnu`" in left_out["baseline"]
+    (place / "bin" / "c++").rename(place / "bin" / "aarch64-linux-gnu-g++")
+    assert build(place) == ({}, 2)
+    assert there(place) == {"kpt_cpu_baseline.so"}, "NEON is in its baseline"
+    assert hook.platform_tag() == "linux_aarch64"
+    monkeypatch.setenv("MACHINE", "x86_64-linux-gnu")
+    left_out, _ = build(place)
+    assert "compiles for x86_64, not for aarch64: set CXX" in left_out["baseline"]
+
+
+def test_the_other_way_round_all_instruction_sets_of_x86_are_made(place, monkeypatch):
+    monkeypatch.setattr(hook.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(hook.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(hook.sysconfig, "get_platform", lambda: "linux-aarch64")
+    monkeypatch.setenv("KPT_CPU_TARGET", "x86_64")
+    monkeypatch.setenv("CXX", str(place / "bin" / "c++"))
+    monkeypatch.setenv("MACHINE", "x86_64-linux-gnu")
+    assert build(place) == ({}, 10)
+    assert hook.platform_tag() == "linux_x86_64"
+
+
+def test_archflags_name_the_target_on_macos(place, monkeypatch):
+    monkeypatch.setattr(hook.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hook.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(hook.sysconfig, "get_platform", lambda: "macosx-11.0-universal2")
+    assert hook.platform_tag() == "macosx_11_0_x86_64"
+    monkeypatch.setenv("ARCHFLAGS", "-arch arm64")
+    monkeypatch.setenv("MACHINE", "arm64-apple-darwin23")
+    assert build(place) == ({}, 2)
+    assert all(command[:2] == ["-arch", "arm64"] for command in commands(place))
+    assert hook.platform_tag() == "macosx_11_0_arm64"
 
 
 @pytest.fixture
@@ -263,7 +380,7 @@ def test_every_instruction_set_that_the_compiler_knows_has_a_library(kernels, tm
     if not compiler:
         pytest.skip(reason)
     (tmp_path / "empty.cpp").write_text("int nothing;\n")
-    for name, flags in hook.INSTRUCTION_SETS.items():
+    for name, flags in hook.instruction_sets().items():
         command = [*compiler, *flags, "-c", str(tmp_path / "empty.cpp"), "-o", os.devnull]
         known = subprocess.run(command, capture_output=True).returncode == 0
         assert (native.LIBRARIES / f"kpt_cpu_{name}.so").exists() is known, name

@@ -3,6 +3,9 @@
 Each is tested twice: compiled with AddressSanitizer and UndefinedBehaviorSanitizer, tensors lying in memory of exactly
 their size; and the library as it ships, tensors ending, then beginning, at a page that may not be touched, since
 instructions with masks are not all seen by the sanitizers.
+
+With `--under "qemu-aarch64 -L /usr/aarch64-linux-gnu"` and KPT_CPU_TARGET=aarch64 an emulator tests the library as it
+ships alone.
 """
 
 import argparse
@@ -10,6 +13,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,23 +37,39 @@ SANITIZED = {
 #: What is not initialised is far too large.
 SHIPPED = {"MALLOC_PERTURB_": "1"}
 SECONDS = 600
+#: As much slower as an emulator may be.
+SLOWER = 4
 
 
 def main() -> int:
     """Compile, run and tell; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--if-compiler", action="store_true", help="succeed where there is no C++ compiler")
+    parser.add_argument(
+        "--libraries", type=Path, default=LIBRARIES, metavar="FOLDER", help="where they are compiled to"
+    )
+    parser.add_argument(
+        "--under", type=shlex.split, default=[], metavar="COMMAND", help="an emulator that runs the tests"
+    )
     asked = parser.parse_args()
     build = _build_hook()
+    if build.target() != build.own_architecture() and not asked.under:
+        parser.error(f"this machine runs no {build.target()}: name an emulator, as in --under 'qemu-{build.target()}'")
     compiler, reason = build.find_compiler()
     if not compiler:
         print(f"The native kernels are not tested: {reason}.")
         return 0 if asked.if_compiler else 1
-    left_out = build.build(NATIVE, LIBRARIES)
+    start = time.monotonic()
+    libraries: Path = asked.libraries
+    libraries.mkdir(parents=True, exist_ok=True)
+    left_out = build.build(NATIVE, libraries)
     if "baseline" in left_out:
         print(f"The native kernels are not tested: {left_out['baseline']}.")
         return 1
-    sets = [name for name in _of_this_machine() if name not in left_out]
+    print(f"The libraries for {build.target()} are there after {time.monotonic() - start:.0f} s.", flush=True)
+    if asked.under:
+        return _emulated(compiler, build, libraries, asked.under)
+    sets = [name for name in _of_this_machine(libraries) if name not in left_out]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.monotonic()
@@ -60,7 +80,7 @@ def main() -> int:
         ] + [
             (
                 f"{each} as it ships, pages that {side} it closed",
-                [folder / "plain", LIBRARIES / f"kpt_cpu_{each}.so", place],
+                [folder / "plain", libraries / f"kpt_cpu_{each}.so", place],
                 SHIPPED,
             )
             for each in sets
@@ -81,22 +101,39 @@ def _build_hook() -> Any:
     return module
 
 
-def _of_this_machine() -> list[str]:
-    baseline = ctypes.CDLL(str(LIBRARIES / "kpt_cpu_baseline.so"))
+def _emulated(compiler: list[str], build: Any, libraries: Path, emulator: list[str]) -> int:
+    """Test the baseline as it ships by an emulator, which need not have more than that; the exit status."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _compile(compiler, build, (), folder, ("plain",))
+        run: list[Path | str] = [*emulator, folder / "plain", libraries / "kpt_cpu_baseline.so", "end"]
+        told = f"{build.target()} baseline as it ships, under {emulator[0]}, pages that follow it closed"
+        return 0 if _run((told, run, {}), SECONDS * SLOWER) else 1
+
+
+def _of_this_machine(libraries: Path) -> list[str]:
+    baseline = ctypes.CDLL(str(libraries / "kpt_cpu_baseline.so"))
     baseline.kpt_cpu_instruction_sets.restype = ctypes.c_char_p
     told: bytes = baseline.kpt_cpu_instruction_sets()
     return told.decode().split()
 
 
-def _compile(compiler: list[str], build: Any, sets: Iterable[str], folder: Path) -> None:
+def _compile(
+    compiler: list[str],
+    build: Any,
+    sets: Iterable[str],
+    folder: Path,
+    programs: Iterable[str] = ("sanitized", "plain"),
+) -> None:
     """Make `<instruction set>.so`, sanitized, and the test program, `sanitized` and `plain`."""
-    kernel_flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-shared")]
+    kernel_flags = [flag for flag in build.FLAGS if flag != "-O3"]
+    flags_of = build.instruction_sets()
     of_tests = ["-std=c++17", "-pthread", "-g1", "-Wall", "-Wextra", f"-I{NATIVE}", f"-I{TESTS}"]
+    # The loops that check are most of the time of the plain program.
+    flags_of_program = {"sanitized": ["-O1", *of_tests, *SANITIZERS], "plain": ["-O2", *of_tests]}
     groups = {
-        **{each: (NATIVE, ["-O1", "-g1", *kernel_flags, *SANITIZERS, *build.INSTRUCTION_SETS[each]]) for each in sets},
-        "sanitized": (TESTS, ["-O1", *of_tests, *SANITIZERS]),
-        # The loops that check are most of its time.
-        "plain": (TESTS, ["-O2", *of_tests]),
+        **{each: (NATIVE, ["-O1", "-g1", *kernel_flags, *SANITIZERS, *flags_of[each]]) for each in sets},
+        **{program: (TESTS, flags_of_program[program]) for program in programs},
     }
     objects: dict[str, list[Path]] = {name: [] for name in groups}
     jobs = list[tuple[int, list[str]]]()
@@ -124,7 +161,7 @@ def _must_work(command: list[str]) -> None:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
 
 
-def _run(run: tuple[str, list[Path | str], dict[str, str]]) -> bool:
+def _run(run: tuple[str, list[Path | str], dict[str, str]], seconds: int = SECONDS) -> bool:
     """Run the test program and print how it ended."""
     name, command, environment = run
     start = time.monotonic()
@@ -137,11 +174,11 @@ def _run(run: tuple[str, list[Path | str], dict[str, str]]) -> bool:
             text=True,
             errors="replace",
             check=False,
-            timeout=SECONDS,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired as late:
         told = (late.stdout or b"").decode(errors="replace")
-        print(f"{name}: no end after {SECONDS} s\n{told}", flush=True)
+        print(f"{name}: no end after {seconds} s\n{told}", flush=True)
         return False
     cases = sum(int(number) for number in re.findall(r"(\d+) cases", done.stdout))
     if done.returncode == 0 and cases > 0:
