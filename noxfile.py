@@ -68,6 +68,8 @@ METRICS = "packages/kpt-serve/tests/metrics"
 MANIFESTS = "packages/kpt-serve/tests/manifests"
 ON_RAY = "packages/kpt-serve/tests/ray"
 IN_VLLM = "packages/kpt-vllm/tests"
+#: Debian's packages that compile for ARM and run that, and a program of each.
+CROSS = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}
 LIBRARIES = Path("packages/kpt-backend-cpu/src/kpt_backend_cpu/libraries")
 #: A process for each core; each test stays small, so more threads would only wait for each other.
 #: A test that hangs ends its process, which says where, so that the others go on; none takes a quarter of that.
@@ -488,6 +490,22 @@ def cpu(session: nox.Session) -> None:
             suite(session, "cpu", *few, env=env)
     examples(session, asked, others=["nvidia", "amd", "xpu"])
     machine(session, asked)
+
+
+@nox.session(venv_backend="none", requires=["workspace"], default=False)
+def arm(session: nox.Session) -> None:
+    """Compile the CPU's kernels for ARM and run their C++ tests in QEMU. Not in CI: an emulator takes minutes.
+
+    Debian's cross compiler and emulator are needed; they are installed where they are missing and this is root.
+    """
+    missing = [package for package, program in CROSS.items() if shutil.which(program) is None]
+    if missing:
+        install = ("apt-get", "install", "--yes", "--no-install-recommends", *missing)
+        if os.geteuid() != 0 or shutil.which("apt-get") is None:
+            session.error(f"install a cross compiler and an emulator, on Debian: {' '.join(install)}")
+        session.run(*install, external=True, silent=True)
+    under = ("--libraries", ".nox/arm", "--under", "qemu-aarch64 -L /usr/aarch64-linux-gnu")
+    run(session, "python", f"{NATIVE}/sanitize.py", *under, env={"KPT_CPU_TARGET": "aarch64"})
 
 
 @in_workspace
