@@ -5,6 +5,14 @@
 
 #include "kpt_cpu.h"
 
+// glibc 2.34 gave these a new version as they moved into libc, and kept the one that older systems have, too. Asking for
+// that one lets a library that was built on a new system load on an old one, where Python itself brings libpthread.
+#if defined(__GLIBC__) && defined(__x86_64__) && defined(__LP64__)
+asm(".symver pthread_create, pthread_create@GLIBC_2.2.5\n.symver pthread_join, pthread_join@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+asm(".symver pthread_create, pthread_create@GLIBC_2.17\n.symver pthread_join, pthread_join@GLIBC_2.17");
+#endif
+
 namespace kpt {
 
 namespace {

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -393,3 +395,19 @@ def test_libraries_need_the_system_s_c_library_alone(kernels):
         needed = [line.partition("[")[2].rstrip("]") for line in told.splitlines() if "(NEEDED)" in line]
         kinds = {name.partition(".so")[0].partition("-")[0] for name in needed}
         assert kinds <= {"libc", "libm", "libpthread", "ld"}, (path.name, needed)
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_threads_are_asked_of_old_and_new_systems_alike(tmp_path):
+    """Where this is built decides no wheel's tag: pthread_create of glibc 2.34 would make it manylinux_2_34."""
+    compiler, reason = hook.find_compiler()
+    if not compiler:
+        pytest.skip(reason)
+    made = tmp_path / "parallel.so"
+    command = [*compiler, *hook.FLAGS, "-shared", str(PACKAGE / "native" / "parallel.cpp"), "-o", str(made)]
+    subprocess.run(command, check=True)
+    told = subprocess.run(["readelf", "-W", "--dyn-syms", made], capture_output=True, text=True, check=True).stdout
+    needed = {name: tuple(map(int, version.split("."))) for name, version in re.findall(r"(\w+)@GLIBC_([\d.]+)", told)}
+    assert {"pthread_create", "pthread_join"} <= set(needed)
+    assert max(needed.values()) <= (2, 28), needed
