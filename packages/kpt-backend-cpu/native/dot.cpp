@@ -56,6 +56,10 @@ void multiply(const Product& product) {
             // Of the dtypes only these are ever staged so.
             if constexpr (sizeof(T) == 1 || is_bfloat16<T>) multiply_rows<Bfloat16Dot<T>>(product);
 #endif
+#if defined(__AVX2__)
+        } else if constexpr (sizeof(T) == 1) {
+            multiply_rows<HalfDot<T>>(product);
+#endif
         } else {
             multiply_rows<FloatDot<T>>(product);
         }

@@ -47,21 +47,25 @@ KPT_INLINE void tile(
         next[j] = w.next[from + j];
     }
     for (int m = 0; m < M; m++) own[m] = x[m];
+    typename D::Watch watch;
     const auto add = [&](int64_t k, auto get) __attribute__((always_inline)) {
         typename D::Vector weights[N][D::vectors];
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) get(now[j] + k, weights[j]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < D::vectors; v++) {
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
-                const typename D::Vector xs = D::get_x(own[m] + k + v * (D::numbers / D::vectors));
+                const auto xs = D::get_x(own[m] + k + v * (D::numbers / D::vectors));
 #pragma GCC unroll 4
                 for (int j = 0; j < N; j++) part[m][j] = D::dot(part[m][j], xs, weights[j][v]);
             }
         }
     };
-    const auto whole = [](const auto* p, typename D::Vector* out) { D::get(p, out); };
+    const auto whole = [&](const auto* p, typename D::Vector* out) __attribute__((always_inline)) {
+        D::Watch::see(watch, p);
+        D::get(p, out);
+    };
     for (int64_t k = 0, block = 0; k < count; block++) {
         const int64_t end = SCALED && count - k > scale_block ? k + scale_block : count;
         for (int m = 0; m < M; m++) {
@@ -95,6 +99,11 @@ KPT_INLINE void tile(
             for (int j = 0; j < N; j++) total[m][from + j] += part[m][j] * of_weight[j];
         }
     }
+    if (!D::Watch::alarmed(watch)) return;
+    for (int j = 0; j < N; j++) {
+        if (!D::Watch::has_nan(now[j], count)) continue;
+        for (int m = 0; m < M; m++) total[m][from + j] += __builtin_nanf("");
+    }
 }
 
 template <class D, int M>
@@ -119,8 +128,7 @@ void decode(const FourColumns<typename D::Weight>& w, int64_t count, typename D:
         for (int j = 0; j < tile_columns; j++) {
             typename D::Vector vectors[D::vectors];
             if (w.next[0] != nullptr && k % line == 0) __builtin_prefetch(w.next[j] + k, 0, 2);
-            if (count - k >= D::numbers) D::get(w.now[j] + k, vectors);
-            else D::get(w.now[j] + k, count - k, vectors);
+            D::get(w.now[j] + k, count - k, vectors);
             for (int v = 0; v < D::vectors; v++) {
                 D::keep(out + j * stride + k + v * (D::numbers / D::vectors), vectors[v]);
             }
@@ -227,7 +235,8 @@ private:
         const float* scale = w.scales_of == KPT_SCALES_N ? w.scale + p_.expert * w.stride_se : nullptr;
         for (int j = 0; j < tile_columns; j++) {
             const int64_t column = runs_.column(i, j);
-            if (column < runs_.end) out[column] = scale != nullptr ? sums[j] * scale[column * w.stride_sn] : sums[j];
+            const float sum = sums[j] * D::unit;
+            if (column < runs_.end) out[column] = scale != nullptr ? sum * scale[column * w.stride_sn] : sum;
         }
     }
 

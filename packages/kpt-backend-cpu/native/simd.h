@@ -179,21 +179,26 @@ KPT_INLINE vf widen_halves(vh bits) {
 
 KPT_INLINE vf load(const float16* p) { return widen_halves(*reinterpret_cast<const vh_anywhere*>(p)); }
 
-// A 256th of W numbers, for who can multiply by 256 later.
-KPT_INLINE vf load_256th(const e4m3* p) {
+// W numbers of 8 bits as float16, those of e4m3 as a 256th.
+
+KPT_INLINE vh halves(const e4m3* p) {
     typedef int8_t vsb __attribute__((vector_size(W)));
     typedef int16_t vsh __attribute__((vector_size(W * 2)));
     // The sign is in bit 14 too, which is the highest of the exponent. Where all of what stands below is set, it becomes NaN.
     const vh half = (vh)__builtin_convertvector((vsb)*reinterpret_cast<const vb_anywhere*>(p), vsh) << 7 & 0xbfff;
-    return widen_halves(half | ((half + 0x80) & 0x4000));
+    return half | ((half + 0x80) & 0x4000);
 }
+
+KPT_INLINE vh halves(const e5m2* p) {
+    return __builtin_convertvector(*reinterpret_cast<const vb_anywhere*>(p), vh) << 8;
+}
+
+// A 256th of W numbers, for who can multiply by 256 later.
+KPT_INLINE vf load_256th(const e4m3* p) { return widen_halves(halves(p)); }
 
 KPT_INLINE vf load(const e4m3* p) { return load_256th(p) * 256.0f; }
 
-KPT_INLINE vf load(const e5m2* p) {
-    const vb bytes = *reinterpret_cast<const vb_anywhere*>(p);
-    return widen_halves(__builtin_convertvector(bytes, vh) << 8);
-}
+KPT_INLINE vf load(const e5m2* p) { return widen_halves(halves(p)); }
 
 KPT_INLINE void store(float* p, vf value) { *reinterpret_cast<vf_anywhere*>(p) = value; }
 

@@ -104,28 +104,41 @@ void check_grouped_mm(Random& random, const Case& c) {
     compare_bits("out", out[0].memory, out[1].memory);
 }
 
-// Each of the 256 codes of a dtype of 8 bits, in products of few and of many rows, at the end of vectors and inside.
-void check_codes(int dtype, int64_t rows, int64_t inner, bool n_contiguous, int x_dtype) {
+// Each of the 256 codes of a dtype of 8 bits in a column of its own, in products of few and of many rows: at all of K, or at
+// `place` alone among zeros, where the result is exact.
+void check_codes(int dtype, int64_t rows, int64_t inner, bool n_contiguous, int x_dtype, int64_t place, bool blocks) {
     begin_case(
-        "kpt_grouped_mm of x %s [%lld, %lld] and all codes of %s with %s contiguous", name_of(x_dtype),
-        static_cast<long long>(rows), static_cast<long long>(inner), name_of(dtype), n_contiguous ? "N" : "K");
+        "kpt_grouped_mm of x %s [%lld, %lld] and all codes of %s, at %lld, with %s contiguous, %s", name_of(x_dtype),
+        static_cast<long long>(rows), static_cast<long long>(inner), name_of(dtype), static_cast<long long>(place),
+        n_contiguous ? "N" : "K", blocks ? "scales of blocks" : "no scales");
+    Random random(9);
     Rows x(x_dtype, rows, inner, 0), out(KPT_FLOAT32, rows, 256, 0);
+    const auto x_value = [](int64_t r, int64_t k) { return static_cast<double>(1 + (r + k) % 7); };
     for (int64_t r = 0; r < rows; r++) {
-        for (int64_t k = 0; k < inner; k++) x.set(r, k, 1.0);
+        for (int64_t k = 0; k < inner; k++) x.set(r, k, x_value(r, k));
     }
-    Matrices weight(dtype, 1, inner, 256, n_contiguous, 0);
+    Matrices weight = Matrices::random(
+        random, dtype, 1, inner, 256, n_contiguous, 0, blocks ? KPT_SCALES_BLOCK : KPT_SCALES_NONE, 1.0);
+    const kpt_matrices m = weight.view();
     std::vector<double> want, tolerance;
     for (int64_t n = 0; n < 256; n++) {
-        for (int64_t k = 0; k < inner; k++) *weight.at(0, k, n) = static_cast<uint8_t>(n);
+        for (int64_t k = 0; k < inner; k++) {
+            *weight.at(0, k, n) = place < 0 || k == place ? static_cast<uint8_t>(n) : uint8_t{0};
+        }
     }
-    for (int64_t i = 0; i < rows * 256; i++) {
-        const uint8_t code = static_cast<uint8_t>(i % 256);
-        want.push_back(decode(dtype, &code) * static_cast<double>(inner));
-        tolerance.push_back(std::fabs(want.back()) * 0x1p-22);
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t n = 0; n < 256; n++) {
+            double sum = 0.0;
+            for (int64_t k = place < 0 ? 0 : place; k < (place < 0 ? inner : place + 1); k++) {
+                const float scale = blocks ? m.scale[k / 128 * m.stride_sk + n / 128 * m.stride_sn] : 1.0f;
+                sum += x_value(r, k) * static_cast<double>(scale) * decode(dtype, weight.at(0, k, n));
+            }
+            want.push_back(sum);
+            tolerance.push_back(std::fabs(sum) * 0x1p-21);
+        }
     }
     Array<int32_t> offsets(std::vector<int32_t>{static_cast<int32_t>(rows)});
-    const struct kpt_grouped_mm args{x.view(), out.view(), weight.view(), nullptr, 0, offsets.data(),
-                                     rows,     inner,      256,           1,       1};
+    const struct kpt_grouped_mm args{x.view(), out.view(), m, nullptr, 0, offsets.data(), rows, inner, 256, 1, 1};
     CHECK(kernels.grouped_mm(&args) == KPT_OK, "it returned an error");
     compare("out", out.read("out"), want, tolerance);
 }
@@ -258,7 +271,15 @@ void test_grouped_mm() {
         for (int64_t rows : {1, 3, 30}) {
             for (int64_t inner : {1, 64, 200}) {
                 for (bool n_contiguous : {false, true}) {
-                    for (int x_dtype : floats) check_codes(dtype, rows, inner, n_contiguous, x_dtype);
+                    for (int x_dtype : floats) check_codes(dtype, rows, inner, n_contiguous, x_dtype, -1, false);
+                }
+            }
+            // At the end of vectors and of what is read at once, inside of them, and in what is left of each.
+            for (int64_t inner : {77, 128, 200}) {
+                for (int64_t place : {0, 7, 16, 31, 32, 63, 64, 70, 76, 127, 128, 191, 192, 199}) {
+                    if (place >= inner) continue;
+                    check_codes(dtype, rows, inner, false, KPT_FLOAT32, place, false);
+                    check_codes(dtype, rows, inner, false, KPT_BFLOAT16, place, true);
                 }
             }
         }

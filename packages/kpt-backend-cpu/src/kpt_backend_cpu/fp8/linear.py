@@ -40,7 +40,7 @@ def forward(call: Call) -> Tensor:
         # Infinities saturate when they are quantised; here they have to be seen in the result.
         spoiled = ~call.x.isfinite().all(1, keepdim=True)
     scale = call.scale.t() if call.scale.dim() == 2 else call.scale
-    out = multiply(NAME, x, call.weight.t(), scale, call.bias, call.x.dtype, x_scale=x_scale)
+    out = multiply(NAME, x, call.weight, scale, call.bias, call.x.dtype, x_scale=x_scale, by_output=True)
     return out if spoiled is None else out.masked_fill_(spoiled, math.nan)
 
 
