@@ -85,6 +85,11 @@ class Kernel:
         composed_of: names of the ops that it calls, which are dispatched again.
         traceable: plain PyTorch that reads no value on the host, as does what refuses calls: compilers may look into
             both (backend `torch` alone).
+        prepare: a function of the record that gives a function of the op's arguments, in their order, or None. Where
+            this kernel is the first of its op, that function serves, on the same device, without gradients and without
+            asking check and `unsupported` again, all calls whose tensors have the same shapes, strides and dtypes, and
+            whose other arguments are equal. So it gives one only where these answer by nothing else. It gives the
+            results alone, and keeps no tensor of the call.
         configs: what tuning tries: a sequence, or a function of the record that gives one, of dictionaries or frozen
             dataclasses that JSON gives back as they are. The chosen one comes as `call.config`.
         aot: what is compiled ahead of time to prove the kernel on chips that are not there, see `kpt_conformance.aot`.
@@ -101,6 +106,7 @@ class Kernel:
     deterministic: bool = False
     composed_of: tuple[str, ...] = ()
     traceable: bool = False
+    prepare: str | None = None
     configs: str | None = None
     aot: str | None = None
 
@@ -120,7 +126,7 @@ class Kernel:
             for name in sorted(dtypes):
                 if not isinstance(getattr(torch, name, None), torch.dtype):
                     raise RegistrationError(f"{who}: dtypes names {name!r}, which is no dtype of torch")
-        for target in filter(None, (self.forward, self.backward, self.unsupported, self.configs, self.aot)):
+        for target in filter(None, (getattr(self, field) for field in _TARGETS)):
             module, _, attribute = target.partition(":")
             if not module or not attribute:
                 raise RegistrationError(f"{who}: {target!r} is not of the form 'package.module:name'")
@@ -132,13 +138,15 @@ class Kernel:
         return load(self.forward)  # type: ignore[no-any-return]
 
 
+#: Fields that name a function.
+_TARGETS = ("forward", "backward", "unsupported", "prepare", "configs", "aot")
 #: Types of a kernel's fields: whatever a plug-in gives is checked where it is made.
 _FIELDS = {
-    **dict.fromkeys(("op", "forward", "backward", "unsupported", "configs", "aot"), str),
+    **dict.fromkeys(("op", *_TARGETS), str),
     **dict.fromkeys(("differentiable", "deterministic", "traceable"), bool),
     "priority": int,
 }
-_OPTIONAL = ("backward", "unsupported", "configs", "aot")
+_OPTIONAL = _TARGETS[1:]
 
 
 def _names(who: str, field: str, names: object) -> frozenset[str]:
@@ -333,8 +341,11 @@ class Op(Generic[P, R]):
         """Drop what was chosen and what was said; quarantine ends."""
         # New dictionaries: a thread that is choosing just now puts what it finds into the old ones.
         #: dtype -> the device that was last used (None for the CPU), whom to ask there in turn where the environment
-        #: alone applies, and whether the reference serves after them without a word.
-        self.quick: dict[torch.dtype, tuple[torch.device | None, tuple[Any, ...], bool]] = {}
+        #: alone applies, whether the reference serves after them without a word, and what the first of them prepared
+        #: (False for nothing) by what calls look like; None where it prepares none.
+        self.quick: dict[
+            torch.dtype, tuple[torch.device | None, tuple[Any, ...], bool, dict[tuple[Any, ...], Any] | None]
+        ] = {}
         #: What `dispatch.candidates` knows of devices, and of kernels.
         self.found: dict[Any, Any] = {}
         self.kernels: dict[tuple[str, Kernel], Any] = {}

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .contract import Call, Op
 from .dispatch.call import PLAIN, dispatch, dispatch_traced, explain_failure, retry_without, serve, with_needs
-from .dispatch.run import run
+from .dispatch.run import prepare, run
 from .dispatch.settings import SCOPE
 from .selection import REFERENCE
 
@@ -18,40 +18,61 @@ _ENTRY = """\
 def entry({declared}):
     if _compiling():
         return _traced(_op, ({values},))
-    call = _new(_Call, ({values}, (), None))
     try:
         if not ({plain}) or _autocast() or _modes() or _traced_by_jit() or _profiled():
-            return _dispatch(_op, call)
-        scope = _scope()
+            return _dispatch(_op, _new(_Call, ({values}, (), None)))
+        scope, graded = _scope(), _grad_enabled()
         if _transforms() or _forward_ad._current_level >= 0 or (scope is not None and scope.dry):
-            return _dispatch(_op, call)
-        if _grad_enabled() and ({needs}):
-            call = _with_needs(_op, call)
-        {check}
+            return _dispatch(_op, _new(_Call, ({values}, (), None)))
+        candidates, reference, known = (), False, None
         if scope is None:
-            device, candidates, reference = _op.quick.get({first}.dtype, _NOWHERE)
-            if {first}.is_cpu if device is None else {first}.device == device:
-                for candidate in candidates:
-                    if candidate.free or candidate.refusal(call) is None:
+            device, candidates, reference, known = _op.quick.get({first}.dtype, _NOWHERE)
+            if not ({first}.is_cpu if device is None else {first}.device == device):
+                candidates, reference, known = (), False, None
+            elif known is not None:
+                candidate = candidates[0]
+                if graded or candidate.failures:
+                    known = None
+                else:
+                    key = ({looks},)
+                    function = known.get(key)
+                    if function:
                         try:
-                            if call.needs:
-                                result = _run(_op, candidate, call)
-                            else:
-                                {bump}
-                                result = candidate.forward(call)
-                                if candidate.saves:
-                                    result = result[0]
+                            result = function({values})
                             candidate.count.calls += 1
                             return result
                         except Exception as error:
-                            return _retry_without(_op, call, candidate, error)
-                if reference:
-                    result = {reference}
-                    _count.calls += 1
+                            return _retry_without(_op, _new(_Call, ({values}, (), None)), candidate, error)
+                    if function is False:
+                        known = None
+        call = _new(_Call, ({values}, (), None))
+        if graded and ({needs}):
+            call = _with_needs(_op, call)
+        {check}
+        for candidate in candidates:
+            if candidate.free or candidate.refusal(call) is None:
+                try:
+                    if call.needs:
+                        result = _run(_op, candidate, call)
+                    elif known is not None:
+                        result = _prepare(_op, candidate, known, key, call)
+                    else:
+                        {bump}
+                        result = candidate.forward(call)
+                        if candidate.saves:
+                            result = result[0]
+                    candidate.count.calls += 1
                     return result
+                except Exception as error:
+                    return _retry_without(_op, call, candidate, error)
+            known = None
+        if reference:
+            result = {reference}
+            _count.calls += 1
+            return result
         return _serve(_op, call)
     except Exception as error:
-        _explain_failure(_op, call, error)
+        _explain_failure(_op, _new(_Call, ({values}, (), None)), error)
         raise
 """
 _REFERENCE = """\
@@ -67,6 +88,7 @@ _SHARED: dict[str, Any] = {
     "_retry_without": retry_without,
     "_with_needs": with_needs,
     "_run": run,
+    "_prepare": prepare,
     "_increment": torch._C._increment_version,
     "_explain_failure": explain_failure,
     "_scope": SCOPE.get,
@@ -79,8 +101,12 @@ _SHARED: dict[str, Any] = {
     "_profiled": torch._C._autograd._profiler_enabled,
     "_transforms": torch._C._are_functorch_transforms_active,
     "_forward_ad": forward_ad,
-    "_NOWHERE": (torch.device("meta"), (), False),
+    "_NOWHERE": (torch.device("meta"), (), False, None),
 }
+
+
+#: Of which nothing else is equal to a value.
+_EXACT = (str, torch.dtype)
 
 
 def _bump(name: str, optional: bool) -> str:
@@ -106,7 +132,16 @@ def entries(op: Op[..., Any]) -> tuple[Callable[..., Any], Callable[[Call], Any]
         f"{name}=call[{place}]" if parameter.kind is parameter.KEYWORD_ONLY else f"call[{place}]"
         for place, (name, parameter) in enumerate(parameters.items())
     ]
+    looks = []
+    for name in names:  # 1, 1.0 and True are equal, and not alike
+        kind = op.annotations[name]
+        if name in op.kinds:
+            seen = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
+            looks.append(f"({seen}) if {name} is not None else None" if name in optional else seen)
+        else:
+            looks.append(name if kind in _EXACT else f"{name}, type({name})")
     source = _ENTRY.format(
+        looks=", ".join(looks),
         declared=", ".join(declared),
         values=", ".join(names),
         plain=" and ".join(plain),

@@ -91,7 +91,9 @@ def serve(op: Op[..., Any], call: Call) -> Any:
         # The next call needs no more than to ask these, in their order, as long as nothing has to be said.
         silent = not registry.reference_is_slow(first.device)
         asked = tuple(each for each in found.accepted if silent or each.backend != TORCH or GPU in each.kernel.requires)
-        quick[first.dtype] = None if first.is_cpu else first.device, asked, silent and found.reference
+        prepares = bool(asked) and asked[0].prepare is not None and not op.mutates
+        where = None if first.is_cpu else first.device
+        quick[first.dtype] = where, asked, silent and found.reference, {} if prepares else None
     return result
 
 

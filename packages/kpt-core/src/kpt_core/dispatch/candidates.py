@@ -32,6 +32,7 @@ class Candidate:
         saves: whether its forward gives what is saved beside the results.
         free: whether it takes every call; False while it is not loaded.
         forward: its function, once `refusal` was asked; as `backward` is.
+        prepare: its function that prepares calls, None if it has none; once `refusal` was asked.
         count: how often it served and failed in this process, which `forget` keeps.
         failures: what it raised.
         agrees: whether its results were seen to be what the contract says, without and with gradients wanted.
@@ -39,7 +40,8 @@ class Candidate:
 
     __slots__ = (
         "_broken", "_results", "_unsupported",
-        "agrees", "backend", "backward", "count", "failures", "forward", "free", "identity", "kernel", "saves",
+        "agrees", "backend", "backward", "count", "failures", "forward", "free", "identity", "kernel", "prepare",
+        "saves",
     )  # fmt: skip
 
     forward: Callable[[Call], Any]
@@ -52,6 +54,7 @@ class Candidate:
         self.failures: list[str] = []
         self.free = False
         self.agrees: set[bool] = set()
+        self.prepare: Callable[[Call], Callable[..., Any] | None] | None = None
         self._broken: str | None = _NOT_LOADED
         self._unsupported: Callable[[Call], Refusal | str | None] | None = None
         self._results = op.result_count
@@ -111,6 +114,8 @@ class Candidate:
             self.forward = _function(kernel.forward, 1)  # the record
             if kernel.unsupported is not None:
                 self._unsupported = _function(kernel.unsupported, 1)
+            if kernel.prepare is not None:
+                self.prepare = _function(kernel.prepare, 1)
             if kernel.backward is not None:
                 self.backward = _function(kernel.backward, 2 + self._results)  # record, saved and gradients
             self.free = kernel.unsupported is None and (kernel.backward is not None or kernel.differentiable)

@@ -38,6 +38,25 @@ def run(op: Op[..., Any], candidate: Candidate | None, call: Call) -> Any:
     return attach(op, candidate, call, *_run_for_backward(op, candidate, call))
 
 
+#: Calls that look different, for which an op keeps what a kernel prepared: decoding makes new ones as it goes on.
+MOST_PREPARED = 512
+
+
+def prepare(op: Op[..., Any], candidate: Candidate, known: dict[Any, Any], key: tuple[Any, ...], call: Call) -> Any:
+    """Run a kernel that accepts a call and wants no gradient, by what it prepares for all that look alike."""
+    function = None if candidate.prepare is None or candidate.failures else candidate.prepare(call)
+    if function is None:
+        results = candidate.forward(call)
+        results = results[0] if candidate.saves else results
+    else:
+        results = function(*call[:-2])
+        checked(op, candidate, call, (results, ()) if candidate.saves else results)
+    if len(known) >= MOST_PREPARED:
+        known.clear()
+    known[key] = function or False
+    return results
+
+
 def _run_for_backward(op: Op[..., Any], candidate: Candidate, call: Call) -> tuple[Any, tuple[Tensor, ...]]:
     with torch.no_grad():
         output = candidate.forward(call)
