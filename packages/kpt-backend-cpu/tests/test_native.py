@@ -1,7 +1,9 @@
 """Which library is loaded, what is said where none can be, and that threads and processes don't disturb each other."""
 
+import copy
 import ctypes
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from kpt_backend_cpu import BACKEND, KPT_CPU_ISA, native
-from kpt_core import InputError
+from kpt_backend_cpu import linear as dense
+from kpt_core import InputError, get_op
 
 
 def of_this_machine() -> tuple[str, ...]:
@@ -264,3 +267,75 @@ def test_workers_of_a_data_loader_compute_right(kernels, two_threads):
     assert all(forked for _, forked, _ in results)
     assert os.getpid() not in {pid for *_, pid in results}
     assert is_right(kernels), "and the parent goes on"
+
+
+@pytest.fixture
+def served(kernels):
+    """A layer of few rows that was called before, so that the kernel has prepared its call, and its input."""
+    from kpt_optimize.few_rows import FewRowsLinear
+
+    layer, x = FewRowsLinear.from_linear(torch.nn.Linear(64, 48)).eval(), torch.randn(2, 64)
+    with torch.no_grad():
+        for _ in range(3):
+            layer(x)
+        yield layer, x
+
+
+def expected(layer, x):
+    return torch.nn.functional.linear(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_is_prepared_computes_what_forward_does(kernels, dtype, bias):
+    linear = get_op("linear.dense")
+    calls = [(torch.randn(3, 40).to(dtype), torch.randn(24, 40).to(dtype)) for _ in range(3)]
+    added = torch.randn(24).to(dtype) if bias else None
+    with torch.no_grad():
+        for x, weight in calls:
+            assert torch.equal(linear(x, weight, added), dense.forward(linear.bind(x, weight, added)))
+
+
+def test_what_is_prepared_sees_new_weights(served):
+    layer, x = served
+    layer.weight.mul_(2)
+    torch.testing.assert_close(layer(x), expected(layer, x))
+    layer.load_state_dict({name: torch.randn_like(value) for name, value in layer.state_dict().items()})
+    torch.testing.assert_close(layer(x), expected(layer, x))
+    layer.load_state_dict(
+        {name: torch.randn_like(value) for name, value in layer.state_dict().items()}, assign=True
+    )  # another tensor
+    torch.testing.assert_close(layer(x), expected(layer, x))
+    layer.bfloat16()
+    torch.testing.assert_close(layer(x.bfloat16()), expected(layer, x.bfloat16()), atol=2e-2, rtol=2e-2)
+    for other in (copy.deepcopy(layer.float()), pickle.loads(pickle.dumps(layer))):
+        other.weight.zero_()
+        assert torch.equal(other(x), other.bias.expand(2, -1))
+        torch.testing.assert_close(layer(x), expected(layer, x))
+
+
+def test_what_is_prepared_reads_no_memory_that_is_not_there(served):
+    layer, x = served
+    negative = torch._neg_view(x)
+    torch.testing.assert_close(layer(negative), expected(layer, -x))
+    layer.weight.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match=r"weight .* has no memory"):
+        layer(x)
+
+
+def test_what_is_prepared_serves_several_threads(served):
+    layer, _ = served
+    inputs, found = [torch.randn(2, 64) for _ in range(4)], {}
+
+    def work(place):
+        with torch.no_grad():
+            found[place] = [layer(inputs[place]) for _ in range(50)]
+
+    workers = [threading.Thread(target=work, args=(place,)) for place in range(4)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    for place, x in enumerate(inputs):
+        for got in found[place]:
+            torch.testing.assert_close(got, expected(layer, x))

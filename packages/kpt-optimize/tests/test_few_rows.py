@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import kpt_core
 from kpt_core import Backend, InputError, Kernel
@@ -55,6 +56,21 @@ def test_few_rows_go_to_the_op(layer, shape):
 def test_the_rest_is_torch_s_own(layer, call):
     assert call(layer).shape[-1] == 10
     assert CALLS == []
+
+
+def test_numbers_of_another_size_are_refused_as_by_torch(layer):
+    for x in (torch.randn(2, 12), torch.randn(1, 2, 12)):  # as many as a row of 24
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(x)
+    assert CALLS == []
+
+
+def test_a_pruned_weight_is_the_one_that_is_used(layer):
+    prune.l1_unstructured(layer, "weight", amount=100)  # the weight is an attribute then, and no parameter
+    x = torch.randn(2, 24)
+    with torch.no_grad():
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert CALLS == [(2, 24)]
 
 
 def test_gradients_are_those_of_the_layer(layer):

@@ -1,13 +1,15 @@
 """`linear.dense` natively for few rows: the grouped product of one group, which reads each weight once."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kpt_core import Call, Kernel, Refusal
 
 from . import native
-from .amx import refusal_for_amx
-from .tensors import matrices, readable_call, rows
+from .amx import LEFT_TO_PYTORCH, refusal_for_amx
+from .tensors import DTYPES, LOW, matrices, readable_call, rows
 
 NAME = "linear.dense"
 _MOST_ROWS = 16
@@ -46,11 +48,36 @@ def forward(call: Call) -> Tensor:
     return out if bias is None else (out + bias).to(x.dtype)
 
 
+def prepare(call: Call) -> Callable[..., Tensor] | None:
+    """Return what computes all calls that look like this one, or None where `forward` is as quick."""
+    if LEFT_TO_PYTORCH and call.x.dtype is torch.bfloat16:
+        return None  # the environment decides
+    if not (call.x.is_contiguous() and call.weight.is_contiguous()):
+        return None
+    (count, inner), columns, dtype, make = call.x.shape, call.weight.shape[0], call.x.dtype, type(call)
+    out_dtype = dtype if call.bias is None else torch.float32
+    of_x, of_out = (inner, DTYPES[dtype]), (columns, DTYPES[out_dtype])
+    of_weight = (*matrices(call.weight[None], by_output=True)[1:], 0, 0)
+    sizes = (_ENDS[count].data_ptr(), count, inner, columns, 1)
+    shape, empty, threads = (count, columns), torch.empty, torch.get_num_threads
+
+    def computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        place, own = x.data_ptr(), weight.data_ptr()
+        if place < LOW or own < LOW or x.is_neg() or weight.is_neg():
+            return forward(make(x, weight, bias, (), None))
+        out = empty(shape, dtype=out_dtype)
+        native.run("kpt_grouped_mm", place, *of_x, out.data_ptr(), *of_out, own, *of_weight, *sizes, threads())
+        return out if bias is None else (out + bias).to(dtype)
+
+    return computed
+
+
 KERNELS = (
     Kernel(
         NAME,
         forward=f"{__name__}:forward",
         unsupported=f"{__name__}:unsupported",
+        prepare=f"{__name__}:prepare",
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         priority=20,
         deterministic=True,

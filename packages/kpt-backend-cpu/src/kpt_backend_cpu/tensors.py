@@ -19,7 +19,7 @@ DTYPES = {
 }
 
 #: Without memory a tensor begins at 0, or where its offset says; at such an address its storage is asked too.
-_LOW = 1 << 40
+LOW = 1 << 40
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, tuple})
 
 
@@ -39,7 +39,7 @@ def readable(op: str, name: str, x: Tensor, *, whole: bool = False) -> Tensor:
     Raises:
         InputError: the memory of `x` was freed.
     """
-    if x.data_ptr() >= _LOW and x.is_contiguous() and not x.is_neg():
+    if x.data_ptr() >= LOW and x.is_contiguous() and not x.is_neg():
         return x
     if x._is_zerotensor():
         return torch.zeros_like(x)
@@ -57,7 +57,7 @@ def readable_call(op: str, call: Call, whole: Collection[str] = ()) -> Call:
     for x in call:
         # As in `readable`, here without a call for each; whether a number is a tensor takes longest to find out.
         if (type(x) not in _NO_TENSORS and isinstance(x, Tensor)) and (
-            x.data_ptr() < _LOW or not x.is_contiguous() or x.is_neg()
+            x.data_ptr() < LOW or not x.is_contiguous() or x.is_neg()
         ):
             break
     else:

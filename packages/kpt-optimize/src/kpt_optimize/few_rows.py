@@ -1,5 +1,7 @@
 """A linear layer that computes few rows by `linear.dense`, and is torch's own for all else."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -36,10 +38,18 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.t() + bias`, `[..., out_features]`."""
-        rows = input.numel() // max(self.in_features, 1)
+        shape = input.shape
+        rows = input.numel() // shape[-1] if shape and shape[-1] == self.in_features > 0 else 0  # torch's own says why
         if 0 < rows <= MOST_ROWS and input.is_cpu and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            out = linear(input.reshape(rows, self.in_features), self.weight, self.bias)
-            return out.view(*input.shape[:-1], self.out_features)
+            # As a module has them: a step of decoding asks each layer, and `self.weight` takes four times as long.
+            own: dict[str, Any] = self._parameters
+            weight, bias = own.get("weight"), own.get("bias")
+            if weight is None or (bias is None and "bias" not in own):  # pruned, for instance
+                weight, bias = self.weight, self.bias
+            if len(shape) == 2:
+                return linear(input, weight, bias)
+            out = linear(input.reshape(rows, self.in_features), weight, bias)
+            return out.view(*shape[:-1], self.out_features)
         return super().forward(input)
 
 
