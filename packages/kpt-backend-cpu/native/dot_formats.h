@@ -59,8 +59,8 @@ struct HalfUnits : AsTheyAre {
     static constexpr int16_t mask = -1;
 };
 
-// Moved into a float16 e4m3 means a 256th; the copy of the sign in bit 14 is taken out. NaN becomes 480: to keep the greatest
-// code, whatever its sign, and look for NaN if that is one costs less than to mend each.
+// Moved into a float16 e4m3 means a 256th; the copy of the sign in bit 14 is taken out. NaN becomes 480: to keep the
+// greatest code, whatever its sign, and to look for NaN if that is one costs less than to mend each.
 template <>
 struct HalfUnits<e4m3> {
     static constexpr int shift = 7;
@@ -89,8 +89,8 @@ struct HalfUnits<e4m3> {
     };
 };
 
-// In float32, from weights of 8 bits by way of float16. These are stored and loaded again: a conversion from memory is one
-// operation, that of the upper half of a register three.
+// In float32, from weights of 8 bits by way of float16. These are stored and loaded again: a conversion from memory is
+// one operation, that of the upper half of a register three.
 template <class T>
 struct HalfDot : HalfUnits<T> {
     using Weight = T;

@@ -104,8 +104,8 @@ void check_grouped_mm(Random& random, const Case& c) {
     compare_bits("out", out[0].memory, out[1].memory);
 }
 
-// Each of the 256 codes of a dtype of 8 bits in a column of its own, in products of few and of many rows: at all of K, or at
-// `place` alone among zeros, where the result is exact.
+// Each of the 256 codes of a dtype of 8 bits in a column of its own, in products of few and of many rows: at all of K,
+// or at `place` alone among zeros, where the result is exact.
 void check_codes(int dtype, int64_t rows, int64_t inner, bool n_contiguous, int x_dtype, int64_t place, bool blocks) {
     begin_case(
         "kpt_grouped_mm of x %s [%lld, %lld] and all codes of %s, at %lld, with %s contiguous, %s", name_of(x_dtype),
