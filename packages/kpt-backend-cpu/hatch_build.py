@@ -225,6 +225,12 @@ def find_compiler() -> tuple[list[str], str]:
     """The command of a C++ compiler, or none and the sentence that says so."""
     if os.environ.get(KPT_CPU_BUILD) == "0":
         return [], f"it was installed with {KPT_CPU_BUILD}=0, which skips compiling: unset it, {_AGAIN}"
+    for variable in ("CXX", CXXFLAGS, CPPFLAGS, LDFLAGS):
+        try:
+            _options(variable)
+        except ValueError as error:
+            given = os.environ[variable]
+            return [], f"{variable} is {given!r}, which no shell could read ({error}): close its quotes, {_AGAIN}"
     if reason := _why_no_target():
         return [], reason
     cross = target() != own_architecture() and platform.system() != "Darwin"

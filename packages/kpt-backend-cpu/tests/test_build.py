@@ -179,6 +179,9 @@ def failures():
     def unknown(place, monkeypatch):
         monkeypatch.setenv("KPT_CPU_TARGET", "arm")
 
+    def unclosed(place, monkeypatch):
+        monkeypatch.setenv("LDFLAGS", "-L'/opt")
+
     def two(place, monkeypatch):
         monkeypatch.setattr(hook.platform, "system", lambda: "Darwin")
         monkeypatch.setenv("ARCHFLAGS", "-arch arm64 -arch x86_64")
@@ -188,6 +191,7 @@ def failures():
         pytest.param(broken, "c\\+\\+ failed \\(part.cpp:1:1: error: simulated\\)", id="broken"),
         pytest.param(misnamed, "CXX names '/nowhere/g\\+\\+', which is no program", id="misnamed"),
         pytest.param(unknown, "KPT_CPU_TARGET is 'arm'; aarch64 or x86_64 was expected: set it", id="unknown"),
+        pytest.param(unclosed, 'LDFLAGS is "-L\'/opt", which no shell could read .* close its quotes', id="unclosed"),
         pytest.param(two, "ARCHFLAGS is '-arch arm64 -arch x86_64', and a library is for one .* name one", id="two"),
         pytest.param(unwanted, "KPT_CPU_BUILD=0, which skips compiling: unset it", id="unwanted"),
     ]
