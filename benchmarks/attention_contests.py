@@ -17,7 +17,7 @@ from kpt_attention.paged import paged
 
 #: Attends to queries, keys and values.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-MASKS = ("causal", "full", "documents", "window")
+MASKS = ("causal", "full", "documents", "window", "ALiBi", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,28 @@ class Heads:
 
 
 def mask_of(kind: str, tokens: int, device: torch.device) -> Mask:
-    """Return a mask of `MASKS`: documents are uneven ones, a window is an eighth of the tokens."""
+    """Return a mask of `MASKS`: documents are uneven ones, a window is an eighth of the tokens, ALiBi is causal."""
     if kind == "documents":
         shares = torch.tensor([0, 0.07, 0.19, 0.2, 0.55, 0.9, 1])
         return causal() & document(cu_seqlens=(shares * tokens).round().int().to(device))
-    return {"causal": causal(), "full": everything(), "window": sliding_window(max(tokens // 8, 1))}[kind]
+    if kind == "window":
+        return sliding_window(max(tokens // 8, 1))
+    return causal() if kind in ("causal", "ALiBi") else everything()
+
+
+def added_to(heads: Heads, kind: str, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Any], Tensor]:
+    """Return what KPT is given to add to the scores under a mask of `MASKS`, and the same as `[heads, tokens, tokens]`.
+
+    That is nothing but for `ALiBi` and for `bias`, which has a number of `dtype` for each head, query and key.
+    """
+    place = torch.arange(heads.tokens, device=device)
+    if kind == "ALiBi":
+        slopes = 2.0 ** (-8 * torch.arange(1, heads.heads + 1, device=device) / heads.heads)
+        return {"alibi_slopes": slopes}, -slopes[:, None, None] * (place - place[:, None]).abs()
+    if kind == "bias":
+        bias = (place * 0.37 + place[:, None] * 0.11).sin().to(dtype).expand(heads.heads, -1, -1).contiguous()
+        return {"bias": bias[None]}, bias
+    return {}, torch.zeros(1, device=device).expand(heads.heads, 1, 1)
 
 
 def attention_contest(
@@ -69,8 +86,9 @@ def attention_contest(
     leaves = [tensor.requires_grad_(training) for tensor in (q, k, v)]
     plan, dense = mask.plan(tokens, device=device), mask.dense(tokens)[0, 0].to(device)
     group = heads.heads // heads.kv_heads
+    given, added = added_to(heads, kind, dtype, device)
     exact = _exact([tensor[:, :count].detach() for tensor, count in ((q, group), (k, 1), (v, 1))], dense,
-                   pull[:, :group] if training else None)  # fmt: skip
+                   pull[:, :group] if training else None, added[:group].double())  # fmt: skip
 
     def contestant(name: str, role: Role, attend: Attention) -> Contestant:
         def call() -> list[Tensor]:
@@ -81,11 +99,12 @@ def attention_contest(
 
         return Contestant(name, role, dtype, [call], check, exact)
 
-    ours = contestant("kpt", "kpt", lambda q, k, v: attention(q, k, v, plan))
-    peers = [contestant("SDPA", "peer", _sdpa(kind, dense))]
+    ours = contestant("kpt", "kpt", lambda q, k, v: attention(q, k, v, plan, **given))
+    seen = added.to(dtype).masked_fill(~dense, float("-inf")) if given else dense
+    peers = [contestant("SDPA", "peer", _sdpa(kind, seen))]
     if device.type == "cuda" and kind in ("causal", "full"):
         peers.append(contestant("SDPA, cuDNN", "peer", _by_cudnn(_sdpa(kind, dense))))
-    peers.append(contestant("FlexAttention", "peer", _flex(dense, compiler)))
+    peers.append(contestant("FlexAttention", "peer", _flex(dense, compiler, given)))
     pairs = int(dense.sum()) * heads.heads
     moved = sum(tensor.nbytes for tensor in (q, q, k, v))
     return Contest(
@@ -169,15 +188,15 @@ def _step(attend: Attention, leaves: Sequence[Tensor], pull: Tensor | None) -> l
     return [out] if pull is None else [out.detach(), *torch.autograd.grad(out, leaves, pull)]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    scores: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, added: Tensor | float = 0.0) -> Tensor:
+    scores: Tensor = (q @ k.mT * q.shape[-1] ** -0.5 + added).masked_fill(~seen, float("-inf"))
     return scores.softmax(-1) @ v
 
 
-def _exact(tensors: Sequence[Tensor], seen: Tensor, pull: Tensor | None) -> list[Tensor]:
+def _exact(tensors: Sequence[Tensor], seen: Tensor, pull: Tensor | None, added: Tensor) -> list[Tensor]:
     """Return in float64 what `_step` gives for one head of keys."""
     leaves = [tensor.double().requires_grad_(pull is not None) for tensor in tensors]
-    return _step(lambda q, k, v: _attend(q, k, v, seen), leaves, None if pull is None else pull.double())
+    return _step(lambda q, k, v: _attend(q, k, v, seen, added), leaves, None if pull is None else pull.double())
 
 
 def _sdpa(kind: str, dense: Tensor) -> Attention:
@@ -195,13 +214,18 @@ def _by_cudnn(attend: Attention) -> Attention:
     return run
 
 
-def _flex(dense: Tensor, compiler: str) -> Attention:
+def _flex(dense: Tensor, compiler: str, given: dict[str, Tensor]) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return dense[query, key]
 
+    def scored(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if "bias" in given:
+            return score + given["bias"][0, h, query, key]
+        return score - given["alibi_slopes"][h] * (key - query).abs()
+
     queries, keys = dense.shape
     blocks = create_block_mask(seen, None, None, queries, keys, device=str(dense.device))
     compiled: Any = torch.compile(flex_attention, dynamic=False, backend=compiler)
-    return partial(compiled, block_mask=blocks, enable_gqa=True)
+    return partial(compiled, score_mod=scored if given else None, block_mask=blocks, enable_gqa=True)

@@ -283,33 +283,137 @@ private:
     Span live_{0, 0};
 };
 
-// Capped and scaled scores of a panel against the keys of a span, in place of products: -inf where a query does not see a
-// key. `most` becomes the largest of each query.
-template <class Body>
-KPT_INLINE void with_scores(const kpt_attention& p, float* scores, vf* most, int64_t key, Body&& masked) {
+// What is added to the scores of a panel against the keys of a block.
+class Added {
+public:
+    Added(const kpt_attention& p, Room& room)
+        : p_(p), far_(p.slopes != nullptr || p.by_distance != nullptr),
+          bias_(room.take<float>(p.bias.data != nullptr ? kBlockKeys * kPanel : 0)),
+          by_step_(room.take<float>(far_ ? kBlockKeys + kPanel : 0)) {}
+
+    bool any() const { return far_ || p_.bias.data != nullptr; }
+
+    // The queries of a head from `first` on.
+    void look(int64_t batch, int64_t head, int64_t first) {
+        batch_ = batch;
+        head_ = head;
+        first_ = first;
+    }
+
+    // Bring it into the order of the scores.
+    void prepare(int64_t block, int64_t panel, int64_t keys) const {
+        const int64_t query = first_ + panel * kPanel, key = block * kBlockKeys;
+        if (p_.bias.data != nullptr) {
+            const int64_t rows = p_.queries - query < kPanel ? p_.queries - query : kPanel;
+            pack_panels<Singles>(
+                factor_of(p_.bias, batch_, head_, true), query, rows, key, keys, reinterpret_cast<slot*>(bias_));
+        }
+        // A step is a query's number less a key's: of neighbouring queries they lie side by side.
+        for (int64_t step = 0; far_ && step < kBlockKeys + kPanel - 1; step++) {
+            const int64_t distance = key - query - p_.position - (step - (kBlockKeys - 1));
+            float sum = 0.0f;
+            if (p_.slopes != nullptr) sum -= p_.slopes[head_] * static_cast<float>(distance < 0 ? -distance : distance);
+            if (p_.by_distance != nullptr) {
+                const int64_t most = p_.far, at = distance < -most ? -most : distance > most ? most : distance;
+                sum += p_.by_distance[head_ * (2 * most + 1) + most + at];
+            }
+            by_step_[step] = sum;
+        }
+    }
+
+    // A vector of scores with it.
+    KPT_INLINE vf with(const Added& a, vf score, int64_t key, int half) {
+        if (a.far_) score += load(a.by_step_ + (kBlockKeys - 1) - key + half * W);
+        if (a.p_.bias.data != nullptr) score += load(a.bias_ + key * kPanel + half * W);
+        return score;
+    }
+
+private:
+    const kpt_attention& p_;
+    const bool far_;
+    float *bias_, *by_step_;
+    int64_t batch_ = 0, head_ = 0, first_ = 0;
+};
+
+// Which weights dropout keeps: numbers of the place alone, so that a backward draws the same (SplitMix64 of a counter).
+class Dropout {
+public:
+    Dropout(const kpt_attention& p, Room& room) : p_(p), rows_(room.take<uint64_t>(any() ? kTileQueries : 0)) {}
+
+    bool any() const { return p_.drop_scale > 0.0f; }
+
+    void look(int64_t batch, int64_t head, int64_t first) {
+        uint64_t start = static_cast<uint64_t>(p_.seed) * kIncrement + static_cast<uint64_t>(p_.offset);
+        mix(start);
+        const uint64_t row = static_cast<uint64_t>(p_.first_row + (batch * p_.heads + head) * p_.queries + first);
+        for (uint64_t q = 0; any() && q < kTileQueries; q++) mix(rows_[q] = start + (row + q) * kIncrement);
+    }
+
+    // Of W queries of the tile from `query` on, what each has of a weight of `key`, any of the call's.
+    KPT_INLINE vf kept(const Dropout& d, vf value, int64_t query, int64_t key) {
+        wide drawn;
+        memcpy(&drawn, d.rows_ + query, sizeof drawn);
+        drawn += static_cast<uint64_t>(key) * kIncrement;
+        mix(drawn);
+        const vi yes = __builtin_convertvector(drawn >> 40 >= static_cast<uint64_t>(d.p_.drop_least), vi);
+        return select(yes, value, vf{});
+    }
+
+private:
+    typedef uint64_t wide __attribute__((vector_size(W * 8)));
+    static constexpr uint64_t kIncrement = 0x9e3779b97f4a7c15;
+    template <class T>
+    KPT_INLINE void mix(T& x) {
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+        x ^= x >> 31;
+    }
+
+    const kpt_attention& p_;
+    uint64_t* rows_;
+};
+
+// Capped and scaled scores of a panel against the keys of a span, in place of products, with what is added: -inf where a
+// query does not see a key. `most` becomes the largest of each query.
+template <class Add, class Body>
+KPT_INLINE void with_scores(const kpt_attention& p, float* scores, vf* most, int64_t key, Add&& add, Body&& masked) {
     for (int half = 0; half < 2; half++) {
         float* at = scores + key * kPanel + half * W;
         // Stored before anything is taken off, so that it is rounded as the largest one is.
         vf score = load(at) * p.scale;
         if (p.softcap > 0.0f) score = tanh(score / p.softcap) * p.softcap;
-        score = masked(half, score);
+        score = masked(half, add(score, key, half));
         most[half] = larger(most[half], score);
         store(at, score);
     }
 }
 
-KPT_INLINE void finish_scores(
-    const kpt_attention& p, const Mask& mask, int64_t block, int64_t panel, Span span, bool full, float* scores, vf* most) {
-    if (full) {
+template <class Add>
+KPT_INLINE void finish_added_scores(
+    const kpt_attention& p, const Mask& mask, int64_t block, int64_t panel, Span span, float* scores, vf* most, Add&& add) {
+    if (mask.state(block, panel) == kFull) {
         for (int64_t key = span.begin; key < span.end; key++) {
-            with_scores(p, scores, most, key, [](int, vf score) { return score; });
+            with_scores(p, scores, most, key, add, [](int, vf score) { return score; });
         }
         return;
     }
     Mask::each_key(mask, block, panel, span, [&](int64_t key, vi first, vi second) {
-        with_scores(p, scores, most, key, [&](int half, vf score) {
+        with_scores(p, scores, most, key, add, [&](int half, vf score) {
             return select(half == 0 ? first : second, score, splat(-__builtin_inff()));
         });
+    });
+}
+
+KPT_INLINE void finish_scores(
+    const kpt_attention& p, const Mask& mask, const Added& added, int64_t block, int64_t panel, Span span, float* scores,
+    vf* most) {
+    if (!added.any()) {
+        const auto none = [](vf score, int64_t, int) { return score; };
+        return finish_added_scores(p, mask, block, panel, span, scores, most, none);
+    }
+    added.prepare(block, panel, mask.end_of(block) - block * kBlockKeys);
+    finish_added_scores(p, mask, block, panel, span, scores, most, [&](vf score, int64_t key, int half) {
+        return Added::with(added, score, key, half);
     });
 }
 

@@ -22,6 +22,8 @@ public:
     Tile(const Given& g, Room room)
         : g_(g), p_(g.forward), pitch_(round_up(p_.dim, kPanel)), value_pitch_(round_up(p_.value_dim, kPanel)),
           depth_(depth_of<Kind>(p_.dim)), value_depth_(depth_of<Kind>(p_.value_dim)), mask_(p_, room),
+          added_(p_, room), dropout_(p_, room),
+          by_step_(room.take<float>(wants_steps() ? p_.keys + kTileQueries : 0)),
           q_(room.take<slot>(kTileQueries * depth_)), grad_(room.take<slot>(kTileQueries * value_depth_)),
           q_lines_(room.take<slot>(depth_of<Kind>(kTileQueries) * pitch_)),
           grad_lines_(room.take<slot>(depth_of<Kind>(kTileQueries) * value_pitch_)),
@@ -41,8 +43,12 @@ public:
         rows_ = p_.queries - first < kTileQueries ? p_.queries - first : kTileQueries;
         panels_ = (rows_ + kPanel - 1) / kPanel;
         mask_.look(batch, head, first);
+        added_.look(batch, head, first);
+        dropout_.look(batch, head, first);
+        if (wants_steps()) memset(by_step_, 0, (p_.keys + kTileQueries) * sizeof(float));
         with_float_type(p_.q.dtype, [&](auto type) { look_at_rows<decltype(type)>(batch, head, first); });
         pack_queries(batch, head, first);
+        if (g_.grad_bias != nullptr) bias_ = g_.grad_bias + ((batch * p_.heads + head) * p_.queries + first) * p_.keys;
         memset(grad_q_, 0, kTileQueries * pitch_ * sizeof(float));
         sum_changes(batch, of_keys);
         for (int64_t block = mask_.blocks().begin; block < mask_.blocks().end; block++) {
@@ -51,6 +57,7 @@ public:
             while (from < to && mask_.state(block, to - 1) == kDead) to--;
             if (from < to) add_block(batch, of_keys, block, from, to, grad_k, grad_v);
         }
+        if (wants_steps()) write_steps((batch * p_.heads + head) * ((p_.queries + kTileQueries - 1) / kTileQueries), first);
         if (g_.grad_q.data == nullptr) return;
         with_float_type(g_.grad_q.dtype, [&](auto type) {
             using T = decltype(type);
@@ -123,7 +130,11 @@ private:
             if (spans[panel].end > all.end) all.end = spans[panel].end;
         }
         for (int64_t panel = from; panel < to; panel++) {
-            if (spans[panel].begin < spans[panel].end) weigh(block, panel, spans[panel]);
+            if (spans[panel].begin < spans[panel].end) {
+                weigh(block, panel, spans[panel]);
+                if (g_.grad_bias != nullptr) write_bias(block, panel, spans[panel]);
+                if (wants_steps()) add_steps(block, panel, spans[panel]);
+            }
             clear(panel, spans[panel], all);
         }
         const int64_t first = from * kPanel, last = to * kPanel < rows_ ? to * kPanel : rows_;
@@ -152,7 +163,6 @@ private:
     // Scores of a panel against the keys of a span, and how the result changes with their weights.
     void score(int64_t block, int64_t panel, Span span) {
         const int64_t place = panel * kPanel, count = span.end - span.begin;
-        const bool full = mask_.state(block, panel) == kFull;
         multiply_block<Kind, kPitch, 1>(
             k_ + span.begin * kPitch, count, q_ + place * depth_, depth_, kPanel, depth_, scores_ + span.begin * kPanel,
             kPanel, false);
@@ -160,7 +170,13 @@ private:
             v_ + span.begin * kPitch, count, grad_ + place * value_depth_, value_depth_, kPanel, value_depth_,
             changes_ + span.begin * kPanel, kPanel, false);
         vf most[2] = {};
-        finish_scores(p_, mask_, block, panel, span, full, scores_, most);
+        finish_scores(p_, mask_, added_, block, panel, span, scores_, most);
+        for (int64_t key = span.begin; dropout_.any() && key < span.end; key++) {
+            for (int64_t lane = 0; lane < kPanel; lane += W) {
+                float* at = changes_ + key * kPanel + lane;
+                store(at, Dropout::kept(dropout_, load(at) * p_.drop_scale, place + lane, block * kBlockKeys + key));
+            }
+        }
     }
 
     // A function that gives the weights of a key.
@@ -210,7 +226,9 @@ private:
     // Weights of a panel against the keys of a span, and the gradients of its scores.
     void weigh(int64_t block, int64_t panel, Span span) {
         const int64_t place = panel * kPanel;
-        const bool full = mask_.state(block, panel) == kFull;
+        // What is added may hide keys as well.
+        const bool full = mask_.state(block, panel) == kFull && !added_.any();
+        const bool keeping = g_.grad_bias != nullptr || wants_steps(), dropping = dropout_.any();
         score(block, panel, span);
         for (int half = 0; half < 2; half++) {
             const int64_t lane = half * W;
@@ -220,13 +238,16 @@ private:
             for (int64_t key = span.begin; key < span.end; key += Kind::per_slot) {
                 vf slopes[Kind::per_slot] = {};
                 for (int j = 0; j < Kind::per_slot && key + j < span.end; j++) {
-                    const vf score = load(scores_ + (key + j) * kPanel + lane), p = weight(key + j);
+                    const vf score = load(scores_ + (key + j) * kPanel + lane);
+                    vf p = weight(key + j);
                     slopes[j] = p * (load(changes_ + (key + j) * kPanel + lane) - common);
                     if (p_.softcap > 0.0f) {
                         const vf capped = score / p_.softcap;
                         slopes[j] *= 1.0f - capped * capped;
                     }
                     if (!full) slopes[j] = select(score == -__builtin_inff(), vf{}, slopes[j]);
+                    if (keeping) store(changes_ + (key + j) * kPanel + lane, slopes[j]);
+                    if (dropping) p = Dropout::kept(dropout_, p * p_.drop_scale, place + lane, block * kBlockKeys + key + j);
                     put(weights_, key + j, place + lane, p);
                     put(slopes_, key + j, place + lane, slopes[j]);
                 }
@@ -235,6 +256,57 @@ private:
                 }
             }
         }
+    }
+
+    // The gradients of a panel's scores, which took the place of changes, as those of the bias.
+    void write_bias(int64_t block, int64_t panel, Span span) const {
+        for (int64_t lane = 0; lane < kPanel; lane += W) {
+            const int64_t query = panel * kPanel + lane;
+            for (int64_t key = span.begin; key < span.end; key += W) {
+                vi each[W] = {};
+                for (int64_t i = 0; i < W && key + i < span.end; i++) {
+                    each[i] = as_bits(load(changes_ + (key + i) * kPanel + lane));
+                }
+                transpose(each);
+                float* to = bias_ + query * p_.keys + block * kBlockKeys + key;
+                for (int64_t i = 0; i < W && query + i < rows_; i++) {
+                    store(to + i * p_.keys, as_floats(each[i]), span.end - key);
+                }
+            }
+        }
+    }
+
+    bool wants_steps() const { return g_.grad_slopes != nullptr || g_.grad_by_distance != nullptr; }
+
+    // Add them by how far a query's number is from a key's; of the last key and the tile's first query it is place 0.
+    void add_steps(int64_t block, int64_t panel, Span span) const {
+        for (int64_t key = span.begin; key < span.end; key++) {
+            float* to = by_step_ + (p_.keys - 1 - (block * kBlockKeys + key)) + panel * kPanel;
+            for (int64_t lane = 0; lane < kPanel; lane += W) {
+                store(to + lane, load(to + lane) + load(changes_ + key * kPanel + lane));
+            }
+        }
+    }
+
+    // Sum them to the tile's parts of the gradients; `tile` is the number of the head's first.
+    void write_steps(int64_t tile, int64_t first) const {
+        tile += first / kTileQueries;
+        const int64_t most = p_.far, width = 2 * most + 1;
+        float* near = g_.grad_by_distance == nullptr ? nullptr : g_.grad_by_distance + tile * width;
+        if (near != nullptr) memset(near, 0, width * sizeof(float));
+        double slope = 0.0, ends[2] = {};
+        for (int64_t step = 0; step < p_.keys + kTileQueries - 1; step++) {
+            const int64_t distance = p_.keys - 1 - step - first - p_.position;
+            const double sum = static_cast<double>(by_step_[step]);
+            slope -= sum * static_cast<double>(distance < 0 ? -distance : distance);
+            if (distance <= -most) ends[0] += sum;
+            else if (distance >= most) ends[1] += sum;
+            else if (near != nullptr) near[most + distance] += by_step_[step];
+        }
+        if (g_.grad_slopes != nullptr) g_.grad_slopes[tile] = static_cast<float>(slope);
+        if (near == nullptr) return;
+        near[0] += static_cast<float>(ends[0]);
+        near[2 * most] += static_cast<float>(ends[1]);
     }
 
     static void put(slot* to, int64_t key, int64_t query, vf value) {
@@ -267,6 +339,9 @@ private:
     const kpt_attention& p_;
     const int64_t pitch_, value_pitch_, depth_, value_depth_;
     Mask mask_;
+    Added added_;
+    Dropout dropout_;
+    float *by_step_, *bias_ = nullptr;
     slot *q_, *grad_, *q_lines_, *grad_lines_, *k_, *v_, *k_lines_;
     float *scores_, *changes_;
     slot *weights_, *slopes_, *slopes_across_;

@@ -13,6 +13,7 @@ class Tile {
 public:
     Tile(const kpt_attention& p, Room room)
         : p_(p), pitch_(round_up(p.value_dim, kPanel)), depth_(depth_of<Kind>(p.dim)), mask_(p, room),
+          added_(p, room), dropout_(p, room),
           q_(room.take<slot>(kTileQueries * depth_)), k_(room.take<slot>(kBlockKeys * kPitch)),
           v_(room.take<slot>(depth_of<Kind>(kBlockKeys) * pitch_)), scores_(room.take<float>(kBlockKeys * kPanel)),
           weights_(Kind::per_slot == 1 ? reinterpret_cast<slot*>(scores_) : room.take<slot>(kBlockKeys / 2 * kPanel)),
@@ -24,6 +25,8 @@ public:
         const int64_t rows = p_.queries - first < kTileQueries ? p_.queries - first : kTileQueries;
         const int64_t of_keys = head / (p_.heads / p_.kv_heads);
         mask_.look(batch, head, first);
+        added_.look(batch, head, first);
+        dropout_.look(batch, head, first);
         pack_panels<Kind>(factor_of(p_.q, batch, head, true), first, rows, 0, p_.dim, q_);
         memset(out_, 0, kTileQueries * pitch_ * sizeof(float));
         for (int64_t q = 0; q < kTileQueries; q++) {
@@ -55,7 +58,6 @@ private:
     }
 
     void add_block(int64_t block, int64_t panel) {
-        const bool full = mask_.state(block, panel) == kFull;
         const Span span = span_of<Kind>(mask_, block, panel);
         float* scores = scores_ + span.begin * kPanel;
         multiply_block<Kind, kPitch, 1>(
@@ -64,7 +66,7 @@ private:
         float *largest = largest_ + panel * kPanel, *total = total_ + panel * kPanel, *out = out_ + panel * kPanel * pitch_;
         vf most[2] = {load(largest), load(largest + W)};
         const vf before[2] = {most[0], most[1]};
-        finish_scores(p_, mask_, block, panel, span, full, scores_, most);
+        finish_scores(p_, mask_, added_, block, panel, span, scores_, most);
         vf base[2];
         vf sums[2][kChains] = {};
         float fading[kPanel];
@@ -86,14 +88,13 @@ private:
         for (int64_t key = span.end; key < round_up(span.end, Kind::per_slot); key++) {
             for (int64_t i = 0; i < kPanel; i++) scores_[key * kPanel + i] = -__builtin_inff();
         }
-        int64_t key = span.begin;
-        for (; key + kChains < span.end; key += kChains) {
-            for (int half = 0; half < 2; half++) {
-                for (int j = 0; j < kChains; j += Kind::per_slot) weigh(key + j, half, base[half], &sums[half][j]);
-            }
-        }
-        for (; key < span.end; key += Kind::per_slot) {
-            for (int half = 0; half < 2; half++) weigh(key, half, base[half], sums[half]);
+        const int64_t begin = block * kBlockKeys;
+        if (dropout_.any()) {
+            weigh_all(span, base, sums, [&](vf weight, int64_t key, int half) {
+                return Dropout::kept(dropout_, weight, panel * kPanel + half * W, begin + key);
+            });
+        } else {
+            weigh_all(span, base, sums, [](vf weight, int64_t, int) { return weight; });
         }
         for (int half = 0; half < 2; half++) {
             vf all = sums[half][0];
@@ -106,12 +107,27 @@ private:
             weights_ + from, kPanel, v_ + from, v_depth_, pitch_, depth, out, pitch_, true);
     }
 
-    // Make scores of a slot's keys weights, and add these to as many sums.
-    __attribute__((always_inline)) inline void weigh(int64_t key, int half, vf base, vf* sums) {
+    template <class Keep>
+    __attribute__((always_inline)) inline void weigh_all(Span span, const vf* base, vf (*sums)[kChains], Keep&& keep) {
+        int64_t key = span.begin;
+        for (; key + kChains < span.end; key += kChains) {
+            for (int half = 0; half < 2; half++) {
+                for (int j = 0; j < kChains; j += Kind::per_slot) weigh(key + j, half, base[half], &sums[half][j], keep);
+            }
+        }
+        for (; key < span.end; key += Kind::per_slot) {
+            for (int half = 0; half < 2; half++) weigh(key, half, base[half], sums[half], keep);
+        }
+    }
+
+    // Make scores of a slot's keys weights, and add these to as many sums, before some are dropped.
+    template <class Keep>
+    __attribute__((always_inline)) inline void weigh(int64_t key, int half, vf base, vf* sums, Keep&& keep) {
         vf each[Kind::per_slot];
         for (int j = 0; j < Kind::per_slot; j++) {
             each[j] = exp_of_loss(load(scores_ + (key + j) * kPanel + half * W) - base);
             sums[j] += each[j];
+            each[j] = keep(each[j], key + j, half);
         }
         store_slots<Kind>(weights_ + key / Kind::per_slot * kPanel + half * W, slots_of<Kind>(each));
     }
@@ -124,7 +140,8 @@ private:
             const bool dead = total_[q] == 0.0f;
             const float total = dead ? 1.0f : total_[q], largest = largest_[q] > kLowest ? largest_[q] : kLowest;
             for (int64_t j = 0; j < p_.value_dim; j += W) {
-                const vf value = dead ? vf{} : load(out_ + q * pitch_ + j) / total;
+                vf value = dead ? vf{} : load(out_ + q * pitch_ + j) / total;
+                if (dropout_.any()) value *= p_.drop_scale;
                 store(to + j, value, p_.value_dim - j);
             }
             p_.largest[at + q] = largest;
@@ -136,6 +153,8 @@ private:
     const kpt_attention& p_;
     const int64_t pitch_, depth_;
     Mask mask_;
+    Added added_;
+    Dropout dropout_;
     slot *q_, *k_, *v_;
     float* scores_;
     slot* weights_;

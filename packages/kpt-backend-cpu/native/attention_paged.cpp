@@ -234,9 +234,11 @@ private:
             for (int64_t h = 0; h < part.heads; h++) {
                 const float scale = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[part.head + h] : 1.0f);
                 for (int64_t row = 0; row < rows; row++) {
-                    weigh(
-                        seen_by(part.sequence, row / groups_), from, count, scale, scores + (h * padded + row) * kChunk,
-                        results + h * step + row * per_row_);
+                    float* own = scores + (h * padded + row) * kChunk;
+                    const int64_t query = row / groups_, head = (part.head + h) * groups_ + row % groups_;
+                    score(own, count, scale);
+                    add_to_scores(own, part.sequence, query, head, from, count);
+                    weigh(seen_by(part.sequence, query), from, count, own, results + h * step + row * per_row_);
                 }
             }
             for (int64_t j = 0; j < count; j += values_at_once) {
@@ -326,15 +328,45 @@ private:
         }
     }
 
-    // Turn products of a row into weights, and fade what it has so far.
-    void weigh(Seen span, int64_t from, int64_t count, float scale, float* scores, float* result) const {
+    // Scale and cap products of a row.
+    void score(float* scores, int64_t count, float scale) const {
+        for (int64_t j = 0; j < count; j += W) {
+            vf score = load(scores + j) * scale;
+            if (p_.softcap > 0.0f) score = tanh(score / p_.softcap) * p_.softcap;
+            store(scores + j, score);
+        }
+    }
+
+    // Add what a query's scores get beside their products.
+    void add_to_scores(float* scores, int64_t s, int64_t query, int64_t head, int64_t from, int64_t count) const {
+        if (p_.bias.data != nullptr) {
+            with_float_type(p_.bias.dtype, [&](auto kind) {
+                const auto* bias = static_cast<const decltype(kind)*>(p_.bias.data) + place_of(p_.bias, s, query, head) + from;
+                for (int64_t j = 0; j < count; j += W) store(scores + j, load(scores + j) + load(bias + j, count - j));
+            });
+        }
+        if (p_.slopes == nullptr && p_.by_distance == nullptr) return;
+        const int64_t place = p_.places != nullptr ? p_.places[before(s) + query] : p_.position + query;
+        const int64_t most = p_.far;
+        for (int64_t j = 0; p_.slopes != nullptr && j < count; j++) {
+            const int64_t distance = from + j - place;
+            scores[j] -= p_.slopes[s * p_.slopes_stride + head] * static_cast<float>(distance < 0 ? -distance : distance);
+        }
+        for (int64_t j = 0; p_.by_distance != nullptr && j < count; j++) {
+            const int64_t distance = from + j - place;
+            const int64_t at = distance < -most ? -most : distance > most ? most : distance;
+            scores[j] += p_.by_distance[head * (2 * most + 1) + most + at];
+        }
+    }
+
+    // Turn scores of a row into weights, and fade what it has so far.
+    void weigh(Seen span, int64_t from, int64_t count, float* scores, float* result) const {
         float* state = result + value_pitch_;
         vf most = splat(state[0]);
         vi places;
         for (int i = 0; i < W; i++) places[i] = i;
         for (int64_t j = 0; j < count; j += W) {
-            vf score = load(scores + j) * scale;
-            if (p_.softcap > 0.0f) score = tanh(score / p_.softcap) * p_.softcap;
+            vf score = load(scores + j);
             const vi place = places + static_cast<int32_t>(from + j);
             const vi seen = (place >= span.begin) & (place < span.end) & (place < static_cast<int32_t>(from + count));
             score = select(seen, score, splat(-__builtin_inff()));

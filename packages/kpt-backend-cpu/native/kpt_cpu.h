@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 5
+#define KPT_CPU_INTERFACE 6
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -153,20 +153,33 @@ struct kpt_attention {
     int64_t blocks_stride_b, blocks_stride_h; /* else 2 more than a place in block_bits */
     const uint8_t* block_bits;               /* [n, 128, 16], the lowest bit first */
     const float* sinks;                      /* [heads] or NULL */
+    /* Added to the scores, after the cap; each may be NULL. */
+    struct kpt_heads bias;    /* [batch, heads, queries, keys]; keys are contiguous */
+    const float* slopes;      /* [heads]: so much is lost for each step between key and query (ALiBi) */
+    const float* by_distance; /* [heads, 2 far + 1] contiguous, by key - query - position; beyond, the ends hold */
+    int64_t far;
     int64_t batch, heads, kv_heads, queries, keys, dim, value_dim, position;
+    /* Dropout (kpt_attention/dropout.py): seed, offset and the number of the first row (batch, head, query), the least
+     * number of 24 bits that is kept, and what the kept is multiplied by; 0 for none. */
+    int64_t seed, offset, first_row;
+    int32_t drop_least;
+    float drop_scale;
     int32_t causal; /* query i sees the keys up to i + position */
     float scale, softcap; /* softcap 0 for none */
     int32_t threads;
 };
 
-/* The gradients of attention.dense. `forward` is as given to the forward, with out, largest and total; its lse is unused.
- * What is not wanted has data NULL. */
+/* The gradients of attention.dense. `forward` is as given to the forward, with out, largest and total; its lse is unused,
+ * and it has no cap beside what is added to the scores. What is not wanted has data NULL. */
 struct kpt_attention_backward {
     struct kpt_attention forward;
     struct kpt_heads grad;                   /* of out */
     const float* grad_lse;                   /* or NULL */
     float* common;                           /* [batch, heads, queries], written: what all scores of a row lose */
     struct kpt_heads grad_q, grad_k, grad_v; /* of q's dtype */
+    float* grad_bias;        /* [batch, heads, queries, keys], written where a query sees a key; or NULL */
+    float* grad_slopes;      /* [batch, heads, ceil(queries / 128)], to be summed; or NULL */
+    float* grad_by_distance; /* [batch, heads, ceil(queries / 128), 2 far + 1], to be summed; or NULL */
 };
 
 /* Keys or values in pages; dim is contiguous. */
@@ -191,6 +204,13 @@ struct kpt_attention_paged {
     const int32_t* spans;
     const float* sinks;             /* [heads] or NULL */
     const float *k_scale, *v_scale; /* [kv_heads] or NULL */
+    /* Added to the scores, after the cap; each may be NULL. */
+    struct kpt_heads bias;    /* strides as q's; a row has a number for each key of the sequence */
+    const float* slopes;      /* [heads], or as many for each sequence, `slopes_stride` apart: lost for each step */
+    int64_t slopes_stride;
+    const float* by_distance; /* [heads, 2 far + 1] contiguous, by key - query's place; beyond, the ends hold */
+    int64_t far;
+    const int32_t* places;    /* of each query among its sequence's keys; NULL for `position + query` */
     int64_t sequences, queries, heads, kv_heads, dim, value_dim, position;
     float scale, softcap; /* softcap 0 for none */
     int32_t causal, threads;

@@ -9,6 +9,7 @@ import torch
 
 import kpt_core
 from kpt_backend_cpu import native
+from kpt_backend_cpu.attention import dense
 from kpt_core import get_op
 
 NAME = "attention.dense"
@@ -86,19 +87,31 @@ X = torch.randn(1, 2, 12, 8)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"bias": torch.zeros(1, 1, 12, 12)}, "bias is given; this kernel adds nothing"),
-        ({"alibi_slopes": torch.ones(2)}, "alibi_slopes is given"),
-        ({"relative_bias": torch.zeros(2, 3)}, "relative_bias is given"),
-        ({"dropout": 0.5}, "dropout is asked for"),
+        ({"bias": torch.zeros(1, 1, 12, 1)}, "a bias that all keys share; this kernel reads one for each"),
+        ({"alibi_slopes": torch.ones(2, requires_grad=True), "softcap": 2.0}, "gradients of capped scores that something"),
         ({"v": torch.randn(1, 2, 12, 257)}, "a dim of 257; this kernel takes at most 256"),
     ],
-    ids=["bias", "alibi", "relative bias", "dropout", "dim"],
+    ids=["bias", "cap", "dim"],
 )
 def test_it_refuses_in_a_sentence_and_plain_pytorch_serves(options, sentence, kernels):
     call = {"q": X, "k": X, "v": X, **options}
     with kpt_core.use("cpu", op=NAME), pytest.raises(kpt_core.NoKernelError, match=sentence):
         get_op(NAME)(**call)
     assert get_op(NAME)(**call)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("batches", [1, 3], ids=["shared", "each"])
+def test_the_gradient_of_a_bias_is_made_for_some_sequences_at_a_time(batches, monkeypatch):
+    monkeypatch.setattr(dense, "_MOST_PARTS", 2 * 4 * 4 * 2 * 12 * 12)  # of two sequences
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 12, 8, generator=generator) for _ in range(3))
+    bias = torch.randn(batches, 2, 12, 12, generator=generator, requires_grad=True)
+    grads = []
+    for backend in ("cpu", "reference"):
+        with kpt_core.use(backend, op=NAME):
+            out, lse = get_op(NAME)(q, k, v, bias=bias, dropout=0.4, seed=5)
+        grads += torch.autograd.grad(out.square().sum() + lse.sum(), bias)
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from struct import Struct
 from typing import Any
 
 #: KPT_CPU_INTERFACE: libraries of another one are not used.
-INTERFACE = 5
+INTERFACE = 6
 
 #: What `scales_of` may be.
 SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
@@ -212,6 +212,10 @@ class Attention(Structure):
         ("blocks_stride_h", c_int64),
         ("block_bits", c_void_p),
         ("sinks", c_void_p),
+        ("bias", Heads),
+        ("slopes", c_void_p),
+        ("by_distance", c_void_p),
+        ("far", c_int64),
         ("batch", c_int64),
         ("heads", c_int64),
         ("kv_heads", c_int64),
@@ -220,6 +224,11 @@ class Attention(Structure):
         ("dim", c_int64),
         ("value_dim", c_int64),
         ("position", c_int64),
+        ("seed", c_int64),
+        ("offset", c_int64),
+        ("first_row", c_int64),
+        ("drop_least", c_int32),
+        ("drop_scale", c_float),
         ("causal", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
@@ -238,6 +247,9 @@ class AttentionBackward(Structure):
         ("grad_q", Heads),
         ("grad_k", Heads),
         ("grad_v", Heads),
+        ("grad_bias", c_void_p),
+        ("grad_slopes", c_void_p),
+        ("grad_by_distance", c_void_p),
     )
 
 
@@ -270,6 +282,12 @@ class AttentionPaged(Structure):
         ("sinks", c_void_p),
         ("k_scale", c_void_p),
         ("v_scale", c_void_p),
+        ("bias", Heads),
+        ("slopes", c_void_p),
+        ("slopes_stride", c_int64),
+        ("by_distance", c_void_p),
+        ("far", c_int64),
+        ("places", c_void_p),
         ("sequences", c_int64),
         ("queries", c_int64),
         ("heads", c_int64),

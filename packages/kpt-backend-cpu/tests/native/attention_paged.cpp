@@ -13,6 +13,8 @@ struct Case {
     bool causal, sinks, scales, paged, uniform;  // uniform: sequences have as many queries, and see all keys
     double softcap;
     int threads;
+    bool bias, slopes, table;
+    int64_t far;
 
     int64_t heads() const { return kv_heads * groups; }
 };
@@ -20,16 +22,17 @@ struct Case {
 void check_paged(Random& random, const Case& c) {
     begin_case(
         "kpt_attention_paged of %s and %s, %lld sequences of %lld queries at most, heads %lld of %lld, pages %lld of %lld, "
-        "dims %lld and %lld, gap %lld, window %lld, causal %d, sinks %d, scales %d, table %d, uniform %d, softcap %g, %d threads",
+        "dims %lld and %lld, gap %lld, window %lld, causal %d, sinks %d, scales %d, table %d, uniform %d, softcap %g, %d threads, "
+        "bias %d, slopes %d, distances %d of %lld",
         name_of(c.dtype), name_of(c.cache_dtype), static_cast<long long>(c.sequences), static_cast<long long>(c.most_queries),
         static_cast<long long>(c.kv_heads), static_cast<long long>(c.heads()), static_cast<long long>(c.most_pages),
         static_cast<long long>(c.page_size), static_cast<long long>(c.dim), static_cast<long long>(c.value_dim),
         static_cast<long long>(c.gap), static_cast<long long>(c.window), c.causal, c.sinks, c.scales, c.paged, c.uniform,
-        c.softcap, c.threads);
+        c.softcap, c.threads, c.bias, c.slopes, c.table, static_cast<long long>(c.far));
     // Without a table a sequence is one page.
     const int64_t page_size = c.paged ? c.page_size : c.page_size * c.most_pages, most_pages = c.paged ? c.most_pages : 1;
     const int64_t pages = c.sequences * most_pages + (c.paged ? 2 : 0), slots = pages * page_size;
-    std::vector<int32_t> table, ends{0}, spans;
+    std::vector<int32_t> table, ends{0}, spans, places;
     std::vector<int64_t> order;
     for (int64_t i = 0; i < pages; i++) order.push_back(i);
     for (int64_t i = pages - 1; c.paged && i > 0; i--) std::swap(order[i], order[random.below(i + 1)]);
@@ -41,6 +44,7 @@ void check_paged(Random& random, const Case& c) {
             const int64_t position = length - queries + i;
             const int64_t past = std::max<int64_t>(c.causal ? position + 1 : length, 0);
             const int64_t first = c.window > 0 ? std::max<int64_t>(position + 1 - c.window, 0) : 0;
+            places.push_back(static_cast<int32_t>(position));
             spans.push_back(static_cast<int32_t>(first));
             spans.push_back(static_cast<int32_t>(past));
             for (int64_t key = first; key < past; key++) seen[order[s * most_pages + key / page_size] * page_size + key % page_size] = true;
@@ -66,6 +70,12 @@ void check_paged(Random& random, const Case& c) {
     for (int64_t i = 0; i < c.heads(); i++) sinks.push_back(static_cast<float>(random.between(-2.0, 2.0)));
     for (int64_t i = 0; i < c.kv_heads; i++) k_scale.push_back(c.scales ? static_cast<float>(random.between(0.5, 1.5)) : 1.0f);
     for (int64_t i = 0; i < c.kv_heads; i++) v_scale.push_back(c.scales ? static_cast<float>(random.between(0.5, 1.5)) : 1.0f);
+    // A bias lies as queries do; slopes are of each sequence and head.
+    const int64_t most_keys = page_size * most_pages, width = 2 * c.far + 1;
+    Rows bias = Rows::random(random, random.coin() ? c.dtype : KPT_FLOAT32, c.bias ? tokens * c.heads() : 0, most_keys, c.gap, 2.0);
+    std::vector<float> slopes, distances;
+    for (int64_t i = 0; i < c.sequences * c.heads(); i++) slopes.push_back(static_cast<float>(random.between(0.0, 0.5)));
+    for (int64_t i = 0; i < c.heads() * width; i++) distances.push_back(static_cast<float>(random.between(-1.0, 1.0)));
     const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(c.dim)));
     std::vector<double> want(tokens * c.heads() * c.value_dim, 0.0), want_lse(tokens * c.heads(), -INFINITY);
     for (int64_t s = 0; s < c.sequences; s++) {
@@ -81,6 +91,10 @@ void check_paged(Random& random, const Case& c) {
                 for (int64_t d = 0; d < c.dim; d++) sum += q.values[row * c.dim + d] * k.values[place(key) * c.dim + d];
                 sum *= static_cast<double>(scale) * static_cast<double>(k_scale[kv_head]);
                 scores.push_back(c.softcap > 0.0 ? std::tanh(sum / c.softcap) * c.softcap : sum);
+                const int64_t distance = key - places[query], at = std::min(std::max(distance, -c.far), c.far) + c.far;
+                if (c.bias) scores.back() += bias.values[row * most_keys + key];
+                if (c.slopes) scores.back() -= static_cast<double>(slopes[s * c.heads() + head] * std::abs(distance));
+                if (c.table) scores.back() += static_cast<double>(distances[head * width + at]);
                 most = std::max(most, scores.back());
             }
             if (most == -INFINITY) continue;
@@ -95,7 +109,9 @@ void check_paged(Random& random, const Case& c) {
             }
         }
     }
-    Array<int32_t> of_table(table), of_ends(ends), of_spans(spans);
+    Array<int32_t> of_table(table), of_ends(ends), of_spans(spans), of_places(places);
+    Array<float> of_slopes(slopes), of_distances(distances);
+    bias.memory.freeze();
     Array<float> of_sinks(sinks), of_k(k_scale), of_v(v_scale);
     for (Rows* each : {&q, &k, &v}) each->memory.freeze();
     Rows out[2];
@@ -109,7 +125,8 @@ void check_paged(Random& random, const Case& c) {
         const struct kpt_attention_paged args{
             heads(q), heads(each), paged(k), paged(v), lse.data(), c.paged ? of_table.data() : nullptr, most_pages, page_size,
             c.uniform ? nullptr : of_ends.data(), c.uniform ? nullptr : of_spans.data(), c.sinks ? of_sinks.data() : nullptr, c.scales ? of_k.data() : nullptr,
-            c.scales ? of_v.data() : nullptr, c.sequences, c.uniform ? c.most_queries : 0, c.heads(),
+            c.scales ? of_v.data() : nullptr, c.bias ? heads(bias) : kpt_heads{}, c.slopes ? of_slopes.data() : nullptr, c.heads(),
+            c.table ? of_distances.data() : nullptr, c.far, c.uniform ? nullptr : of_places.data(), c.sequences, c.uniform ? c.most_queries : 0, c.heads(),
             c.kv_heads, c.dim, c.value_dim, page_size - c.most_queries, scale, static_cast<float>(c.softcap), c.causal, c.threads};
         CHECK(kernels.attention_paged(&args) == KPT_OK, "it returned an error");
         std::vector<float> got = lse.values();
@@ -156,6 +173,11 @@ void test_attention_paged() {
             c.uniform = !c.paged && c.window == 0 && random.coin();
             c.softcap = random.below(3) == 0 ? 1.5 : 0.0;
             c.threads = random.coin() ? 3 : 1;
+            check_paged(random, c);
+            c.bias = random.coin();
+            c.slopes = random.coin();
+            c.table = !c.paged && random.coin();
+            c.far = random.below(3) == 0 ? 0 : random.below(300);
             check_paged(random, c);
         }
     }

@@ -183,7 +183,7 @@ private:
         args.scale = 0.1f;
         args.threads = threads;
         if (!backward) return kernels.attention_forward(&args);
-        const struct kpt_attention_backward given{args, heads(grad.memory.data()), nullptr, common.data(), heads(out), {}, {}};
+        const struct kpt_attention_backward given{args, heads(grad.memory.data()), nullptr, common.data(), heads(out), {}, {}, nullptr, nullptr, nullptr};
         return kernels.attention_backward(&given);
     }
 

@@ -17,17 +17,14 @@ MOST_DIM = 256
 _FEW_QUERIES = 16  #: fewer leave most of a tile empty
 _BLOCK = 128  #: rows and columns of a mask's block
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
-#: What is left to kernels in plain PyTorch.
-_REFUSED = ("bias", "alibi_slopes", "relative_bias")
+#: What is added to the scores.
+_ADDED = ("bias", "alibi_slopes", "relative_bias")
+#: Bytes that the parts of a gradient of what is added may take at a time.
+_MOST_PARTS = 1 << 28
 
 
 def unsupported(call: Call) -> Refusal | str | None:
     """Return why a call is not for this kernel, or None."""
-    for name, value in zip(_REFUSED, (call.bias, call.alibi_slopes, call.relative_bias), strict=True):
-        if value is not None:
-            return Refusal("{name} is given; this kernel adds nothing to the scores", name=name)
-    if call.dropout:
-        return "dropout is asked for; this kernel has none"
     most = max(call.q.shape[3], call.v.shape[3])
     if most > MOST_DIM:
         return Refusal("a dim of {dim}; this kernel takes at most {most}", dim=most, most=MOST_DIM)
@@ -44,13 +41,42 @@ def unsupported(call: Call) -> Refusal | str | None:
         )
     if max(queries + abs(call.position), keys) >= 2**31 - 256:
         return Refusal("{keys} keys; this kernel counts them in 32 bits", keys=keys)
+    return _refusal_of_added(call)
+
+
+def _refusal_of_added(call: Call) -> Refusal | str | None:
+    """Return why what is added to the scores is not for this kernel, or None."""
+    bias, table = call.bias, call.relative_bias
+    if not _adds(call):
+        return None
+    if call.softcap and call.needs:
+        return "gradients of capped scores that something is added to; this kernel has one of both"
+    if bias is not None and bias.shape[3] < call.k.shape[2]:
+        return "a bias that all keys share; this kernel reads one for each"
+    parts = _tiles(call) * (0 if table is None else 4 * table.shape[1])
+    if "relative_bias" in call.needs and parts > _MOST_PARTS:
+        return Refusal("{mib} MiB of parts of the gradient of relative_bias", mib=parts >> 20)
+    scores = 4 * call.q.shape[1] * call.q.shape[2] * call.k.shape[2]
+    if "bias" in call.needs and scores > max(_MOST_PARTS, 4 * bias.nbytes):
+        return Refusal("the gradient of a bias that heads or queries share takes {mib} MiB first", mib=scores >> 20)
     return None
+
+
+def _adds(call: Call) -> bool:
+    return not (call.bias is None and call.alibi_slopes is None and call.relative_bias is None)
+
+
+def _tiles(call: Call) -> int:
+    """Return how many tiles of queries there are."""
+    return call.q.shape[0] * call.q.shape[1] * -(-call.q.shape[2] // _BLOCK)  # type: ignore[no-any-return]
 
 
 def _reads_once(call: Call) -> bool:
     """Return whether few queries may go to the kernel that reads each key once, as decoding wants."""
     _, heads, queries, _ = call.q.shape
     if queries >= _FEW_QUERIES or call.needs or call.blocks is not None or heads == 0:
+        return False
+    if call.dropout:
         return False
     intervals = call.intervals
     return intervals is None or (queries == 1 and intervals.shape[1] == 1 and intervals.shape[3] == 1)
@@ -67,7 +93,9 @@ def _read_once(call: Call) -> tuple[Tensor, Tensor | None]:
         past = min(max(call.position + 1, 0), keys) if call.causal else keys
         begins, ends = call.intervals[:, 0, 0, 0].expand(batch, 2).unbind(1)
         spans = torch.stack((begins.clamp(0, keys), ends.clamp(0, past)), 1)
-    sinks = None if call.sinks is None else readable(NAME, "sinks", call.sinks.detach().float(), whole=True)
+    numbers = ("sinks", "alibi_slopes", "relative_bias")
+    sinks, slopes, table = (_numbers_of(call, name) for name in numbers)
+    bias = None if call.bias is None else _bias(call).expand(batch, heads, queries, keys)
     native.run(
         "kpt_attention_paged",
         *_heads(q),
@@ -75,6 +103,7 @@ def _read_once(call: Call) -> tuple[Tensor, Tensor | None]:
         *_page(k),
         *_page(v),
         *(address(lse), 0, 0, keys, 0, address(spans), address(sinks), 0, 0),
+        *(*_heads(bias), address(slopes), 0, address(table), 0 if table is None else table.shape[1] // 2, 0),
         *(batch, queries, heads, kv_heads, dim, value_dim, call.position),
         *(1 / math.sqrt(dim) if scale is None else float(scale), call.softcap),
         *(call.causal, torch.get_num_threads()),
@@ -91,7 +120,8 @@ def _page(x: Tensor) -> tuple[int, ...]:
 def _is_plain(call: Call) -> bool:
     """Return whether PyTorch's own flash attention may serve: inference, full or causal."""
     masked = call.intervals is not None or call.blocks is not None or call.sinks is not None
-    return not (masked or call.needs or call.return_lse or call.softcap or call.q.shape[3] != call.v.shape[3])
+    masked = masked or _adds(call) or bool(call.softcap) or bool(call.dropout)
+    return not (masked or call.needs or call.return_lse or call.q.shape[3] != call.v.shape[3])
 
 
 def forward(call: Call) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...]]:
@@ -124,30 +154,61 @@ def backward(
     In bfloat16, where the processor multiplies it, probabilities and the gradients of scores are rounded to it for
     their products.
     """
-    of_sinks = None if call.sinks is None else call.sinks.dtype
+    dtypes = {name: getattr(call, name).dtype for name in call.needs}
     call = _readable_call(call)
     out, largest, total = saved
     out, largest, total = _rows("a result", out), *(readable(NAME, "a sum", x, whole=True) for x in (largest, total))
     grad = torch.zeros_like(out) if grad_out is None else _rows("the gradient of the result", grad_out)
     if grad_lse is not None:
         grad_lse = readable(NAME, "the gradient of the log-sum-exp", grad_lse.float(), whole=True)
-    wanted: dict[str, Tensor] = {name: _empty(getattr(call, name)) for name in ("q", "k", "v") if name in call.needs}
+    found: dict[str, Tensor | None] = {name: _empty(getattr(call, name)) for name in ("q", "k", "v") if name in dtypes}
     if call.q.numel() == 0:
-        found: dict[str, Tensor | None] = {name: each.zero_() for name, each in wanted.items()}
-        return found | ({"sinks": None} if "sinks" in call.needs else {})
+        return {name: None if name == "sinks" else torch.zeros_like(getattr(call, name)) for name in dtypes}
     common = torch.empty_like(total)
-    native.run(
-        "kpt_attention_backward",
-        *_numbers(call, out, largest, total, None),
-        *_heads(grad),
-        *(address(grad_lse), common.data_ptr()),
-        *(number for name in ("q", "k", "v") for number in _heads(wanted.get(name))),
-    )
-    found = dict(wanted)
-    if "sinks" in call.needs:
+    parts = {name: _parts(call, name, total) for name in _ADDED[1:] if name in dtypes}
+    bias = total.new_zeros(call.bias.shape) if "bias" in dtypes else None
+    # Of a bias that sequences share the gradients of some at a time are summed, not kept for all.
+    batch, scores = call.q.shape[0], 4 * call.q.shape[1] * call.q.shape[2] * call.k.shape[2]
+    step = batch if bias is None else max(1, _MOST_PARTS // 4 // max(scores, 1))
+    for first in range(0, batch, step):
+        own = slice(first, first + step)
+        of_scores = None if bias is None else total.new_zeros((*total[own].shape, call.k.shape[2]))
+        native.run(
+            "kpt_attention_backward",
+            *_numbers(_of_sequences(call, own), out[own], largest[own], total[own], None, first),
+            *_heads(grad[own]),
+            *(address(None if grad_lse is None else grad_lse[own]), common[own].data_ptr()),
+            *(number for name in ("q", "k", "v") for number in _heads(_slice(found.get(name), own))),
+            *(address(of_scores), *(address(_slice(parts.get(name), own)) for name in _ADDED[1:])),
+        )
+        if bias is not None and of_scores is not None:
+            each = bias if bias.shape[0] == 1 else bias[own]
+            each += of_scores.sum_to_size(each.shape)
+    for name, part in parts.items():
+        found[name] = part.double().sum((0, 2)).view_as(getattr(call, name)).to(dtypes[name])
+    if bias is not None:
+        found["bias"] = bias.to(dtypes["bias"])
+    if "sinks" in dtypes:
         weights = (call.sinks[:, None] - largest).exp_().div_(total)
-        found["sinks"] = weights.mul_(common).sum((0, 2)).neg_().to(of_sinks)
+        found["sinks"] = weights.mul_(common).sum((0, 2)).neg_().to(dtypes["sinks"])
     return found
+
+
+def _slice(x: Tensor | None, own: slice) -> Tensor | None:
+    return None if x is None else x[own]
+
+
+def _of_sequences(call: Call, own: slice) -> Call:
+    """Return the call of some sequences."""
+    named = ("q", "k", "v", "intervals", "blocks", "bias")
+    given = {name: x for name in named if (x := getattr(call, name)) is not None}
+    return call._replace(**{name: x[own] for name, x in given.items() if name in "qkv" or x.shape[0] > 1})
+
+
+def _parts(call: Call, name: str, like: Tensor) -> Tensor:
+    """Return where each tile of queries writes its part of the gradient of `alibi_slopes` or `relative_bias`."""
+    batch, heads, queries, _ = call.q.shape
+    return like.new_empty((batch, heads, -(-queries // _BLOCK), getattr(call, name)[0].numel()))
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -167,9 +228,24 @@ def _readable_call(call: Call) -> Call:
         changes["intervals"] = call.intervals.new_zeros((*call.intervals.shape[:3], 1, 2))
     if call.block_bits is not None:
         changes["block_bits"] = readable(NAME, "block_bits", call.block_bits, whole=True)
-    if call.sinks is not None:
-        changes["sinks"] = readable(NAME, "sinks", call.sinks.detach().float(), whole=True)
+    for name in ("sinks", *_ADDED[1:]):
+        if (x := _numbers_of(call, name)) is not None:
+            changes[name] = x
+    if call.bias is not None:
+        changes["bias"] = _bias(call)
     return call._replace(**changes)
+
+
+def _numbers_of(call: Call, name: str) -> Tensor | None:
+    """Return float32 numbers of heads that a call has, or None."""
+    x = getattr(call, name)
+    return None if x is None else readable(NAME, name, x.detach().float(), whole=True)
+
+
+def _bias(call: Call) -> Tensor:
+    """Return the bias with contiguous keys."""
+    bias: Tensor = call.bias.detach()
+    return _rows("bias", bias.float() if bias.dtype is torch.float64 else bias)
 
 
 def _rows(name: str, x: Tensor) -> Tensor:
@@ -190,9 +266,15 @@ def _table(x: Tensor | None) -> tuple[int, ...]:
     return x.data_ptr(), *(x.stride(dim) if x.shape[dim] > 1 else 0 for dim in (0, 1))
 
 
-def _numbers(call: Call, out: Tensor, largest: Tensor, total: Tensor, lse: Tensor | None) -> tuple[float, ...]:
-    """Return the numbers of `structures.Attention`."""
+def _numbers(
+    call: Call, out: Tensor, largest: Tensor, total: Tensor, lse: Tensor | None, first: int = 0
+) -> tuple[float, ...]:
+    """Return the numbers of `structures.Attention`; `first` sequences come before those of the call."""
     batch, heads, queries, dim = call.q.shape
+    keys = call.k.shape[2]
+    bias = None if call.bias is None else call.bias.expand(batch, heads, queries, keys)
+    seed = call.seed + (0 if call.drawn_seed is None else int(call.drawn_seed))
+    drawing = (seed, call.offset, first * heads * queries, int(call.dropout * (1 << 24)), 1 / (1 - call.dropout))
     return (
         *_heads(call.q),
         *_heads(call.k),
@@ -204,8 +286,12 @@ def _numbers(call: Call, out: Tensor, largest: Tensor, total: Tensor, lse: Tenso
         *_table(call.blocks),
         address(call.block_bits),
         address(call.sinks),
-        *(batch, heads, call.k.shape[1], queries, call.k.shape[2], dim, call.v.shape[3]),
+        *_heads(bias),
+        *(address(call.alibi_slopes), address(call.relative_bias)),
+        0 if call.relative_bias is None else call.relative_bias.shape[1] // 2,
+        *(batch, heads, call.k.shape[1], queries, keys, dim, call.v.shape[3]),
         call.position,
+        *(drawing if call.dropout else (0, 0, 0, 0, 0.0)),
         call.causal,
         float(call.scale) if call.scale is not None else 1 / math.sqrt(max(dim, 1)),
         call.softcap,

@@ -10,7 +10,9 @@ from kpt_backend_cpu import native
 from kpt_backend_cpu.tensors import DTYPES, address, readable
 
 
-def run(name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spans: Tensor, table: Tensor) -> None:
+def run(
+    name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spans: Tensor, table: Tensor, places: Tensor
+) -> None:
     """Run the native kernel.
 
     Args:
@@ -21,11 +23,17 @@ def run(name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spa
         ends: int32 `[sequences + 1]`: where each sequence's queries end.
         spans: int32 `[tokens, 2]`: keys that each query sees.
         table: int32 `[sequences, pages]`.
+        places: int32 `[tokens]`: of each query among its sequence's keys.
     """
     q, k, v = (_rows(name, part, getattr(call, part)) for part in ("q", "k_cache", "v_cache"))
     spans, ends = spans.contiguous(), ends.contiguous()
     table = table if table.stride(1) == 1 else table.contiguous()
     sinks = None if call.sinks is None else readable(name, "sinks", call.sinks.detach().float(), whole=True)
+    slopes = None if call.alibi_slopes is None else readable(name, "slopes", call.alibi_slopes.float(), whole=True)
+    bias = None if call.bias is None else call.bias.expand(q.shape[1], len(q), -1).transpose(0, 1)
+    if bias is not None:
+        bias = _rows(name, "bias", bias.float() if bias.dtype is torch.float64 else bias)
+    places = places.to(torch.int32).contiguous()
     scales = [None if each is None else readable(name, "a scale", each.detach().float(), whole=True)
               for each in (call.k_scale, call.v_scale)]  # fmt: skip
     native.run(
@@ -39,6 +47,8 @@ def run(name: str, call: Any, out: Tensor, lse: Tensor | None, ends: Tensor, spa
         table.stride(0),
         k.shape[1],
         *(ends.data_ptr(), spans.data_ptr(), address(sinks), *map(address, scales)),
+        *((0, 0, 0, 0, DTYPES[torch.float32]) if bias is None else _heads(bias)),
+        *(address(slopes), 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1], 0, 0, places.data_ptr()),
         *(len(ends) - 1, 0, q.shape[1], k.shape[2], q.shape[2], v.shape[3], 0),
         float(call.scale) if call.scale is not None else 1 / math.sqrt(q.shape[2]),
         call.softcap,

@@ -1,6 +1,7 @@
 """`attention.paged` natively: keys and values are read once, where they lie; long prefills go to `attention.dense`."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kpt_backend_cpu.attention import dense
@@ -12,11 +13,10 @@ NAME = "attention.paged"
 _MOST_QUERIES = 15
 
 
-def unsupported(call: Call) -> Refusal | None:
+def unsupported(call: Call) -> Refusal | str | None:
     """Return why a call is not for the kernel, or None."""
-    for name in ("alibi_slopes", "bias", "mask"):
-        if getattr(call, name) is not None:
-            return Refusal("{name} is given; this kernel reads spans of keys and adds nothing to scores", name=name)
+    if call.mask is not None:
+        return "a mask; this kernel reads spans of keys"
     if call.first:
         return Refusal("the first {first} keys beside a window; this kernel reads one span of keys", first=call.first)
     return None
@@ -49,30 +49,35 @@ def forward(call: Call) -> tuple[Tensor, Tensor | None]:
     for _, some in parts:
         own[some] = 0
     if len(parts) < len(ends) - 1:
-        run(NAME, call, out, lse, ends, own, call.block_table)
+        run(NAME, call, out, lse, ends, own, call.block_table, position)
     for number, some in parts:
-        _together(call, some, spans[some], call.block_table[number], out, lse)
+        _together(call, number, some, spans[some], int(position[some.start]), out, lse)
     return out, lse
 
 
-def _together(call: Call, rows: slice, spans: Tensor, table: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    """Attend with many queries of one sequence, to its pages brought together, as `attention.dense` does."""
+def _together(call: Call, number: int, rows: slice, spans: Tensor, first: int, out: Tensor, lse: Tensor | None) -> None:
+    """Attend with many queries of a sequence, from place `first` on, to its pages brought together, as the dense op."""
     size, groups = call.k_cache.shape[1], call.q.shape[1] // call.k_cache.shape[2]
     live = spans[spans[:, 0] < spans[:, 1]]
     begin, end = (int(live[:, 0].min()) // size, -(-int(live[:, 1].max()) // size)) if len(live) else (0, 0)
     q = call.q[rows]
     if call.k_scale is not None:
         q = q * call.k_scale.repeat_interleave(groups)[:, None]
-    pages = table[begin:end].long()
+    pages = call.block_table[number, begin:end].long()
     k, v = (
         (cache.view(torch.uint8)[pages].view(cache.dtype) if cache.itemsize == 1 else cache[pages])
         .flatten(0, 1).to(q.dtype).transpose(0, 1)[None]
         for cache in (call.k_cache, call.v_cache)
     )  # fmt: skip
     intervals = (spans - begin * size).clamp_(min=0)[None, None, :, None]
+    slopes, bias = call.alibi_slopes, call.bias
+    if bias is not None:
+        bias = (bias if bias.shape[1] == 1 else bias[:, rows])[None, ..., begin * size : end * size]
+        bias = F.pad(bias, (0, k.shape[2] - bias.shape[3]))
     bound = get_op("attention.dense").bind(
-        q.transpose(0, 1)[None], k, v, intervals, sinks=call.sinks, return_lse=lse is not None, scale=call.scale,
-        softcap=call.softcap,
+        q.transpose(0, 1)[None], k, v, intervals, bias=bias, sinks=call.sinks, return_lse=lse is not None,
+        alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[number], position=first - begin * size,
+        scale=call.scale, softcap=call.softcap,
     )  # fmt: skip
     (found, sums), _ = dense.forward(bound)
     found = found[0].transpose(0, 1)
