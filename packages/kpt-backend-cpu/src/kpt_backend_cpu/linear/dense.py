@@ -5,11 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kpt_core import Call, Kernel, Refusal
-
-from . import native
-from .amx import LEFT_TO_PYTORCH, refusal_for_amx
-from .tensors import DTYPES, LOW, matrices, readable_call, rows
+from kpt_backend_cpu import native
+from kpt_backend_cpu.amx import LEFT_TO_PYTORCH, refusal_for_amx
+from kpt_backend_cpu.tensors import DTYPES, LOW, matrices, readable_call, rows
+from kpt_core import Call, Refusal
 
 NAME = "linear.dense"
 _MOST_ROWS = 16
@@ -59,27 +58,14 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
     of_x, of_out = (inner, DTYPES[dtype]), (columns, DTYPES[out_dtype])
     of_weight = (*matrices(call.weight[None], by_output=True)[1:], 0, 0)
     sizes = (_ENDS[count].data_ptr(), count, inner, columns, 1)
-    shape, empty, threads = (count, columns), torch.empty, torch.get_num_threads
+    shape, threads = (count, columns), torch.get_num_threads
 
     def computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         place, own = x.data_ptr(), weight.data_ptr()
         if place < LOW or own < LOW or x.is_neg() or weight.is_neg():
             return forward(make(x, weight, bias, (), None))
-        out = empty(shape, dtype=out_dtype)
+        out = x.new_empty(shape, dtype=out_dtype)
         native.run("kpt_grouped_mm", place, *of_x, out.data_ptr(), *of_out, own, *of_weight, *sizes, threads())
         return out if bias is None else (out + bias).to(dtype)
 
     return computed
-
-
-KERNELS = (
-    Kernel(
-        NAME,
-        forward=f"{__name__}:forward",
-        unsupported=f"{__name__}:unsupported",
-        prepare=f"{__name__}:prepare",
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        priority=20,
-        deterministic=True,
-    ),
-)

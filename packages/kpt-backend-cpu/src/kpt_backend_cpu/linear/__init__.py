@@ -1,0 +1,15 @@
+"""The kernel for linear layers. Naming it imports nothing; its module is imported when it is chosen."""
+
+from kpt_core import Kernel
+
+KERNELS = (
+    Kernel(
+        "linear.dense",
+        forward=f"{__name__}.dense:forward",
+        unsupported=f"{__name__}.dense:unsupported",
+        prepare=f"{__name__}.dense:prepare",
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        priority=20,
+        deterministic=True,
+    ),
+)
