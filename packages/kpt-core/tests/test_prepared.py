@@ -23,7 +23,11 @@ def _check(call: Call) -> None:
         raise InputError("factor must be a number; got a bool")
 
 
-@op("sample.prepared", check=_check)
+def _fake(call: Call) -> Tensor:
+    return call.x.new_empty(call.x.shape)  # type: ignore[no-any-return]
+
+
+@op("sample.prepared", check=_check, fake=_fake)
 def prepared(x: Tensor, weight: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
     """Multiply."""
     return x * factor if weight is None else x * weight * factor
@@ -182,3 +186,28 @@ def two(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
 def test_it_is_named_as_a_function() -> None:
     with pytest.raises(RegistrationError, match="'prepare' is not of the form"):
         a_kernel(prepare="prepare")
+
+
+def test_a_graph_takes_the_short_way_too(table: Tensor) -> None:
+    operator = torch.ops.kpt.sample_prepared.default
+    for _ in range(2):
+        assert operator(table, None, 1.0, "").tolist() == (table + 100).tolist()
+    assert SEEN == ["served", "served"]
+
+
+SHAPES: list[tuple[int, ...]] = []
+
+
+def shaped(call: Call) -> Tensor:
+    return torch.zeros(SHAPES[0])
+
+
+def test_in_a_graph_each_result_is_held_to_the_contract(add: Add) -> None:
+    add(Loopback(Kernel("sample.prepared", forward=f"{__name__}:shaped")))
+    operator, x = torch.ops.kpt.sample_prepared.default, torch.ones(2, 3)
+    SHAPES[:] = [(2, 3)]
+    for _ in range(2):
+        assert operator(x, None, 1.0, "").tolist() == torch.zeros(2, 3).tolist()
+    SHAPES[:] = [(3, 2)]  # which a graph would read as another
+    with pytest.warns(kpt_core.KernelFailedWarning, match=r"the contract of sample.prepared says"):
+        assert operator(x, None, 1.0, "").tolist() == x.tolist()

@@ -51,6 +51,16 @@ def checked(op: Op[..., Any], candidate: Candidate, call: Call, output: Any) -> 
     return results, saved
 
 
+def agrees(op: Op[..., Any], call: Call, given: tuple[Any, ...]) -> bool:
+    """Return whether results are what the contract says."""
+    expected = given if op.fake is None else as_tuple(op.fake(call))
+    return len(given) == op.result_count == len(expected) and all(
+        told is each or (isinstance(each, Tensor) and told is not None and told.dtype is each.dtype
+                         and told.shape == each.shape)
+        for told, each in zip(expected, given, strict=True)
+    )  # fmt: skip
+
+
 def _told(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"

@@ -19,7 +19,7 @@ from kpt_core.registry import get_op
 
 from .autograd import Kept, copied, flat, gradients, mapped, plain_gradients, wanted
 from .candidates import Candidate, candidates_of, first_of
-from .containment import as_tuple, checked
+from .containment import agrees, as_tuple, checked
 from .run import bump, choose_and_run
 from .settings import effective
 
@@ -116,16 +116,15 @@ def _call(op: Op[..., Any], values: tuple[Any, ...]) -> Call:
 
 def _whole(op: Op[..., Any], call: Call, results: Any, saved: tuple[Tensor, ...]) -> Any:
     """Return what the torch op gives: results and saved tensors, laid out as the contract says."""
-    if op.saved_count and not call.needs:
-        saved = tuple(first_of(op, call).new_empty(0) for _ in range(op.saved_count))
-    elif op.saved_count and not saved:
+    absent = first_of(op, call)
+    unsaved = op.saved_count if not call.needs else 0
+    if op.saved_count and not unsaved and not saved:
         assert callable(op.saves)
         saved = op.saves(call._replace(needs=())) if op.fake_saves is None else _void(op.fake_saves(call))
-    absent = first_of(op, call)
-    given = _own(
-        (absent.new_empty(0) if each is None else each.contiguous() for each in (*as_tuple(results), *saved)),
-        flat(op, call),
-    )
+    every = (*as_tuple(results), *(() if unsaved else saved))
+    own = iter(_own((each.contiguous() for each in every if each is not None), flat(op, call)))
+    given = [absent.new_empty(0) if each is None else next(own) for each in every]
+    given += [absent.new_empty(0) for _ in range(unsaved)]
     return tuple(given) if len(given) > 1 else given[0] if given else None
 
 
@@ -164,8 +163,37 @@ def _forward(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
     return _run(op, call)
 
 
+def _run_eagerly(op: Op[..., Any], call: Call) -> Any:
+    """Run a call that wants no gradient the short way, as where nobody looks on."""
+    given = dict(zip(op.parameters, call, strict=False))
+    if torch._C._is_any_autocast_enabled():
+        with torch.no_grad(), torch._C._DisableAutocast():
+            return op(**given)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return op(**given)
+    return op(**given)
+
+
+def _is_watched() -> bool:
+    """Return whether someone looks on beside the graph: an eager call would be shown to them again."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 def _run(op: Op[..., Any], call: Call) -> Any:
     first = first_of(op, call)
+    quick = op.quick.get(first.dtype)
+    # Where nothing is prepared, an eager call is no shorter: it is checked anew.
+    may_be_prepared = quick is None or quick[3] is not None
+    if may_be_prepared and not (call.needs or op.mutates or first.is_meta or _is_watched()):
+        results = _run_eagerly(op, call)
+        if agrees(op, call, as_tuple(results)):  # a graph reads what the contract says
+            return _whole(op, call, results, ())
 
     def run(op: Op[..., Any], candidate: Candidate | None, call: Call) -> Any:
         if candidate is None:
