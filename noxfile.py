@@ -437,13 +437,20 @@ def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: 
         *packages: where one of them changed, the defaults are compiled for every chip.
         triton: the folder of a Triton to take in the place of the workspace's.
     """
-    if asked.for_part("rows"):
+    if asked.for_part("rows") and (asked.whole or compiled_anew(session)):
         options: list[str | Path] = ["--backend", session.name, "--report", asked.report / "compiled.json"]
         env = {} if asked.whole else {"KPT_AOT_TILES": "usual"}
         env |= {} if triton is None else {"PYTHONPATH": str(triton.absolute())}
         if not asked.whole and not (packages and any(map(kernel_module, changed_files(*packages)))):
             options += ["--chip", gate]
         run(session, "python", "-m", "kpt_conformance.aot", *options, env=env)
+
+
+def compiled_anew(session: nox.Session) -> bool:
+    """Tell whether what is landed may have changed a backend's Triton kernels, or what compiles and checks them."""
+    told = affected.changed_files()
+    of = ("kpt-triton", f"kpt-backend-{session.name}", "kpt-conformance")
+    return told is None or COMPILERS in told or any(map(kernel_module, changed_files(*of)))
 
 
 def examples(session: nox.Session, asked: Asked, others: Iterable[str] = ()) -> None:
@@ -514,14 +521,17 @@ def nvidia(session: nox.Session) -> None:
 
     Interpreted means in float32 and bfloat16, without real models' sizes and drawn cases of options; tiles that are
     neither a default nor the only one of their kind are compiled with `--whole` alone. Chips other than sm90 are left
-    out unless a kernel changed.
+    out unless a kernel changed; where neither kernels nor what compiles them changed, values of a few cases are
+    compared and nothing is compiled.
     """
     asked = Asked(session)
+    own = asked.whole or compiled_anew(session)
     # Products that the vendor's library alone has are shown on a GPU, and by kpt-fp8's tests as it is documented.
     ours = "not gpu_scaled_mm_blocks"
     some = f"(float32 or bfloat16) and {ours} and not ({MODELS})"
     options = ("--kpt-device=cpu", "-k", ours)
-    prove(session, asked, "nvidia", "interpreted", *options, env={"TRITON_INTERPRET": "1"}, some=some, trials=2)
+    prove(session, asked, "nvidia", "interpreted", *options, env={"TRITON_INTERPRET": "1"}, some=some, trials=2,
+          values=own)  # fmt: skip
     rows(session, asked, "sm90", "kpt-triton")
     examples(session, asked)
     machine(session, asked)

@@ -35,8 +35,6 @@ def test_a_fall_back_is_an_error_with_the_refusals():
 
 
 def test_training_is_asked_too():
-    """kpt-backend-cpu takes no dropout, which only training has."""
-    pytest.importorskip("kpt_backend_cpu")
-    create_flash_attention_3(32, 4, require="cpu")
-    with pytest.raises(InputError, match=r"'cpu' must serve training .*dropout"):
-        create_flash_attention_3(32, 4, require="cpu", dropout=0.1)
+    """PyTorch's flash attention for CPUs serves inference alone."""
+    with kpt_core.use("torch"), pytest.raises(InputError, match=r"'sdpa' must serve training "):
+        create_flash_attention_3(32, 4, causal=True, require="sdpa")

@@ -88,7 +88,7 @@ X = torch.randn(1, 2, 12, 8)
     ("options", "sentence"),
     [
         ({"bias": torch.zeros(1, 1, 12, 1)}, "a bias that all keys share; this kernel reads one for each"),
-        ({"alibi_slopes": torch.ones(2, requires_grad=True), "softcap": 2.0}, "gradients of capped scores that something"),
+        ({"alibi_slopes": torch.ones(2, requires_grad=True), "softcap": 2.0}, "gradients of capped scores"),
         ({"v": torch.randn(1, 2, 12, 257)}, "a dim of 257; this kernel takes at most 256"),
     ],
     ids=["bias", "cap", "dim"],
