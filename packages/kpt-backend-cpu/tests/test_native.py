@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from kpt_backend_cpu import BACKEND, KPT_CPU_ISA, native
-from kpt_backend_cpu import linear as dense
-from kpt_core import InputError, get_op
+from kpt_backend_cpu.linear import dense
+from kpt_core import InputError
+from kpt_optimize.few_rows import FewRowsLinear
+from kpt_optimize.linear import linear
 
 
 def of_this_machine() -> tuple[str, ...]:
@@ -272,8 +274,6 @@ def test_workers_of_a_data_loader_compute_right(kernels, two_threads):
 @pytest.fixture
 def served(kernels):
     """A layer of few rows that was called before, so that the kernel has prepared its call, and its input."""
-    from kpt_optimize.few_rows import FewRowsLinear
-
     layer, x = FewRowsLinear.from_linear(torch.nn.Linear(64, 48)).eval(), torch.randn(2, 64)
     with torch.no_grad():
         for _ in range(3):
@@ -288,7 +288,6 @@ def expected(layer, x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_is_prepared_computes_what_forward_does(kernels, dtype, bias):
-    linear = get_op("linear.dense")
     calls = [(torch.randn(3, 40).to(dtype), torch.randn(24, 40).to(dtype)) for _ in range(3)]
     added = torch.randn(24).to(dtype) if bias else None
     with torch.no_grad():
