@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kpt_core
-from kpt_attention import FlashAttention3, create_flash_attention_3
+from kpt_attention import FlashAttention3, create_flash_attention_3, modules
 from kpt_core import InputError
 
 
@@ -34,7 +34,14 @@ def test_a_fall_back_is_an_error_with_the_refusals():
     assert "gpu_flex" in str(e.value).partition("would: ")[2]
 
 
-def test_training_is_asked_too():
-    """PyTorch's flash attention for CPUs serves inference alone."""
-    with kpt_core.use("torch"), pytest.raises(InputError, match=r"'sdpa' must serve training "):
-        create_flash_attention_3(32, 4, causal=True, require="sdpa")
+def test_training_is_asked_too(monkeypatch):
+    real = modules.dense
+
+    class Dense:
+        def explain(self, q, *others, **options):
+            with kpt_core.use("torch" if q.requires_grad else "reference"):
+                return real.explain(q, *others, **options)
+
+    monkeypatch.setattr(modules, "dense", Dense())
+    with pytest.raises(InputError, match=r"'reference' must serve training .* of torch would"):
+        create_flash_attention_3(32, 4, require="reference")

@@ -5,9 +5,9 @@ from kpt_core import Kernel
 KERNELS = (
     Kernel(
         "linear.dense",
-        forward=f"{__name__}.dense:forward",
-        unsupported=f"{__name__}.dense:unsupported",
-        prepare=f"{__name__}.dense:prepare",
+        forward=f"{__name__}.few_rows:forward",
+        unsupported=f"{__name__}.few_rows:unsupported",
+        prepare=f"{__name__}.few_rows:prepare",
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         priority=20,
         deterministic=True,
