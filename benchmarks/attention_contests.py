@@ -100,11 +100,12 @@ def attention_contest(
         return Contestant(name, role, dtype, [call], check, exact)
 
     ours = contestant("kpt", "kpt", lambda q, k, v: attention(q, k, v, plan, **given))
-    seen = added.to(dtype).masked_fill(~dense, float("-inf")) if given else dense
+    seen = added.to(dtype).masked_fill(~dense, float("-inf"))[None] if given else dense
     peers = [contestant("SDPA", "peer", _sdpa(kind, seen))]
     if device.type == "cuda" and kind in ("causal", "full"):
         peers.append(contestant("SDPA, cuDNN", "peer", _by_cudnn(_sdpa(kind, dense))))
-    peers.append(contestant("FlexAttention", "peer", _flex(dense, compiler, given)))
+    if device.type != "cpu" or not training:  # it has no backward on CPUs
+        peers.append(contestant("FlexAttention", "peer", _flex(dense, compiler, given)))
     pairs = int(dense.sum()) * heads.heads
     moved = sum(tensor.nbytes for tensor in (q, q, k, v))
     return Contest(
@@ -117,6 +118,52 @@ def attention_contest(
         yardstick="SDPA",
         margins=(1.5, 3.0),
         training=training,
+    )
+
+
+def chat_contest(
+    heads: Heads, sequences: int, dtype: torch.dtype, device: torch.device, seed: int, *, added: str = ""
+) -> Contest:
+    """Make a step of decoding without pages: a query of each sequence and head, all its keys; beside it SDPA.
+
+    Args:
+        heads: sizes; `tokens` are the keys of each sequence.
+        sequences: of the step.
+        dtype: of queries, keys and values.
+        device: where it runs.
+        seed: of the numbers.
+        added: to the scores: nothing, or `ALiBi`.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v = (
+        torch.empty(sequences, count, tokens, heads.head_dim, dtype=dtype, device=device).normal_(generator=generator)
+        for count, tokens in ((heads.heads, 1), (heads.kv_heads, heads.tokens), (heads.kv_heads, heads.tokens))
+    )
+    given, whole = added_to(heads, added, dtype, device)
+    bias = whole[:, -1:] if given else None  # of the last token
+    plan, group = causal().plan(1, heads.tokens, device=device), heads.heads // heads.kv_heads
+    seen = torch.ones(1, heads.tokens, dtype=torch.bool, device=device)
+    few = (q[:, :group].double(), k[:, :1].double(), v[:, :1].double())
+    exact = [_attend(*few, seen, 0.0 if bias is None else bias[:group].double())]
+    mask = None if bias is None else bias.to(dtype)[None]
+
+    def contestant(name: str, role: Role, run: Attention) -> Contestant:
+        return Contestant(name, role, dtype, [partial(run, q, k, v)], lambda: [run(q, k, v)[:, :group]], exact)
+
+    pairs = sequences * heads.heads * heads.tokens
+    return Contest(
+        group="chat",
+        name=f"{heads.name}, {sequences} x {heads.tokens} keys{added and ', '}{added}",
+        sizes={"tokens": sequences, "keys": heads.tokens, "heads": heads.heads, "kv_heads": heads.kv_heads},
+        dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+        work=Work(4 * pairs * heads.head_dim, k.nbytes + v.nbytes, (dtype,)),
+        contestants=[
+            contestant("kpt", "kpt", lambda q, k, v: attention(q, k, v, plan, **given)),
+            contestant("SDPA", "peer", partial(scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)),
+        ],
+        yardstick="SDPA",
+        margins=(1.5, 3.0),
+        graph=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""FP8 as contests: linear layers of 8-bit weights, products of 8-bit operands, and quantising, beside torch's own."""
+"""FP8, and linear layers of few rows, as contests: layers, products of 8-bit operands and quantising beside torch's own."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,10 +10,54 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kpt_fp8 import dequantize, linear, quantize, scaled_mm
+from kpt_optimize.linear import linear as dense
 
 _FP8 = torch.float8_e4m3fn
-#: Bytes of 8-bit weights that calls of few rows go round, so that no cache holds them.
+#: Bytes of weights that calls of few rows go round, so that no cache holds them.
 _FROM_MEMORY = 2**28
+
+
+def without_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply as torch does without oneDNN: by its own products of a matrix and a vector."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return F.linear(x, weight)
+
+
+def few_rows_contest(
+    rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> Contest:
+    """Make a linear layer of few rows as it is, `[rows, inner]` by `[columns, inner]`, on weights that no cache holds.
+
+    Beside it `nn.Linear`, the same without oneDNN, and KPT's layer of e4m3 weights with a scale for each row of them.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(rows, inner, generator=generator).to(dtype)
+    weight = (torch.randn(columns, inner, generator=generator) * inner**-0.5).to(dtype)
+    codes, scale = quantize(weight, granularity="row")
+    scale = scale.float()
+
+    def contestant(name: str, role: Role, run: Callable[[Tensor, Tensor], Tensor], matrix: Tensor) -> Contestant:
+        count = max(2, min(_FROM_MEMORY // weight.nbytes, 400))
+        calls: list[Call] = [partial(run, x, matrix.clone()) for _ in range(count)]
+        exact = matrix.double() if matrix is weight else matrix.double() * scale.double()[:, None]
+        return Contestant(name, role, dtype, calls, lambda: [calls[0]()], [x.double() @ exact.T])
+
+    return Contest(
+        group="few rows",
+        name=f"{columns} x {inner}, M={rows}",
+        sizes={"rows": rows, "inner": inner, "columns": columns},
+        dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+        work=Work(2 * rows * inner * columns, weight.nbytes, (dtype, torch.float32)),
+        contestants=[
+            contestant("kpt", "kpt", dense, weight),
+            contestant("kpt fp8", "own", lambda x, w: linear(x, w, scale, activations="none"), codes),
+            contestant("linear", "peer", F.linear, weight),
+            contestant("without oneDNN", "peer", without_onednn, weight),
+        ],
+        yardstick="linear",
+        margins=(1.5, 3.0),
+        in_a_row=4,
+    )
 
 
 def linear_contest(
@@ -44,7 +88,8 @@ def linear_contest(
         own, own_scale = quantize(few, dtype=_FP8, granularity="row")
         left = own.double() * own_scale.double()[:, None]
     exact = left @ exact_weight.T
-    copies = min(16, -(-_FROM_MEMORY // codes.nbytes)) if rows < 64 and device.type == "cuda" else 1
+    most = 16 if device.type == "cuda" else 64
+    copies = min(most, -(-_FROM_MEMORY // codes.nbytes)) if rows < 64 else 1
 
     def contestant(name: str, role: Role, run: Callable[[Tensor, Tensor], Tensor], matrix: Tensor) -> Contestant:
         calls: list[Call] = [partial(run, x, each) for each in _copies(matrix, copies)]
@@ -60,6 +105,8 @@ def linear_contest(
 
     wide = dequantize(codes, scale, granularity="row", dtype=dtype)
     peers = [contestant("linear", "peer", F.linear, wide)]
+    if device.type == "cpu" and rows <= 16:
+        peers.append(contestant("without oneDNN", "peer", without_onednn, wide))
     if activations == "row":
         peers.append(contestant("_scaled_mm", "peer", by_torch, codes))
     return Contest(
@@ -76,6 +123,7 @@ def linear_contest(
         ],
         yardstick="linear",
         margins=(1.5, 3.0),
+        in_a_row=4 if device.type == "cpu" and rows < 64 else 1,
         graph=rows < 64,
     )
 

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention_contests import MASKS, Heads, attention_contest, decode_contest
+from attention_contests import MASKS, Heads, attention_contest, chat_contest, decode_contest
 from devices import Call, Work, last_cache
 from experts import SCHEMES, contestants_of, dequantised, ours_of, problem_of, quantised
-from fp8_contests import linear_contest, quantize_contest
+from fp8_contests import few_rows_contest, linear_contest, quantize_contest
 from fp8_contests import product_contest as scaled_mm_contest
 from harness import Contest, Contestant, Role
 from torch import Tensor
@@ -23,7 +23,8 @@ from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
 
 #: In the order in which they are measured.
 GROUPS = (
-    "decode", "product", "prefill", "graph", "step", "gating", "sorting", "attention", "attention step", "pages", "fp8",
+    "decode", "product", "prefill", "graph", "step", "gating", "sorting", "attention", "attention step", "chat",
+    "pages", "few rows", "fp8",
 )  # fmt: skip
 #: What tables call dtypes.
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -318,7 +319,31 @@ def _on_cpu(
         for experts, sigmoid in ((64, False), (256, True)):
             given = {"tokens": count, "experts": experts, "top_k": 8, "sigmoid": sigmoid}
             found.append(Load("gating", gating_contest, given))
-    return found + [Load("sorting", sorting_contest, {"tokens": c, "experts": 64, "top_k": 8}) for c in routing]
+    found += [Load("sorting", sorting_contest, {"tokens": c, "experts": 64, "top_k": 8}) for c in routing]
+    found += _attention_and_linears_on_cpu(small=product < 1024)
+    return sorted(found, key=lambda load: GROUPS.index(load.group))
+
+
+def _attention_and_linears_on_cpu(*, small: bool) -> list[Load]:
+    whole, many = Heads("12 of 64", 70 if small else 1024, 12, 12, 64), Heads("32 of 128", 32, 32, 8, 128)
+    keys = (17, 64) if small else (17, 64, 192, 256, 512, 2048)
+    squares = ((512, 512),) if small else ((4096, 4096), (768, 768), (3072, 768))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        found += _attention(whole, dtype, "eager" if small else "inductor", whole_steps=True)
+        of_steps = [(heads, sequences, count, "") for heads in (many, whole) for sequences in (1, 8) for count in keys]
+        for heads, sequences, count, added in (*of_steps, (whole, 1, keys[-1], "ALiBi")):
+            given = {"heads": replace(heads, tokens=count), "sequences": sequences, "dtype": dtype, "added": added}
+            found.append(Load("chat", chat_contest, given))
+        pages = replace(many, tokens=70 if small else 4096)
+        found.append(Load("pages", decode_contest, {"heads": pages, "sequences": 8, "page": 16, "dtype": dtype}))
+        for columns, inner in squares:
+            sizes = {"columns": columns, "inner": inner, "dtype": dtype}
+            found += [Load("few rows", few_rows_contest, {**sizes, "rows": rows}) for rows in (1, 4, 16)]
+    for columns, inner in squares:
+        sizes = {"columns": columns, "inner": inner, "dtype": torch.bfloat16, "activations": "none"}
+        found += [Load("fp8", linear_contest, {**sizes, "rows": rows}) for rows in (1, 64, 512)]
+    return found
 
 
 def _on_gpu() -> list[Load]:
@@ -370,9 +395,9 @@ def _tiny_on_gpu() -> list[Load]:
     ]
 
 
-def _attention(heads: Heads, dtype: torch.dtype, compiler: str) -> list[Load]:
-    # FlexAttention has no backward on a CPU, where the small ones are measured.
-    steps = ("causal", "full") if compiler == "eager" else MASKS
+def _attention(heads: Heads, dtype: torch.dtype, compiler: str, *, whole_steps: bool = False) -> list[Load]:
+    # FlexAttention has no backward on a CPU, where the small ones of a GPU are measured.
+    steps = MASKS if whole_steps or compiler != "eager" else ("causal", "full")
     given = {"heads": heads, "dtype": dtype, "compiler": compiler}
     return [Load("attention", attention_contest, {**given, "kind": kind}) for kind in MASKS] + [
         Load("attention step", attention_contest, {**given, "kind": kind, "training": True}) for kind in steps
