@@ -1,4 +1,4 @@
-"""FP8, and linear layers of few rows, as contests: layers, products of 8-bit operands and quantising beside torch's own."""
+"""FP8, and linear layers of few rows, as contests: layers, products of 8-bit operands, quantising; beside torch."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
