@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kpt_backend_cpu import BACKEND, KPT_CPU_ISA, native
-from kpt_backend_cpu.linear import dense
-from kpt_core import InputError
+from kpt_backend_cpu.linear import few_rows
+from kpt_core import InputError, get_op
 from kpt_optimize.few_rows import FewRowsLinear
 from kpt_optimize.linear import linear
 
@@ -292,7 +292,39 @@ def test_what_is_prepared_computes_what_forward_does(kernels, dtype, bias):
     added = torch.randn(24).to(dtype) if bias else None
     with torch.no_grad():
         for x, weight in calls:
-            assert torch.equal(linear(x, weight, added), dense.forward(linear.bind(x, weight, added)))
+            assert torch.equal(linear(x, weight, added), few_rows.forward(linear.bind(x, weight, added)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "position": 28, "softcap": 3.0, "scale": 0.3}], ids=["", "set"]
+)
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_steps_of_decoding_that_are_prepared_are_those_of_forward(kernels, dtype, options, return_lse):
+    attend, known = get_op("attention.dense"), {"return_lse": return_lse, **options}
+    for turn in range(4):
+        q, k, v = (torch.randn(2, *size).to(dtype) for size in ((6, 2, 24), (3, 31, 24), (3, 31, 16)))
+        q = q if turn < 3 else torch._neg_view(q)
+        with torch.no_grad():
+            for one, other in zip(attend(q, k, v, **known), kernels["dense"](q, k, v, **known), strict=True):
+                assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "128x128"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_8_bits_that_are_prepared_are_those_of_forward(kernels, granularity, bias):
+    multiply = get_op("fp8.linear")
+    added = torch.randn(200) if bias else None
+    for turn in range(4):
+        x, weight = torch.randn(3, 300), torch.randn(200, 300)
+        x = x if turn < 3 else torch._neg_view(x)
+        codes, scale = get_op("fp8.quantize")(weight, granularity=granularity)
+        with torch.no_grad():
+            got = multiply(x, codes, scale, added, granularity=granularity)
+            assert torch.equal(got, kernels["linear"](x, codes, scale, added, granularity=granularity))
+            torch.testing.assert_close(
+                got, multiply.reference(x, codes, scale, added, granularity=granularity), rtol=1e-4, atol=1e-3
+            )
 
 
 def test_what_is_prepared_sees_new_weights(served):

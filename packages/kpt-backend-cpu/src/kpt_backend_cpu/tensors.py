@@ -52,6 +52,11 @@ def readable(op: str, name: str, x: Tensor, *, whole: bool = False) -> Tensor:
     return x.contiguous() if whole or 1 not in x.stride()[1:] else x
 
 
+def in_memory(*tensors: Tensor) -> bool:
+    """Whether each has memory of its own that holds what it says; where one may not, `readable` tells."""
+    return all(x.data_ptr() >= LOW and not x.is_neg() for x in tensors)
+
+
 def readable_call(op: str, call: Call, whole: Collection[str] = ()) -> Call:
     """`call` with each of its tensors `readable`; those that are named are made `whole`."""
     for x in call:

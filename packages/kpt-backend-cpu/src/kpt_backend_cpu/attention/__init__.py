@@ -10,6 +10,7 @@ KERNELS = (
         forward=f"{_DENSE}:forward",
         backward=f"{_DENSE}:backward",
         unsupported=f"{_DENSE}:unsupported",
+        prepare=f"{_DENSE}:prepare",
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         priority=20,
         deterministic=True,

@@ -1,13 +1,15 @@
 """`attention.dense` natively: a running softmax over the blocks of keys that queries see, and its gradients."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
 from kpt_backend_cpu.native import asked_instruction_set
-from kpt_backend_cpu.tensors import DTYPES, address, readable
+from kpt_backend_cpu.tensors import DTYPES, address, in_memory, readable
 from kpt_core import Call, Refusal
 
 NAME = "attention.dense"
@@ -109,6 +111,39 @@ def _read_once(call: Call) -> tuple[Tensor, Tensor | None]:
         *(call.causal, torch.get_num_threads()),
     )
     return out, lse
+
+
+def prepare(call: Call) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """Return what computes all steps of decoding that look like this one, or None where `forward` is as quick."""
+    q, k, v, make = call.q, call.k, call.v, type(call)
+    others = (call.intervals, call.bias, call.alibi_slopes, call.relative_bias, call.sinks)
+    if any(x is not None for x in others) or call.dropout or not _reads_once(call):
+        return None
+    if any(x.stride(3) != 1 or x.numel() == 0 for x in (q, k, v)):
+        return None
+    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
+    # What `_read_once` hands over, but for the addresses.
+    of_q, of_k, of_v = _heads(q)[1:], _page(k)[1:], _page(v)[1:]
+    shape, of_lse, return_lse = (batch, heads, queries, value_dim), (batch, heads, queries), call.return_lse
+    of_out = (heads * queries * value_dim, queries * value_dim, value_dim, DTYPES[q.dtype])
+    none = (0, 0, keys, 0, 0, 0, 0, 0, *_heads(None), 0, 0, 0, 0, 0)
+    scale = 1 / math.sqrt(dim) if call.scale is None else float(call.scale)
+    rest = (batch, queries, heads, kv_heads, dim, value_dim, call.position, scale, call.softcap, call.causal)
+    float32, threads = torch.float32, torch.get_num_threads
+
+    def computed(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
+        if not in_memory(q, k, v):
+            return forward(make(q, k, v, *others, (), None))[0]
+        out = q.new_empty(shape)
+        lse = q.new_empty(of_lse, dtype=float32) if return_lse else None
+        native.run(
+            "kpt_attention_paged",
+            *(q.data_ptr(), *of_q, out.data_ptr(), *of_out, k.data_ptr(), *of_k, v.data_ptr(), *of_v),
+            *(0 if lse is None else lse.data_ptr(), *none, *rest, threads()),
+        )
+        return out, lse
+
+    return computed
 
 
 def _page(x: Tensor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ KERNELS = (
         forward=f"{__name__}.linear:forward",
         backward=f"{__name__}.linear:backward",
         unsupported=f"{__name__}.linear:unsupported",
+        prepare=f"{__name__}.linear:prepare",
         dtypes=_DTYPES,
         composed_of=("fp8.quantize",),
         priority=20,
