@@ -37,6 +37,29 @@ private:
     int64_t size_ = 0;
 };
 
+// So many keys or queries are multiplied at once: spans of keys begin at such a multiple, and are filled up to one.
+template <class Kind>
+inline constexpr int64_t kAtOnce = Kind::per_slot * Kind::step;
+
+// `c = left right [+ c]` of some rows, filled up to `kAtOnce`, that lie `Row` slots apart; likewise.
+template <class Kind, int64_t Row>
+void multiply_lines(
+    const slot* left, int64_t rows, const slot* right, int64_t panel_depth, int64_t columns, int64_t depth, float* c,
+    int64_t stride, bool add);
+
+// Bring slots of panels, [slot][query] and `pitch` apart, into lines of `Row` slots for each of some queries, both filled up.
+template <int64_t Row>
+void turn(const slot* from, int64_t pitch, int64_t queries, int64_t depth, slot* to) {
+    for (int64_t query = 0; query < queries; query += W) {
+        for (int64_t s = 0; s < depth; s += W) {
+            vi block[W];
+            for (int i = 0; i < W; i++) memcpy(&block[i], from + (s + i) * pitch + query, sizeof(vi));
+            transpose(block);
+            for (int i = 0; i < W; i++) memcpy(to + (query + i) * Row + s, &block[i], sizeof(vi));
+        }
+    }
+}
+
 // `c = left right [+ c]` of some rows and all columns; panels of the right factor are `panel_depth` slots apart.
 template <class Kind, int64_t Row, int64_t Depth>
 void multiply_block(
@@ -51,6 +74,25 @@ void multiply_block(
                 c + row * stride + column, stride, nullptr, add);
         }
     }
+}
+
+template <class Kind, int64_t Row>
+void multiply_lines(
+    const slot* left, int64_t rows, const slot* right, int64_t panel_depth, int64_t columns, int64_t depth, float* c,
+    int64_t stride, bool add) {
+    if constexpr (Kind::step == 1) {
+        multiply_block<Kind, Row, 1>(left, rows, right, panel_depth, columns, depth, c, stride, add);
+    }
+#if KPT_HAS_TILES
+    else {
+        for (int64_t row = 0; row < rows; row += 2 * kTile) {
+            for (int64_t column = 0; column < columns; column += kPanel) {
+                multiply_tiles<true, Row>(
+                    left + row * Row, right + column * panel_depth, depth, c + row * stride + column, stride, add);
+            }
+        }
+    }
+#endif
 }
 
 // The rows of a head as lines of a factor.
@@ -422,7 +464,7 @@ template <class Kind>
 KPT_INLINE Span span_of(const Mask& mask, int64_t block, int64_t panel) {
     if (mask.state(block, panel) == kFull) return {0, mask.end_of(block) - block * kBlockKeys};
     Span span = mask.span(block, panel);
-    span.begin -= span.begin % Kind::per_slot;
+    span.begin -= span.begin % kAtOnce<Kind>;
     return span;
 }
 

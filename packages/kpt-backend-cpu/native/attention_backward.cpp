@@ -32,6 +32,7 @@ public:
           changes_(room.take<float>(kBlockKeys * kPanel)), weights_(room.take<slot>(kBlockKeys * kAlong)),
           slopes_(room.take<slot>(kBlockKeys * kAlong)),
           slopes_across_(Kind::per_slot == 1 ? slopes_ : room.take<slot>(kBlockKeys / 2 * kAcross)),
+          slopes_lines_(room.take<slot>(Kind::step == 1 ? 0 : kTileQueries * kAlong)),
           grad_q_(room.take<float>(kTileQueries * pitch_)), largest_(room.take<float>(kTileQueries)),
           total_(room.take<float>(kTileQueries)), common_(room.take<float>(kTileQueries)),
           returned_(room.take<float>(kTileQueries)), size_(room.size()) {}
@@ -129,6 +130,7 @@ private:
             if (spans[panel].begin < all.begin) all.begin = spans[panel].begin;
             if (spans[panel].end > all.end) all.end = spans[panel].end;
         }
+        if (Kind::step > 1) all.end = round_up(all.end, kAtOnce<Kind>);
         for (int64_t panel = from; panel < to; panel++) {
             if (spans[panel].begin < spans[panel].end) {
                 weigh(block, panel, spans[panel]);
@@ -138,14 +140,14 @@ private:
             clear(panel, spans[panel], all);
         }
         const int64_t first = from * kPanel, last = to * kPanel < rows_ ? to * kPanel : rows_;
-        const int64_t slots = (last - first + Kind::per_slot - 1) / Kind::per_slot, skipped = first / Kind::per_slot;
+        const int64_t slots = depth_of<Kind>(last - first), skipped = first / Kind::per_slot;
         if (grad_v != nullptr) {
-            multiply_block<Kind, kAlong, 1>(
+            multiply_lines<Kind, kAlong>(
                 weights_ + all.begin * kAlong + skipped, all.end - all.begin, grad_lines_ + skipped * kPanel, lines_depth_,
                 value_pitch_, slots, grad_v + (begin + all.begin) * value_pitch_, value_pitch_, true);
         }
         if (grad_k != nullptr) {
-            multiply_block<Kind, kAlong, 1>(
+            multiply_lines<Kind, kAlong>(
                 slopes_ + all.begin * kAlong + skipped, all.end - all.begin, q_lines_ + skipped * kPanel, lines_depth_,
                 pitch_, slots, grad_k + (begin + all.begin) * pitch_, pitch_, true);
         }
@@ -155,18 +157,25 @@ private:
         if (any_wild<Kind>(k_lines_, k_depth * pitch_)) mask_.template zero_unseen<Kind>(block, k_lines_, k_depth, p_.dim);
         // Rows of float32 are read across; pairs lie in an order of their own.
         constexpr int64_t pitch = Kind::per_slot == 1 ? kAlong : kAcross;
-        multiply_block<Kind, 1, pitch>(
-            slopes_across_ + at * pitch + first, last - first, k_lines_ + at * kPanel, k_depth, pitch_,
-            (all.end - all.begin + Kind::per_slot - 1) / Kind::per_slot, grad_q_ + first * pitch_, pitch_, true);
+        const int64_t depth = (all.end - all.begin + Kind::per_slot - 1) / Kind::per_slot;
+        const slot *slopes = slopes_across_ + at * pitch + first, *keys_across = k_lines_ + at * kPanel;
+        float* to_q = grad_q_ + first * pitch_;
+        if constexpr (Kind::step == 1) {
+            multiply_block<Kind, 1, pitch>(slopes, last - first, keys_across, k_depth, pitch_, depth, to_q, pitch_, true);
+        } else {
+            turn<kAlong>(slopes, pitch, round_up(last - first, kAtOnce<Kind>), depth, slopes_lines_);
+            multiply_lines<Kind, kAlong>(
+                slopes_lines_, last - first, keys_across, k_depth, pitch_, depth, to_q, pitch_, true);
+        }
     }
 
     // Scores of a panel against the keys of a span, and how the result changes with their weights.
     void score(int64_t block, int64_t panel, Span span) {
         const int64_t place = panel * kPanel, count = span.end - span.begin;
-        multiply_block<Kind, kPitch, 1>(
+        multiply_lines<Kind, kPitch>(
             k_ + span.begin * kPitch, count, q_ + place * depth_, depth_, kPanel, depth_, scores_ + span.begin * kPanel,
             kPanel, false);
-        multiply_block<Kind, kPitch, 1>(
+        multiply_lines<Kind, kPitch>(
             v_ + span.begin * kPitch, count, grad_ + place * value_depth_, value_depth_, kPanel, value_depth_,
             changes_ + span.begin * kPanel, kPanel, false);
         vf most[2] = {};
@@ -344,7 +353,7 @@ private:
     float *by_step_, *bias_ = nullptr;
     slot *q_, *grad_, *q_lines_, *grad_lines_, *k_, *v_, *k_lines_;
     float *scores_, *changes_;
-    slot *weights_, *slopes_, *slopes_across_;
+    slot *weights_, *slopes_, *slopes_across_, *slopes_lines_;
     float *grad_q_, *largest_, *total_, *common_, *returned_;
     int64_t size_, rows_ = 0, panels_ = 0, lines_depth_ = 0;
     bool whole_[kTilePanels], few_[kTilePanels];
@@ -383,7 +392,9 @@ int backward(const Given& g) {
     if (heads % threads == 0) parts = 1;
     if (parts > items) parts = items > 0 ? items : 1;
     const int64_t pitch = round_up(p.dim, kPanel), value_pitch = round_up(p.value_dim, kPanel);
-    const int64_t sums_size = p.keys * (pitch + value_pitch), sums_bytes = sums_size * static_cast<int64_t>(sizeof(float));
+    // Rows of keys that are filled up are written too, as zeros.
+    const int64_t keys = round_up(p.keys, kAtOnce<Kind>);
+    const int64_t sums_size = keys * (pitch + value_pitch), sums_bytes = sums_size * static_cast<int64_t>(sizeof(float));
     // Several tasks for each thread balance them; where their sums would outgrow the tensors, one has to do.
     if (const int64_t of_a_part = heads * sums_bytes; parts > 1 && of_a_part > 0) {
         const int64_t fitting = most_of_sums(p) / of_a_part, least = (threads + heads - 1) / heads;
@@ -396,21 +407,22 @@ int backward(const Given& g) {
     const Scratch space(size * threads), summed(places * sums_bytes);
     if (space.get() == nullptr || summed.get() == nullptr) return KPT_NO_MEMORY;
     float* all_sums = static_cast<float*>(summed.get());
-    const auto write = [&](int64_t head, Span keys, const float* sums) {
-        if (keys.begin >= keys.end) return;
+    const auto write = [&](int64_t head, Span some, const float* sums) {
+        if (some.begin >= some.end) return;
         with_float_type(p.q.dtype, [&](auto type) {
             using T = decltype(type);
             const int64_t b = head / p.kv_heads, h = head % p.kv_heads;
             if (g.grad_k.data != nullptr) {
-                sum_parts<T>(g.grad_k, b, h, keys, p.dim, pitch, sums, parts, sums_size, p.scale);
+                sum_parts<T>(g.grad_k, b, h, some, p.dim, pitch, sums, parts, sums_size, p.scale);
             }
             if (g.grad_v.data != nullptr) {
-                sum_parts<T>(g.grad_v, b, h, keys, p.value_dim, value_pitch, sums + p.keys * pitch, parts, sums_size, 1.0f);
+                sum_parts<T>(g.grad_v, b, h, some, p.value_dim, value_pitch, sums + keys * pitch, parts, sums_size, 1.0f);
             }
         });
     };
     Tasks work, writing;
     parallel(threads, [&](int rank) {
+        [[maybe_unused]] const typename Kind::InUse in_use;
         Tile<Kind> tile(g, Room(static_cast<char*>(space.get()) + rank * size));
         work.all(heads * parts, [&](int64_t task) {
             const int64_t head = task / parts, part = task % parts;
@@ -420,7 +432,7 @@ int backward(const Given& g) {
                 const int64_t number = tiles - 1 - item % tiles, of_queries = head % p.kv_heads * groups + item / tiles;
                 tile.run(
                     head / p.kv_heads, of_queries, number * kTileQueries, g.grad_k.data != nullptr ? sums : nullptr,
-                    g.grad_v.data != nullptr ? sums + p.keys * pitch : nullptr);
+                    g.grad_v.data != nullptr ? sums + keys * pitch : nullptr);
             }
             if (parts == 1) write(head, {0, p.keys}, sums);
         });

@@ -11,13 +11,16 @@ constexpr int kChains = 4;
 template <class Kind>
 class Tile {
 public:
+    // Distance of queries whose weights lie along the keys.
+    static constexpr int64_t kLine = kBlockKeys / Kind::per_slot + 16;
+
     Tile(const kpt_attention& p, Room room)
         : p_(p), pitch_(round_up(p.value_dim, kPanel)), depth_(depth_of<Kind>(p.dim)), mask_(p, room),
           added_(p, room), dropout_(p, room),
           q_(room.take<slot>(kTileQueries * depth_)), k_(room.take<slot>(kBlockKeys * kPitch)),
           v_(room.take<slot>(depth_of<Kind>(kBlockKeys) * pitch_)), scores_(room.take<float>(kBlockKeys * kPanel)),
           weights_(Kind::per_slot == 1 ? reinterpret_cast<slot*>(scores_) : room.take<slot>(kBlockKeys / 2 * kPanel)),
-          out_(room.take<float>(kTileQueries * pitch_)), largest_(room.take<float>(kTileQueries)),
+          lines_(room.take<slot>(Kind::step == 1 ? 0 : kPanel * kLine)), out_(room.take<float>(kTileQueries * pitch_)), largest_(room.take<float>(kTileQueries)),
           total_(room.take<float>(kTileQueries)), size_(room.size()) {}
     int64_t size() const { return size_; }
 
@@ -60,7 +63,7 @@ private:
     void add_block(int64_t block, int64_t panel) {
         const Span span = span_of<Kind>(mask_, block, panel);
         float* scores = scores_ + span.begin * kPanel;
-        multiply_block<Kind, kPitch, 1>(
+        multiply_lines<Kind, kPitch>(
             k_ + span.begin * kPitch, span.end - span.begin, q_ + panel * kPanel * depth_, depth_, kPanel, depth_, scores,
             kPanel, false);
         float *largest = largest_ + panel * kPanel, *total = total_ + panel * kPanel, *out = out_ + panel * kPanel * pitch_;
@@ -85,26 +88,30 @@ private:
             }
         }
         // What is past the span stays out of the sums.
-        for (int64_t key = span.end; key < round_up(span.end, Kind::per_slot); key++) {
+        const Span filled{span.begin, round_up(span.end, kAtOnce<Kind>)};
+        for (int64_t key = span.end; key < filled.end; key++) {
             for (int64_t i = 0; i < kPanel; i++) scores_[key * kPanel + i] = -__builtin_inff();
         }
         const int64_t begin = block * kBlockKeys;
         if (dropout_.any()) {
-            weigh_all(span, base, sums, [&](vf weight, int64_t key, int half) {
+            weigh_all(filled, base, sums, [&](vf weight, int64_t key, int half) {
                 return Dropout::kept(dropout_, weight, panel * kPanel + half * W, begin + key);
             });
         } else {
-            weigh_all(span, base, sums, [](vf weight, int64_t, int) { return weight; });
+            weigh_all(filled, base, sums, [](vf weight, int64_t, int) { return weight; });
         }
         for (int half = 0; half < 2; half++) {
             vf all = sums[half][0];
             for (int j = 1; j < kChains; j++) all += sums[half][j];
             store(total + half * W, all);
         }
-        const int64_t from = span.begin / Kind::per_slot * kPanel;
-        const int64_t depth = (span.end - span.begin + Kind::per_slot - 1) / Kind::per_slot;
-        multiply_block<Kind, 1, kPanel>(
-            weights_ + from, kPanel, v_ + from, v_depth_, pitch_, depth, out, pitch_, true);
+        const int64_t from = filled.begin / Kind::per_slot * kPanel, depth = (filled.end - filled.begin) / Kind::per_slot;
+        if constexpr (Kind::step == 1) {
+            multiply_block<Kind, 1, kPanel>(weights_ + from, kPanel, v_ + from, v_depth_, pitch_, depth, out, pitch_, true);
+        } else {
+            turn<kLine>(weights_ + from, kPanel, kPanel, depth, lines_);
+            multiply_lines<Kind, kLine>(lines_, kPanel, v_ + from, v_depth_, pitch_, depth, out, pitch_, true);
+        }
     }
 
     template <class Keep>
@@ -157,7 +164,7 @@ private:
     Dropout dropout_;
     slot *q_, *k_, *v_;
     float* scores_;
-    slot* weights_;
+    slot *weights_, *lines_;
     float *out_, *largest_, *total_;
     int64_t size_, v_depth_ = 0;
 };
@@ -171,6 +178,7 @@ int forward(const kpt_attention& p) {
     if (space.get() == nullptr) return KPT_NO_MEMORY;
     Tasks work;
     parallel(threads, [&](int rank) {
+        [[maybe_unused]] const typename Kind::InUse in_use;
         Tile<Kind> tile(p, Room(static_cast<char*>(space.get()) + rank * size));
         work.all(heads * tiles, [&](int64_t task) {
             // The last tiles of a head first: under causality they take longest.

@@ -28,9 +28,9 @@ public:
 
 // `c = left right [+ c]` for 16 rows, or 32 (kTwo), and a panel of columns. Rows stay in the first cache, which panels
 // and sums are loaded past.
-template <bool kTwo>
+template <bool kTwo, int64_t Row = kPitch>
 void multiply_tiles(const slot* left, const slot* right, int64_t depth, float* c, int64_t stride, bool add) {
-    constexpr int64_t left_pitch = kPitch * 4, right_pitch = kPanel * 4;
+    constexpr int64_t left_pitch = Row * 4, right_pitch = kPanel * 4;
     const int64_t pitch = stride * 4;
     float* lower = c + kTile * stride;
     asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
@@ -53,7 +53,7 @@ void multiply_tiles(const slot* left, const slot* right, int64_t depth, float* c
         _tile_stream_loadd(6, right + s * kPanel, right_pitch);
         _tile_stream_loadd(7, right + s * kPanel + W, right_pitch);
         _tile_loadd(4, left + s, left_pitch);
-        if constexpr (kTwo) _tile_loadd(5, left + kTile * kPitch + s, left_pitch);
+        if constexpr (kTwo) _tile_loadd(5, left + kTile * Row + s, left_pitch);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (kTwo) {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.native import asked_instruction_set
+from kpt_backend_cpu.amx import refusal_for_amx
 from kpt_backend_cpu.tensors import DTYPES, address, in_memory, readable
 from kpt_core import Call, Refusal
 
@@ -18,7 +18,6 @@ NAME = "attention.dense"
 MOST_DIM = 256
 _FEW_QUERIES = 16  #: fewer leave most of a tile empty
 _BLOCK = 128  #: rows and columns of a mask's block
-_HAS_AMX = torch.cpu._is_amx_tile_supported()
 #: What is added to the scores.
 _ADDED = ("bias", "alibi_slopes", "relative_bias")
 #: Bytes that the parts of a gradient of what is added may take at a time.
@@ -31,16 +30,9 @@ def unsupported(call: Call) -> Refusal | str | None:
     if most > MOST_DIM:
         return Refusal("a dim of {dim}; this kernel takes at most {most}", dim=most, most=MOST_DIM)
     queries, keys = call.q.shape[2], call.k.shape[2]
-    if (
-        _HAS_AMX
-        and not _reads_once(call)
-        and call.q.dtype is torch.bfloat16
-        and not asked_instruction_set()
-        and _is_plain(call)
-    ):
-        return (
-            "bfloat16 on a processor with AMX, by which PyTorch's flash attention multiplies, and this kernel does not"
-        )
+    left = refusal_for_amx(call.q.dtype)
+    if left is not None and not _reads_once(call) and _is_plain(call):
+        return left
     if max(queries + abs(call.position), keys) >= 2**31 - 256:
         return Refusal("{keys} keys; this kernel counts them in 32 bits", keys=keys)
     return _refusal_of_added(call)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from ctypes import addressof, c_int32
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
         (0, 1, scale.stride(0)) if by_block else (0, 0, scale.dim()),
     )
     shape, sizes, threads = (count, columns), (count, inner, columns, 1), torch.get_num_threads
-    end = torch.tensor([count], dtype=torch.int32)
+    end = c_int32(count)
 
     def computed(x: Tensor, weight: Tensor, scale: Tensor, *others: Any) -> Tensor:
         if not in_memory(x, weight, scale):
@@ -76,7 +77,7 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
         native.run(
             "kpt_grouped_mm",
             *(x.data_ptr(), *of_x, out.data_ptr(), *of_out, weight.data_ptr(), *of_weight),
-            *(kind, scale.data_ptr(), *of_scale, 0, 0, end.data_ptr(), *sizes, threads()),
+            *(kind, scale.data_ptr(), *of_scale, 0, 0, addressof(end), *sizes, threads()),
         )
         bias = others[0]
         return out if bias is None else out.add_(bias).to(dtype)

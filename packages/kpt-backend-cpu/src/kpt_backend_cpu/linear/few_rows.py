@@ -1,6 +1,7 @@
 """`linear.dense` natively for few rows: the grouped product of one group, which reads each weight once."""
 
 from collections.abc import Callable
+from ctypes import addressof, c_int32, sizeof
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from kpt_core import Call, Refusal
 
 NAME = "linear.dense"
 _MOST_ROWS = 16
-#: The end of the only group, by the number of rows.
-_ENDS = {count: torch.tensor([count], dtype=torch.int32) for count in range(1, _MOST_ROWS + 1)}
+#: The end of the only group, by the number of rows; no tensor, since a module may be imported under a mode of torch's.
+_COUNTS = (c_int32 * (_MOST_ROWS + 1))(*range(_MOST_ROWS + 1))
+_ENDS = [addressof(_COUNTS) + sizeof(c_int32) * count for count in range(_MOST_ROWS + 1)]
 
 
 def unsupported(call: Call) -> Refusal | str | None:
@@ -37,7 +39,7 @@ def forward(call: Call) -> Tensor:
         *matrices(weight[None], by_output=True),
         0,
         0,
-        _ENDS[count].data_ptr(),
+        _ENDS[count],
         count,
         inner,
         columns,
@@ -57,7 +59,7 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
     out_dtype = dtype if call.bias is None else torch.float32
     of_x, of_out = (inner, DTYPES[dtype]), (columns, DTYPES[out_dtype])
     of_weight = (*matrices(call.weight[None], by_output=True)[1:], 0, 0)
-    sizes = (_ENDS[count].data_ptr(), count, inner, columns, 1)
+    sizes = (_ENDS[count], count, inner, columns, 1)
     shape, threads = (count, columns), torch.get_num_threads
 
     def computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
