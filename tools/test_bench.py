@@ -312,17 +312,21 @@ def test_the_program_writes_json_prints_a_table_and_goes_on_after_a_wrong_row(
 
     monkeypatch.setattr(bench, "measure", first_is_wrong)
     output = tmp_path / "figures.json"
-    assert bench.main(["--quick", "--seconds", "0.01", "--output", str(output)]) == 1
+    chosen = ("decode", "product", "prefill", "step", "gating", "sorting", "chat", "few rows", "fp8")
+    groups = [word for group in chosen for word in ("--group", group)]
+    assert bench.main(["--quick", "--seconds", "0.01", "--output", str(output), *groups]) == 1
     lines = json.loads(output.read_text())["lines"]
     rows = {f"{line['group']} {line['dtype']}": line for line in lines if "group" in line}
     assert rows.keys() == {
         *("decode fp32", "decode bf16", "decode fp8 row", "decode fp8 block", "product fp8 row", "product fp8 block"),
         *("prefill fp32", "prefill bf16", "prefill fp16", "step fp32", "step bf16", "sorting int64"),
+        *("chat fp32", "chat bf16", "few rows fp32", "few rows bf16", "fp8 fp8 row"),
     }
     assert all(line["results"][0]["implementation"] == "kpt" and line["best_peer"] for line in rows.values())
     everybody = {name: {result["implementation"] for result in line["results"]} for name, line in rows.items()}
     assert everybody["decode fp8 row"] >= {"kpt bf16", "eager bf16", "grouped_mm bf16", "batched_mm bf16", "dense bf16"}
     assert everybody["product fp8 row"] >= {"linear fp32", "linear bf16", "_scaled_mm"}
+    assert everybody["few rows bf16"] >= {"kpt fp8", "linear", "without oneDNN"}
     told = capsys.readouterr()
     assert "no figures for this one" in told.err
     assert "wrong" in told.out
