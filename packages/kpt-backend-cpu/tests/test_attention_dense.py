@@ -114,6 +114,17 @@ def test_the_gradient_of_a_bias_is_made_for_some_sequences_at_a_time(batches, mo
     torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63 - 1], ids=["least", "most"])
+def test_a_seed_that_was_drawn_is_added_as_int64_adds(seed):
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    given = {"dropout": 0.5, "seed": seed, "drawn_seed": torch.tensor(2**63 - 1 if seed > 0 else -(2**63))}
+    results = []
+    for backend in ("cpu", "reference"):
+        with kpt_core.use(backend, op=NAME):
+            results.append(get_op(NAME)(q, k, v, **given)[0])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """The names of the native functions that run."""

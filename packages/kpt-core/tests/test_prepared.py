@@ -1,4 +1,4 @@
-"""What a kernel prepares for calls that look alike, and all that ends it."""
+"""Calls that look alike are served by what a kernel prepared, until something ends that."""
 
 from collections.abc import Callable
 

@@ -53,7 +53,7 @@ def readable(op: str, name: str, x: Tensor, *, whole: bool = False) -> Tensor:
 
 
 def in_memory(*tensors: Tensor) -> bool:
-    """Whether each has memory of its own that holds what it says; where one may not, `readable` tells."""
+    """Tell whether each has memory of its own that holds what it says; where one may not, `readable` does more."""
     return all(x.data_ptr() >= LOW and not x.is_neg() for x in tensors)
 
 

@@ -1,4 +1,4 @@
-"""What `optimize` may do to linear layers without a change of a number: compute few rows at memory's rate."""
+"""The lossless rewrite of linear layers: they compute few rows at memory's rate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -190,7 +190,7 @@ def backward(
         grad_lse = readable(NAME, "the gradient of the log-sum-exp", grad_lse.float(), whole=True)
     found: dict[str, Tensor | None] = {name: _empty(getattr(call, name)) for name in ("q", "k", "v") if name in dtypes}
     if call.q.numel() == 0:
-        return {name: None if name == "sinks" else torch.zeros_like(getattr(call, name)) for name in dtypes}
+        return {n: None if n == "sinks" else torch.zeros_like(getattr(call, n), dtype=dtypes[n]) for n in dtypes}
     common = torch.empty_like(total)
     parts = {name: _parts(call, name, total) for name in _ADDED[1:] if name in dtypes}
     bias = total.new_zeros(call.bias.shape) if "bias" in dtypes else None
@@ -301,6 +301,7 @@ def _numbers(
     keys = call.k.shape[2]
     bias = None if call.bias is None else call.bias.expand(batch, heads, queries, keys)
     seed = call.seed + (0 if call.drawn_seed is None else int(call.drawn_seed))
+    seed = (seed + 2**63) % 2**64 - 2**63  # as a sum of int64 wraps
     drawing = (seed, call.offset, first * heads * queries, int(call.dropout * (1 << 24)), 1 / (1 - call.dropout))
     return (
         *_heads(call.q),
