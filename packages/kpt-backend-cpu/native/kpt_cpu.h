@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 6
+#define KPT_CPU_INTERFACE 7
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -216,6 +216,22 @@ struct kpt_attention_paged {
     int32_t causal, threads;
 };
 
+enum kpt_rounding { KPT_ROUND_NONE = 0, KPT_ROUND_UP = 1, KPT_ROUND_DOWN = 2 };
+
+/* fp8.quantize: codes of numbers divided by the scale that they share with others, which is given or computed. Blocks of
+ * rows and columns share one; they don't cross matrices of `matrix_rows` rows. Without block_rows all numbers do, which then
+ * lie behind one another. */
+struct kpt_quantize {
+    struct kpt_rows x; /* [rows, columns] */
+    void* codes;       /* likewise, contiguous */
+    float* scale;      /* of each block of rows those of columns, contiguous */
+    int64_t rows, columns, matrix_rows, block_rows, block_columns;
+    int32_t dtype;    /* enum kpt_dtype, of 8 bits */
+    int32_t given;    /* whether the scale is */
+    int32_t rounding; /* enum kpt_rounding, of a scale that is computed */
+    int32_t threads;
+};
+
 #define KPT_EXPORT __attribute__((visibility("default")))
 
 KPT_EXPORT int kpt_grouped_mm(const struct kpt_grouped_mm*);
@@ -226,6 +242,8 @@ KPT_EXPORT int kpt_experts_backward(const struct kpt_experts_backward*);
 KPT_EXPORT int kpt_sort(const struct kpt_sort*);
 KPT_EXPORT int kpt_top_k_gating(const struct kpt_top_k_gating*);
 KPT_EXPORT int kpt_top_k_gating_backward(const struct kpt_top_k_gating_backward*);
+
+KPT_EXPORT int kpt_quantize(const struct kpt_quantize*);
 
 KPT_EXPORT int kpt_attention_forward(const struct kpt_attention*);
 KPT_EXPORT int kpt_attention_backward(const struct kpt_attention_backward*);

@@ -10,7 +10,7 @@ from struct import Struct
 from typing import Any
 
 #: KPT_CPU_INTERFACE: libraries of another one are not used.
-INTERFACE = 6
+INTERFACE = 7
 
 #: What `scales_of` may be.
 SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
@@ -302,6 +302,25 @@ class AttentionPaged(Structure):
     )
 
 
+class Quantize(Structure):
+    """`struct kpt_quantize`."""
+
+    _fields_ = (
+        ("x", Rows),
+        ("codes", c_void_p),
+        ("scale", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("matrix_rows", c_int64),
+        ("block_rows", c_int64),
+        ("block_columns", c_int64),
+        ("dtype", c_int32),
+        ("given", c_int32),
+        ("rounding", c_int32),
+        ("threads", c_int32),
+    )
+
+
 #: Name of a kernel to the structure that it takes.
 KERNELS: dict[str, type[Structure]] = {
     "kpt_grouped_mm": GroupedMM,
@@ -312,6 +331,7 @@ KERNELS: dict[str, type[Structure]] = {
     "kpt_sort": Sort,
     "kpt_top_k_gating": TopKGating,
     "kpt_top_k_gating_backward": TopKGatingBackward,
+    "kpt_quantize": Quantize,
     "kpt_attention_forward": Attention,
     "kpt_attention_backward": AttentionBackward,
     "kpt_attention_paged": AttentionPaged,

@@ -17,6 +17,14 @@ KERNELS = (
         deterministic=True,
     ),
     Kernel(
+        "fp8.quantize",
+        forward=f"{__name__}.quantize:forward",
+        unsupported=f"{__name__}.quantize:unsupported",
+        dtypes=_DTYPES,
+        priority=20,
+        deterministic=True,
+    ),
+    Kernel(
         "fp8.scaled_mm",
         forward=f"{__name__}.scaled_mm:forward",
         unsupported=f"{__name__}.scaled_mm:unsupported",
