@@ -26,6 +26,7 @@ CONSTANTS = {
     "KPT_SCALES_N": structures.SCALES_N,
     "KPT_SCALES_K": structures.SCALES_K,
     "KPT_SCALES_BLOCK": structures.SCALES_BLOCK,
+    **{f"KPT_ROUND_{name.upper()}": value for name, value in structures.ROUNDINGS.items()},
     **{f"KPT_{name.upper()}": value for name, value in structures.ACTIVATIONS.items()},
     **{f"KPT_{name.upper()}": value for name, value in structures.SCORES.items()},
     **{f"KPT_{str(dtype).removeprefix('torch.').upper()}": value for dtype, value in DTYPES.items()},

@@ -25,6 +25,9 @@ ACTIVATIONS = {
 #: Those that take gate and up.
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
 
+#: Values of `rounding`.
+ROUNDINGS = {"none": 0, "up": 1, "down": 2}
+
 #: Values of `score`.
 SCORES = {"softmax": 0, "softmax_after": 1, "sigmoid": 2}
 

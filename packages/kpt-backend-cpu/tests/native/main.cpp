@@ -70,6 +70,7 @@ void load(const char* path) {
     find(library, "kpt_attention_forward", kernels.attention_forward);
     find(library, "kpt_attention_backward", kernels.attention_backward);
     find(library, "kpt_attention_paged", kernels.attention_paged);
+    find(library, "kpt_quantize", kernels.quantize);
     find(library, "kpt_cpu_interface", kernels.interface);
     find(library, "kpt_cpu_instruction_sets", kernels.instruction_sets);
     find(library, "kpt_cpu_use_openmp", kernels.use_openmp);
@@ -143,6 +144,7 @@ int main(int count, char** arguments) {
         {"top_k_gating_backward", test_top_k_gating_backward},
         {"attention", test_attention},
         {"attention_paged", test_attention_paged},
+        {"quantize", test_quantize},
         {"failing allocations and threads", test_failures},
         {"several callers, OpenMP", test_threads},
     };

@@ -123,6 +123,7 @@ std::vector<T> Array<T>::values() const {
 
 template class Array<float>;
 template class Array<int32_t>;
+template class Array<uint8_t>;
 template class Array<int64_t>;
 
 Rows::Rows(int dtype, int64_t rows, int64_t columns, int64_t gap)

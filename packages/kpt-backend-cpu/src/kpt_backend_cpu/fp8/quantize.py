@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
+from kpt_backend_cpu.structures import ROUNDINGS
 from kpt_backend_cpu.tensors import DTYPES, readable
 from kpt_core import Call, Refusal
 
@@ -12,7 +13,6 @@ from .products import FORMATS
 NAME = "fp8.quantize"
 #: Rows and columns that share a scale; none for all of them.
 _BLOCKS = {"row": (1, 0), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
-_ROUNDINGS = {"none": 0, "up": 1, "down": 2}
 
 
 def unsupported(call: Call) -> Refusal | str | None:
@@ -40,7 +40,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             "kpt_quantize",
             *(x.data_ptr(), columns, DTYPES[x.dtype], codes.data_ptr(), scale.data_ptr()),
             *(rows, columns, matrix_rows, block_rows, block_columns or columns, DTYPES[call.dtype]),
-            *(given is not None, _ROUNDINGS[call.scale_rounding], torch.get_num_threads()),
+            *(given is not None, ROUNDINGS[call.scale_rounding], torch.get_num_threads()),
         )
     if given is not None:
         return codes, given.detach().clone(memory_format=torch.contiguous_format)
