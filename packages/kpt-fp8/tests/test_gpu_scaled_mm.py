@@ -18,6 +18,12 @@ def call(a=FN, b=FN, by="tensor", rows=3, inner=32, columns=48, out=torch.bfloat
     return get_op("fp8.scaled_mm").bind(left, right.t(), scale_a, scale_b, bias, **options)._replace(**changes)
 
 
+@pytest.fixture(autouse=True)
+def plain_products(monkeypatch):
+    """Keep oneDNN away: on CPUs that multiply 16 bits or 8, it takes torch's op and knows no fnuz format."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 UNSUPPORTED = {
     "ocp": gpu_scaled_mm.unsupported,
     "fnuz": gpu_scaled_mm.unsupported_of_fnuz,
