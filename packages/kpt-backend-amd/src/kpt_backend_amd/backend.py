@@ -85,7 +85,7 @@ class AMDBackend(AcceleratorBackend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""
-        return (*(Kernel(**row, requires={"hip", "bf16"}, priority=20) for row in KERNELS), *_HIPBLASLT)
+        return (*(Kernel(**row, requires={"hip", "bf16"}) for row in KERNELS), *_HIPBLASLT)
 
 
 BACKEND = AMDBackend()

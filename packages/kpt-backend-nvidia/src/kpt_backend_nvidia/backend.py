@@ -100,7 +100,7 @@ class NVIDIABackend(AcceleratorBackend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""
-        triton = (Kernel(**row, requires={"cp_async", "bf16"}, priority=20) for row in KERNELS)
+        triton = (Kernel(**row, requires={"cp_async", "bf16"}) for row in KERNELS)
         return (*triton, *_CUBLASLT)
 
 

@@ -59,7 +59,7 @@ class XPUBackend(AcceleratorBackend):
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return every kernel, also where none can run; nothing is compiled and Triton is not imported."""
-        return tuple(Kernel(**row, requires={"xpu", "bf16", "dpas"}, priority=20) for row in KERNELS)
+        return tuple(Kernel(**row, requires={"xpu", "bf16", "dpas"}) for row in KERNELS)
 
 
 BACKEND = XPUBackend()

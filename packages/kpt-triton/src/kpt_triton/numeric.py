@@ -32,12 +32,15 @@ def narrow(value, dtype: tl.constexpr):
 def widen(value, dtype: tl.constexpr):
     """An 8-bit value in a wider type, exactly; the interpreter takes NaN and infinity for numbers."""
     if INTERPRETED and value.dtype.is_fp8():
-        magnitude = value.to(tl.uint8, bitcast=True) & 0x7F
+        code = value.to(tl.uint8, bitcast=True)
+        magnitude = code & 0x7F
         wide = value.to(tl.float32)
         if value.dtype == tl.float8e5:
             wide = tl.where(magnitude == 0x7C, tl.where(wide > 0, float("inf"), float("-inf")), wide)
             return tl.where(magnitude > 0x7C, float("nan"), wide).to(dtype)
-        else:
+        elif value.dtype == tl.float8e4nv:
             return tl.where(magnitude == 0x7F, float("nan"), wide).to(dtype)
+        else:
+            return tl.where(code == 0x80, float("nan"), wide).to(dtype)
     else:
         return value.to(dtype)

@@ -1,11 +1,14 @@
 """How a product is cut into tiles, and how a tile is compiled."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
 _WRITTEN = re.compile(r"(\d+)x(\d+)x(\d+) w(\d+) s(\d+)(?: g(\d+))?( tma)?( ws)?")
+
+#: Columns of the narrowest tile.
+_NARROWEST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +69,11 @@ class Tile:
     def options(self) -> dict[str, Any]:
         """What a launch gives to the compiler."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+def narrowed(tile: Tile, columns: int, programs: int) -> Tile:
+    """Return the tile, as narrow as it takes to have about so many of them, if it is one for few rows."""
+    width = tile.n
+    while tile.m <= 32 and width > _NARROWEST and 4 * -(-columns // width) < 3 * programs:
+        width //= 2
+    return replace(tile, n=width)

@@ -18,12 +18,11 @@ from kpt_triton.moe.contracts.common import usual
 from kpt_triton.moe.contracts.grouped_mm import program
 from kpt_triton.moe.grouped_mm import multiply, product
 from kpt_triton.moe.tiles import tile_for
-from kpt_triton.tile import Tile
+from kpt_triton.tile import narrowed
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Rows up to which this is meant to be the faster way.
 _MOST_ROWS = 1024
-_NARROWEST = 16
 #: More tiles than any chip has places for.
 _MANY = 1 << 30
 
@@ -81,14 +80,6 @@ def backward(call: Any, saved: tuple[()], grad: Tensor) -> dict[str, Tensor]:
     if "bias" in call.needs:
         found["bias"] = grad.float().sum(0).to(grad.dtype)
     return found
-
-
-def narrowed(tile: Tile, columns: int, programs: int) -> Tile:
-    """Return the tile, as narrow as it takes to have about so many of them, if it is one for few rows."""
-    width = tile.n
-    while tile.m <= 32 and width > _NARROWEST and 4 * -(-columns // width) < 3 * programs:
-        width //= 2
-    return replace(tile, n=width)
 
 
 def _matrix(call: Any) -> tuple[Tensor, Tensor]:
