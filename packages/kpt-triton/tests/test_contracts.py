@@ -1,17 +1,20 @@
 """What the contracts say of kernels is said of every chip and of every tile that a kernel may be given."""
 
 import pytest
+import torch
 
 from kpt_triton.aot import Program
-from kpt_triton.chips import INTEL
+from kpt_triton.chips import INTEL, multiplied
 from kpt_triton.moe.contracts import experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm
 from kpt_triton.moe.decode import decode_down_kernel, decode_up_kernel
 from kpt_triton.moe.experts_backward import slope_kernel
 from kpt_triton.moe.experts_forward import up_kernel
 from kpt_triton.moe.grouped_mm import grouped_mm_kernel
-from kpt_triton.moe.tiles import PRODUCTS, candidate_tiles, default_tile
+from kpt_triton.moe.launching import codes_of
+from kpt_triton.moe.tiles import PRODUCTS, PRODUCTS_OF_CODES, candidate_tiles, default_tile
 from kpt_triton.moe.transposed import wgrad_kernel
 
+E4M3 = torch.float8_e4m3fn
 CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", *INTEL)
 MODULES = {module.__name__: module.AOT for module in (experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm)}
 PROGRAMS = [program for programs in MODULES.values() for program in programs]
@@ -79,6 +82,33 @@ def test_each_tile_is_compiled(product, chip):
             tiles.update(candidate_tiles(product, chip))
         missing = [str(tile) for tile in tiles if not any(name.endswith(str(tile)) for name in names)]
         assert missing == []
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if E4M3 in multiplied(chip)])
+@pytest.mark.parametrize("product", PRODUCTS_OF_CODES)
+def test_each_tile_of_codes_is_compiled_as_the_chip_multiplies_them(product, chip):
+    x, weight = torch.empty(0, 0, dtype=E4M3), torch.empty(0, 0, 0, dtype=E4M3)
+    how = codes_of(x, weight, "n", torch.bfloat16, chip)
+    found = {
+        name
+        for program in scaled_grouped_mm.AOT
+        if offered(program, chip)
+        for name, launch in program.configurations(chip).items()
+        if launch["CODES"] == how
+    }
+    for rows in (1, 17, 33, 65):
+        for aligned in (True, False):
+            assert str(default_tile(product, chip, 1, rows, 1, aligned)) in found
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if E4M3 not in multiplied(chip)])
+def test_codes_are_compiled_for_no_chip_without_units_for_them(chip):
+    assert not any(
+        launch["CODES"]
+        for program in scaled_grouped_mm.AOT
+        if offered(program, chip)
+        for launch in program.configurations(chip).values()
+    )
 
 
 @pytest.mark.parametrize("chip", CHIPS)

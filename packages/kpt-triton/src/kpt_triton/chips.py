@@ -38,6 +38,11 @@ _NAMES = {
     (12, 70): "mtl_u", (12, 71): "mtl_h", (12, 74): "arl_h",
     (20, 1): "bmg_g21", (20, 2): "bmg_g31", (20, 4): "lnl_m",
 }  # fmt: skip
+#: Chips whose units for 8-bit numbers add with fewer bits than float32 has: 13 on sm89 and sm90 (SageAttention2,
+#: arXiv:2411.10958), 25 on sm100 (DeepGEMM's issue 176). Nobody told of sm120, so it counts as one of them.
+SHORT_SUMS = ("sm89", "sm90", "sm120")
+_OCP = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _SMALL_MEMORY = ("sm86", "sm87", "sm89")
 
 
@@ -81,6 +86,17 @@ def no_float8(device: torch.device) -> str | None:
         return f"8-bit numbers are not shown to work on Intel GPUs; this is {chip}"
     # gfx942 has the fnuz forms alone; CDNA2 and RDNA3 have none.
     return None if chip.startswith(("gfx95", "gfx12")) else f"8-bit numbers need gfx950 or gfx12; this is {chip}"
+
+
+def multiplied(chip: str) -> tuple[torch.dtype, ...]:
+    """Return the 8-bit types that a chip's matrix units multiply as they are; the interpreter has all."""
+    if chip == INTERPRETER:
+        return (*_OCP, *_FNUZ)
+    if chip.startswith("sm"):
+        return _OCP if int(chip[2:]) >= 89 else ()
+    if chip == "gfx942":
+        return _FNUZ
+    return _OCP if chip.startswith(("gfx95", "gfx12")) else ()
 
 
 def intel_chip(architecture: int) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from in_float64 import ends
 
 from kpt_triton.moe import experts, gating, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm
-from kpt_triton.moe.launching import most_tiles, padded, weight_descriptor
+from kpt_triton.moe.launching import codes_of, most_tiles, padded, weight_descriptor
 from kpt_triton.tile import Tile
 
 TILE = Tile(16, 32, 16, descriptors=True)
@@ -58,6 +58,30 @@ def test_matrices_have_a_descriptor_only_where_a_step_reads_one_expert_alone(wei
     else:
         assert operand.block_shape == ([32, 16] if layout == "NK" else [16, 32])
     assert weight_descriptor(weight(), Tile(16, 32, 16), 32)[1] == ""
+
+
+E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
+
+
+@pytest.mark.parametrize(
+    ("chip", "how"),
+    [
+        ("sm80", ""), ("sm86", ""), ("sm89", "promoted"), ("sm90", "promoted"), ("sm100", "native"),
+        ("sm120", "promoted"), ("gfx90a", ""), ("gfx942", ""), ("gfx950", "native"), ("gfx1100", ""),
+        ("gfx1201", "native"), ("pvc", ""), ("interpreter", "promoted"),
+    ],
+)  # fmt: skip
+def test_codes_are_multiplied_as_they_are_where_a_chip_has_units_for_them(chip, how):
+    def found(x=E4M3, weight=E4M3, kind="n", out=torch.bfloat16):
+        return codes_of(torch.empty(0, dtype=x), torch.empty(0, dtype=weight), kind, out, chip)
+
+    for kind in ("n", "block"):
+        assert [found(kind=kind), found(x=E5M2, kind=kind), found(weight=E5M2, kind=kind)] == [how] * 3
+    assert found(x=torch.bfloat16) == found(kind="k") == ""
+    assert found(FNUZ, FNUZ) == ("native" if chip == "gfx942" else how if chip == "interpreter" else "")
+    # Units for codes add with too few bits for these.
+    exact = how if chip == "interpreter" else ""
+    assert found(out=torch.float16) == found(out=torch.float32) == exact
 
 
 @contextmanager

@@ -5,6 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_float64 import SMALL, SMALL_BY_DESCRIPTORS, assert_sums, blocks_of_scale, ends, grouped_mm, wide
 
+from kpt_triton.moe import grouped_mm as grouped_mm_module
+from kpt_triton.moe import tiles
+
 NAN = float("nan")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -74,6 +77,40 @@ def test_an_8_bit_x_has_scales_of_rows_or_blocks(x_dtype, weight_dtype, scales_o
     narrow = scaled_grouped_mm(x, weight, scale, offsets, x_scale=x_scale.T.contiguous().T, tile=SMALL)
     assert narrow.dtype is torch.bfloat16
     check(narrow, x, weight, scale, offsets, x_scale)
+
+
+@pytest.mark.parametrize("tile", ["", "16x256x128 w4 s1 g1", "32x32x64 w4 s1 g1 tma"])
+@pytest.mark.parametrize(("scales_of", "x_blocks"), [("n", False), ("n", True), ("block", False), ("block", True)])
+@pytest.mark.parametrize("chip", ["sm80", "sm90", "sm100"])
+def test_codes_give_the_same_in_each_way_to_multiply_them(chip, scales_of, x_blocks, tile, device, monkeypatch):
+    """Widened, added up step by step, and by the chip all along; more columns than a block of scales has, and fewer."""
+    for module in (grouped_mm_module, tiles):
+        monkeypatch.setattr(module, "chip_of", lambda device: chip)
+    launched = []
+    launch = grouped_mm_module.grouped_mm_kernel.run
+    monkeypatch.setattr(
+        grouped_mm_module.grouped_mm_kernel,
+        "run",
+        lambda *args, **options: (launched.append(options["CODES"]), launch(*args, **options)),
+    )
+    x, weight, scale, offsets = make([5, 0, 18], 2, 144, 144, scales_of, device)
+    x_scale = 10 ** (2 * torch.rand(25, 2 if x_blocks else 1, device=device) - 1)
+    out = scaled_grouped_mm(x.to(E4M3), weight, scale, offsets, x_scale=x_scale, tile=tile)
+    assert launched == [{"sm80": "", "sm90": "promoted", "sm100": "native"}[chip]]
+    check(out, x.to(E4M3), weight, scale, offsets, x_scale)
+
+
+@pytest.mark.parametrize("scales_of", ["n", "block"])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_no_number_gives_its_row_or_column_none(code, scales_of, device):
+    x, weight, scale, offsets = make([5, 6], 0, 24, 20, scales_of, device)
+    x, x_scale = x.to(E4M3), torch.ones(11, 1, device=device)
+    x.view(torch.uint8)[2, 3] = code
+    weight.view(torch.uint8)[1, 4, 7] = code
+    none = scaled_grouped_mm(x, weight, scale, offsets, x_scale=x_scale).isnan()
+    assert none[2].all()
+    assert none[5:, 7].all()
+    assert none.sum() == 20 + 6
 
 
 @pytest.mark.parametrize("scales_of", ["n", "k", "block"])

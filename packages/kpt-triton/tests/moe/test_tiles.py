@@ -30,6 +30,12 @@ def test_what_takes_registers_gets_smaller_tiles():
     assert (Gating("silu").product, Gating("swiglu").product) == ("crowded", "pair")
 
 
+def test_a_step_of_codes_is_as_long_as_a_scale_is_of():
+    assert [product_of(kind, codes=True) for kind in ("", "n", "block")] == ["codes", "codes", "crowded_codes"]
+    for rows in (1, 100, 200, 4096):
+        assert found(rows=rows, product="crowded_codes").k == found(rows=rows, product="codes").k == 128
+
+
 @pytest.mark.parametrize("product", ["plain", "wgrad", "pair"])
 @pytest.mark.parametrize("sizes", [(250, 256), (256, 250)])
 def test_rows_that_are_not_aligned_get_small_tiles(sizes, product):

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kpt_triton.chips import chip_of
 from kpt_triton.launching import inner_contiguous, on_its_device, precision, programs, rows_descriptor
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
-from .launching import check_scales, most_tiles, padded, scales_of, weight_descriptor
+from .launching import check_scales, codes_of, most_tiles, padded, scales_of, weight_descriptor
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 from .tiles import product_of, tile_for
 from .transposed import gradient_of
@@ -25,11 +26,12 @@ def grouped_mm_kernel(
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, GATHER: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
     WEIGHTS: tl.constexpr, SCALE: tl.constexpr, X_SCALE: tl.constexpr, X_DESCRIPTOR: tl.constexpr,
-    LAYOUT: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = (x[source(r)] @ w[e] * scale + bias[e]) * weights[order[r]]`, its steps as the constexprs say.
 
     With GATHER, `source(r) = order[r] // top_k`. With TAIL, rows of no expert become zero; else they are not written.
+    CODES says how 8-bit operands are multiplied, see `accumulate`.
     Scales are of columns ("n"), of 128 by 128 ("block") or of K ("k"); those of x of rows ("row") or of 128 ("block").
     """
     last = last_tiles(offsets, rows, experts, EXPERTS, BLOCK_M, TAIL)
@@ -53,7 +55,7 @@ def grouped_mm_kernel(
             x, source.to(tl.int64), stride_xr, first, w, expert, stride_we, stride_wk, stride_wn,
             scale, stride_se, stride_sk, stride_sn, x_scale, stride_xsr, column, column, inside, N, K, steps,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, False, X_DESCRIPTOR, LAYOUT, SCALE, X_SCALE == "block",
-            PRECISION, SPECIALIZE,
+            PRECISION, SPECIALIZE, CODES,
         )  # fmt: skip
         # Rows of no expert have no scale, bias or weight, which might be NaN.
         here = columns < tl.where(expert < experts, N, 0)
@@ -136,7 +138,8 @@ def multiply(
         EXPERTS=padded(experts), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=tile.group,
         EVEN_K=inner % tile.k == 0, EVEN_N=columns % tile.n == 0, GATHER=gather, TAIL=zero_rest, BIAS=bias is not None,
         WEIGHTS=weights is not None, SCALE=kind, X_SCALE=x_scales, X_DESCRIPTOR=source is not None, LAYOUT=layout,
-        PRECISION=precision(x), SPECIALIZE=tile.specialize and source is not None and layout != "", **tile.options(),
+        PRECISION=precision(x), SPECIALIZE=tile.specialize and source is not None and layout != "",
+        CODES=codes_of(x, weight, kind, out.dtype, chip_of(x.device)), **tile.options(),
     )  # fmt: skip
     return out
 
@@ -152,7 +155,11 @@ def product(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`multiply` with the tile of a configuration, or the default; rows of no expert are zero."""
-    tile = tile_for(product_of(scales_of(scale, weight)), x, x.shape[0], weight.shape, config)
+    kind = scales_of(scale, weight)
+    codes = codes_of(x, weight, kind, out_dtype or x.dtype, chip_of(x.device)) != ""
+    x_in_blocks = x_scale is not None and x_scale.shape[1] > 1
+    each_step = "block" if x_in_blocks and codes else kind
+    tile = tile_for(product_of(each_step, codes=codes), x, x.shape[0], weight.shape, config)
     return multiply(x, weight, offsets, tile, scale=scale, x_scale=x_scale, out_dtype=out_dtype, zero_rest=True)
 
 

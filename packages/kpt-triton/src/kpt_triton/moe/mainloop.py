@@ -87,12 +87,47 @@ def _multiply(acc, x, w, scale, PRECISION: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
+def _add_codes(
+    acc, x, w, scales, stride_sn, x_scales, column, inside, SCALE: tl.constexpr, X_SCALE: tl.constexpr,
+    CODES: tl.constexpr,
+):  # fmt: skip
+    """`acc + (x @ w) * scale * x_scale` of two 8-bit operands, multiplied as they are by matrix units for them.
+
+    What the names do not say:
+        scales: pointer to the expert's scales of 128 by 128 in this step.
+        x_scales: `[BLOCK_M]`, pointers to those of x in this step.
+        CODES: "promoted" where the units add with fewer bits than float32 has: they then add up the products of a step
+            alone, whose sum is added to `acc` in float32. Otherwise "native".
+    """
+    if INTERPRETED:
+        x = widen(x, tl.float32)
+        w = widen(w, tl.float32)
+    if SCALE != "block" and not X_SCALE and CODES == "native":
+        return tl.dot(x, w, acc, input_precision="ieee")
+    # Without a limit the compiler would have the units of sm90 add up the whole row.
+    part = tl.dot(x, w, input_precision="ieee", max_num_imprecise_acc=x.shape[1])
+    if SCALE == "block":
+        if w.shape[1] <= SCALE_BLOCK:
+            # All columns are of one block. Its scale, as often as there are rows, goes into that of x.
+            same = tl.zeros((x.shape[0],), tl.int32)
+            factor = tl.load(scales + column // SCALE_BLOCK * stride_sn + same)
+            if X_SCALE:
+                factor *= tl.load(x_scales)
+            return acc + part * factor[:, None]
+        columns = column + tl.arange(0, w.shape[1])
+        part *= tl.load(scales + columns // SCALE_BLOCK * stride_sn, mask=inside, other=0.0)[None, :]
+    if X_SCALE:
+        part *= tl.load(x_scales)[:, None]
+    return acc + part
+
+
+@triton.jit
 def accumulate(
     x, x_rows, stride_xr, first_row, w, expert, stride_we, stride_wk, stride_wn, scale, stride_se, stride_sk, stride_sn,
     x_scale, stride_xsr, column, second, inside, N, K, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     PAIR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, LAYOUT: tl.constexpr, SCALE: tl.constexpr, X_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr, CODES: tl.constexpr = "",
 ):  # fmt: skip
     """The product of BLOCK_M rows of x and BLOCK_N columns of an expert's matrix, and with PAIR of as many others.
 
@@ -103,6 +138,7 @@ def accumulate(
         w: pointer, or with LAYOUT a descriptor of `[experts * N, K]` ("NK") or `[experts * K, N]` ("KN").
         scale: float32 scales of 8-bit weights. SCALE "block" has one for each 128 by 128, "k" one for each of K; ""
             leaves them out.
+        CODES: how two 8-bit operands are multiplied: widened for "", else see `_add_codes`; not with PAIR or SCALE "k".
         x_scale: float32 `[rows, blocks of 128 along K]` of an 8-bit x with X_SCALE.
         column: the first column.
         second: the first column of the others.
@@ -139,7 +175,11 @@ def accumulate(
         w_tile = _load_weight(w, w_pointers, expert, column, k, N, K, inside, BLOCK_K, EVEN_K, EVEN_N, LAYOUT)
         if PAIR:
             w_other = _load_weight(w, w_others, expert, second, k, N, K, inside, BLOCK_K, EVEN_K, EVEN_N, LAYOUT)
-        if SCALE == "block" or X_SCALE:
+        if CODES != "":
+            scales = scale + expert.to(tl.int64) * stride_se + (k // SCALE_BLOCK) * stride_sk
+            x_scales = x_scale + x_rows * stride_xsr + k // SCALE_BLOCK
+            acc = _add_codes(acc, x_tile, w_tile, scales, stride_sn, x_scales, column, inside, SCALE, X_SCALE, CODES)
+        elif SCALE == "block" or X_SCALE:
             part = _multiply(tl.zeros_like(acc), x_tile, w_tile, factor, PRECISION, SCALE)
             if X_SCALE:
                 part *= tl.load(x_scale + x_rows * stride_xsr + k // SCALE_BLOCK)[:, None]

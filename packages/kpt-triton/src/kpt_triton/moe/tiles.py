@@ -19,6 +19,9 @@ from kpt_triton.tile import Tile
 #: `wgrad` is the gradient of weights. `crowded` ones are plain but for what takes registers too: scales by 128 or of K,
 #: or an activation without a gate.
 PRODUCTS = ("plain", "crowded", "pair", "slope", "wgrad")
+#: Products of 8-bit numbers on both sides, multiplied as they are, where the chip does. `crowded_codes` have scales by
+#: 128, for which the sums of a step have registers of their own.
+PRODUCTS_OF_CODES = ("codes", "crowded_codes")
 
 _AMPERE = {
     "plain": ("128x128x32 w8 s4 g8", "64x128x32 w4 s4 g8"),
@@ -41,6 +44,9 @@ _CDNA = {
     "slope": ("64x64x32 w8 s2 g8", "64x64x32 w8 s2 g8"),
     "wgrad": ("128x128x32 w8 s2 g8", ""),
 }
+#: A step of codes is as long as scales are of, 128: they take half the room, and what they sum up to is multiplied and
+#: added once a step.
+_CODES = dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x128 w8 s3 g8", "64x128x128 w4 s3 g8"))
 #: Warps of Intel's chips are of 16 threads.
 _XE = {
     "plain": ("128x128x32 w32 s2 g8", "64x128x32 w16 s2 g8"),
@@ -52,12 +58,12 @@ _XE = {
 #: By family and product: the tile for experts of more than 64 rows, and for 33 to 64.
 _TALL = {
     "sm80": _AMPERE,
-    "sm86": _AMPERE,
-    "sm90": _HOPPER,
-    "sm100": _HOPPER,
-    "sm120": _AMPERE,
-    "gfx9": _CDNA,
-    "gfx11": _CDNA,
+    "sm86": _AMPERE | _CODES,
+    "sm90": _HOPPER | _CODES,
+    "sm100": _HOPPER | _CODES | {"codes": ("128x256x128 w8 s3 g8", "64x128x128 w4 s3 g8")},
+    "sm120": _AMPERE | _CODES,
+    "gfx9": _CDNA | dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x128 w8 s2 g8", "64x128x128 w4 s2 g8")),
+    "gfx11": _CDNA | dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x64 w8 s2 g8", "64x128x64 w4 s2 g8")),
     "xe": _XE,
 }
 #: By family: n, k and stages for 16 and 32 rows, where reading the weights is what takes time.
@@ -114,8 +120,10 @@ def is_aligned(*sizes: int) -> bool:
     return all(size % 16 == 0 for size in sizes)
 
 
-def product_of(scales_of: str) -> str:
-    """The kind of a plain product whose matrices have such scales ("" for none)."""
+def product_of(scales_of: str, *, codes: bool = False) -> str:
+    """The kind of a plain product whose matrices have such scales ("" for none); `codes`: of 8-bit numbers as such."""
+    if codes:
+        return "crowded_codes" if scales_of == "block" else "codes"
     return "crowded" if scales_of in ("block", "k") else "plain"
 
 
@@ -124,7 +132,7 @@ def default_tile(product: str, chip: str, itemsize: int, rows: int, experts: int
     """The tile for a product where nothing was measured.
 
     Args:
-        product: one of PRODUCTS.
+        product: one of PRODUCTS or PRODUCTS_OF_CODES.
         chip: such as `sm90`.
         itemsize: bytes of an element of x: 4 or 2 (1 counts as 2).
         rows: of all experts together.
@@ -144,6 +152,8 @@ def default_tile(product: str, chip: str, itemsize: int, rows: int, experts: int
     n, k, stages = _LOW[family]
     if product in ("crowded", "slope"):  # scales of K are multiplied into x, which has to fit beside what follows
         k = min(k, 32 if family == "gfx11" else 64)
+    if product in PRODUCTS_OF_CODES:
+        k = 128
     return Tile(height, n // 2 if halved else n, k, 4, stages, 1)
 
 
@@ -168,7 +178,7 @@ def tile_for(
     """The tile that a configuration has under a name, or the default where it has none.
 
     Args:
-        product: one of PRODUCTS.
+        product: one of PRODUCTS or PRODUCTS_OF_CODES.
         x: what is multiplied.
         rows: of all experts together.
         matrices: their shape, `[experts, K, N]` or with K and N exchanged.

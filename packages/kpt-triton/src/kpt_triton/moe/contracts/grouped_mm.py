@@ -28,6 +28,7 @@ from .common import every, usual, weight_descriptor, weight_strides
 _PLAIN = {
     "EXPERTS": 128, "EVEN_K": True, "EVEN_N": True, "GATHER": False, "TAIL": True, "BIAS": False, "WEIGHTS": False,
     "SCALE": "", "X_SCALE": "", "X_DESCRIPTOR": False, "LAYOUT": "", "PRECISION": "ieee", "SPECIALIZE": False,
+    "CODES": "",
 }  # fmt: skip
 
 

@@ -1,8 +1,16 @@
-"""Contracts of `moe.scaled_grouped_mm`, whose 8-bit operands are widened to bfloat16, beside such an x to float32."""
+"""Contracts of `moe.scaled_grouped_mm`: 8-bit operands as they are where a chip has units for them, else widened.
 
+A weight beside a wider x is widened to what it is, bfloat16 or float32. Two 8-bit operands are widened to bfloat16 on
+chips without units for them, and for a result with more digits than those give.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from kpt_triton.contracts import BF16, E4M3, E5M2, FP32, lean, products
+from kpt_triton.aot import Program
+from kpt_triton.chips import SHORT_SUMS
+from kpt_triton.contracts import BF16, E4M3, E5M2, FP32, Tiles, lean, products
 
 from .common import ROWS, usual
 from .grouped_mm import program
@@ -10,6 +18,54 @@ from .grouped_mm import program
 _E4M3, _E5M2 = products(BF16, weight=E4M3), products(BF16, weight=E5M2)
 _FEW = products(BF16, weight=E4M3, tall=False)
 _SCALED_X: dict[str, Any] = {"weight": E4M3, "out": BF16}
+_UNALIGNED: dict[str, Any] = {"hint": "", "EVEN_K": False, "EVEN_N": False}
+_NO_UNITS = "not offered: it has no units for e4m3fn and e5m2; codes are widened there"
+#: What multiplies codes in tiles of 64 rows and more, and in those of fewer.
+_UNITS = {
+    "sm89": ("mma.sync of e4m3", "mma.sync of e4m3"),
+    # Triton widens the codes itself, to float16, where tiles are too small for these.
+    "sm90": ("wgmma of e4m3", "mma.sync of f16"),
+    "sm100": ("tcgen05 of f8f6f4", "mma.sync of f16"),
+    "sm120": ("mma.sync of e4m3", "mma.sync of e4m3"),
+    "gfx950": ("v_mfma of f8f6f4", "v_mfma of f8f6f4"),
+    "gfx1201": ("v_wmma of fp8", "v_wmma of fp8"),
+}
+
+
+def _of_units(*, tall: bool = True, aligned: bool = True) -> dict[str, str]:
+    """Return the contract of each chip for codes that are multiplied as they are."""
+    found = {}
+    for chip, clauses in _E4M3.items():
+        if chip not in _UNITS:
+            found[chip] = _NO_UNITS
+            continue
+        units = _UNITS[chip][not tall]
+        if chip == "gfx950" and not aligned:  # steps are too short for f8f6f4
+            units = "v_mfma of fp8"
+        loads = "cp.async, " if chip.startswith("sm") and aligned else ""
+        found[chip] = f"{units}, {loads}{clauses[clauses.index('no spills') :]}"
+    return found
+
+
+def _codes(
+    name: str, tiles: Tiles, *, tall: bool = True, aligned: bool = True, weight: str = E4M3, **constants: Any
+) -> Program:
+    """Return a program that multiplies the codes themselves, as each chip does."""
+    more = {} if aligned else _UNALIGNED
+    contracts = _of_units(tall=tall, aligned=aligned)
+    given = program(name, E4M3, contracts, tiles, weight=weight, out=BF16, **constants, **more)
+
+    def launches(chip: str) -> Mapping[str, Mapping[str, Any]]:
+        if chip not in _UNITS:
+            return {}
+        how = {"CODES": "promoted" if chip in SHORT_SUMS else "native"}
+        return {tile: {**launch, **how} for tile, launch in given.launches(chip).items()}
+
+    return replace(given, launches=launches)
+
+
+_ROWS: dict[str, Any] = {"SCALE": "n", "X_SCALE": "row"}
+_BLOCKS: dict[str, Any] = {"SCALE": "block", "X_SCALE": "block"}
 
 AOT = (
     program("bf16 by e4m3, columns", BF16, _E4M3, usual("plain"), weight=E4M3, SCALE="n"),
@@ -19,8 +75,24 @@ AOT = (
     program("bf16 by e4m3, K", BF16, _E4M3, usual("crowded"), weight=E4M3, SCALE="k"),
     program("bf16 by e4m3, K, few rows", BF16, _FEW, usual("crowded", 32), weight=E4M3, SCALE="k"),
     program("bf16 by e5m2, columns", BF16, _E5M2, usual("plain"), weight=E5M2, SCALE="n"),
-    program("e4m3 by e4m3, rows and columns", E4M3, _E4M3, usual("plain"), **_SCALED_X, SCALE="n", X_SCALE="row"),
-    program("e4m3 by e4m3, blocks", E4M3, _E4M3, usual("crowded"), **_SCALED_X, SCALE="block", X_SCALE="block"),
+    program("e4m3 by e4m3, widened, rows and columns", E4M3, _E4M3, usual("plain"), **_SCALED_X, **_ROWS),
+    program("e4m3 by e4m3, widened, blocks", E4M3, _E4M3, usual("crowded"), **_SCALED_X, **_BLOCKS),
+    _codes("e4m3 by e4m3, rows and columns", usual("codes", *ROWS[2:]), **_ROWS),
+    _codes("e4m3 by e4m3, rows and columns, few rows", usual("codes", *ROWS[:2]), tall=False, **_ROWS),
+    _codes("e4m3 by e4m3, blocks", usual("crowded_codes", *ROWS[2:]), **_BLOCKS),
+    _codes("e4m3 by e4m3, blocks, few rows", usual("crowded_codes", *ROWS[:2]), tall=False, **_BLOCKS),
+    _codes("e4m3 by e4m3, blocks, columns contiguous", usual("crowded_codes"), layout="KN", **_BLOCKS),
+    _codes("e4m3 by e4m3, blocks, partial tiles", usual("crowded_codes"), EVEN_K=False, EVEN_N=False, **_BLOCKS),
+    _codes("e4m3 by e4m3, blocks, unaligned", usual("crowded_codes", aligned=False), aligned=False, **_BLOCKS),
+    _codes(
+        "e4m3 by e4m3, blocks, unaligned, few rows",
+        usual("crowded_codes", 16, aligned=False),
+        tall=False,
+        aligned=False,
+        **_BLOCKS,
+    ),
+    _codes("e4m3 by e4m3, x by rows", usual("codes"), SCALE="block", X_SCALE="row"),
+    _codes("e4m3 by e5m2, rows and columns", usual("codes"), weight=E5M2, **_ROWS),
     program(
         "fp32 by e4m3, blocks",
         FP32,
