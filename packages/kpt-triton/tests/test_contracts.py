@@ -5,6 +5,7 @@ import torch
 
 from kpt_triton.aot import Program
 from kpt_triton.chips import INTEL, multiplied
+from kpt_triton.fp8 import scaled_mm
 from kpt_triton.moe.contracts import experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm
 from kpt_triton.moe.decode import decode_down_kernel, decode_up_kernel
 from kpt_triton.moe.experts_backward import slope_kernel
@@ -16,7 +17,9 @@ from kpt_triton.moe.transposed import wgrad_kernel
 
 E4M3 = torch.float8_e4m3fn
 CHIPS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", *INTEL)
-MODULES = {module.__name__: module.AOT for module in (experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm)}
+MODULES = {
+    module.__name__: module.AOT for module in (experts, grouped_mm, grouped_mm_wgrad, scaled_grouped_mm, scaled_mm)
+}
 PROGRAMS = [program for programs in MODULES.values() for program in programs]
 #: Products that a kernel is launched for.
 KERNELS = {
