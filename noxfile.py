@@ -395,7 +395,7 @@ def prove(
         return
     reports = asked.report.absolute() / name
     if ops := os.environ.get(KPT_OPS, "").split():
-        some = f"({' or '.join(f'{op}.' for op in ops)}) and {some}"
+        some = f"{begins(ops)} and {some}"
     if asked.whole or asked.rest:
         suite(session, backend, *options, f"--kpt-report={reports}.json", *asked.rest, env=env)
         return
@@ -405,6 +405,11 @@ def prove(
     # A kernel's tests are named for the module that it lies in.
     quick += [f"--kpt-quick-changed={name}" for name in changed_modules()]
     suite(session, backend, *options, *quick, "-k", some, env=env)
+
+
+def begins(ops: Iterable[str]) -> str:
+    """Return an expression for `-k` that has the tests of ops whose names begin so."""
+    return f"({' or '.join(f'{op}.' for op in ops)})"
 
 
 def changed_modules() -> list[str]:
@@ -434,23 +439,41 @@ def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: 
         session: that runs it.
         asked: with `whole` every configuration.
         gate: the chip for which the default configurations are compiled.
-        *packages: where one of them changed, the defaults are compiled for every chip.
+        *packages: where a feature of one of them changed, its defaults are compiled for every chip.
         triton: the folder of a Triton to take in the place of the workspace's.
     """
-    if asked.for_part("rows") and (asked.whole or compiled_anew(session)):
-        options: list[str | Path] = ["--backend", session.name, "--report", asked.report / "compiled.json"]
-        env = {} if asked.whole else {"KPT_AOT_TILES": "usual"}
-        env |= {} if triton is None else {"PYTHONPATH": str(triton.absolute())}
-        if not asked.whole and not (packages and any(map(kernel_module, changed_files(*packages)))):
-            options += ["--chip", gate]
-        run(session, "python", "-m", "kpt_conformance.aot", *options, env=env)
+    if not asked.for_part("rows"):
+        return
+    env = {} if triton is None else {"PYTHONPATH": str(triton.absolute())}
+    command = ("python", "-m", "kpt_conformance.aot", "--backend", session.name, "--report")
+    if asked.whole:
+        run(session, *command, asked.report / "compiled.json", env=env)
+        return
+    ops = ops_compiled_anew(session)
+    own = [op for op in ops if any(map(kernel_module, files_of(op, *packages)))]
+    for name, some, chips in (
+        ("compiled", [op for op in ops if op not in own], ("--chip", gate)),
+        ("compiled-for-all", own, () if packages else ("--chip", gate)),
+    ):
+        chosen = (asked.report / f"{name}.json", *chips, *(f"--op={op}." for op in some))
+        if some:
+            run(session, *command, *chosen, env={"KPT_AOT_TILES": "usual", **env})
 
 
-def compiled_anew(session: nox.Session) -> bool:
-    """Tell whether what is landed may have changed a backend's Triton kernels, or what compiles and checks them."""
+def ops_compiled_anew(session: nox.Session) -> list[str]:
+    """Return how the ops begin whose kernels for a target, or what compiles and checks these, may have changed."""
     told = affected.changed_files()
-    of = ("kpt-triton", f"kpt-backend-{session.name}", "kpt-conformance")
-    return told is None or COMPILERS in told or any(map(kernel_module, changed_files(*of)))
+    of = (f"kpt-backend-{session.name}", "kpt-conformance")
+    # packages/kpt-triton/src/kpt_triton/chips.py, for instance; those of a feature lie in its folder.
+    everywhere = [file for file in changed_files("kpt-triton") if len(file.parts) == 5]
+    if told is None or COMPILERS in told or any(map(kernel_module, [*everywhere, *changed_files(*of)])):
+        return list(affected.FEATURES.values())
+    return [op for op in affected.FEATURES.values() if any(map(kernel_module, files_of(op, "kpt-triton")))]
+
+
+def files_of(op: str, *packages: str) -> list[Path]:
+    """Return the changed files of some packages that lie in the folder of a feature, by how its ops begin."""
+    return [file for file in changed_files(*packages) if file.parts[4:5] == (op,)] if packages else []
 
 
 def examples(session: nox.Session, asked: Asked, others: Iterable[str] = ()) -> None:
@@ -520,18 +543,25 @@ def nvidia(session: nox.Session) -> None:
     """Prove of the NVIDIA kernels what this machine can: interpreted, compiled for every chip, and on a GPU.
 
     Interpreted means in float32 and bfloat16, without real models' sizes and drawn cases of options; tiles that are
-    neither a default nor the only one of their kind are compiled with `--whole` alone. Chips other than sm90 are left
-    out unless a kernel changed; where neither kernels nor what compiles them changed, values of a few cases are
-    compared and nothing is compiled.
+    neither a default nor the only one of their kind are compiled with `--whole` alone. Of a feature (attention, fp8,
+    moe) whose kernels changed all values are compared and all chips compiled for; of others values of a few cases are
+    compared, and where what all share changed, sm90 is compiled for.
     """
     asked = Asked(session)
-    own = asked.whole or compiled_anew(session)
     # Products that the vendor's library alone has are shown on a GPU, and by kpt-fp8's tests as it is documented.
     ours = "not gpu_scaled_mm_blocks"
     some = f"(float32 or bfloat16) and {ours} and not ({MODELS})"
-    options = ("--kpt-device=cpu", "-k", ours)
-    prove(session, asked, "nvidia", "interpreted", *options, env={"TRITON_INTERPRET": "1"}, some=some, trials=2,
-          values=own)  # fmt: skip
+    options, env = ("--kpt-device=cpu", "-k", ours), {"TRITON_INTERPRET": "1"}
+    ops = list(affected.FEATURES.values())
+    own = (
+        ops if asked.whole or asked.rest else [op for op in ops if any(map(kernel_module, files_of(op, "kpt-triton")))]
+    )
+    few = [op for op in ops if op not in own]
+    if own:
+        prove(session, asked, "nvidia", "interpreted", *options, env=env, some=f"{begins(own)} and {some}", trials=2)
+    if few:
+        named = f"{begins(few)} and {some}"
+        prove(session, asked, "nvidia", "interpreted-few", *options, env=env, some=named, values=False, trials=2)
     rows(session, asked, "sm90", "kpt-triton")
     examples(session, asked)
     machine(session, asked)

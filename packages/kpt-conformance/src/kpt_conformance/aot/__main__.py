@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kpt_conformance.aot", description=__doc__)
     parser.add_argument("--backend", action="append", metavar="NAME", help="this backend only; may be repeated")
     parser.add_argument("--chip", action="append", metavar="CHIP", help="this chip only; may be repeated")
+    parser.add_argument("--op", action="append", metavar="TEXT", help="ops whose names begin so; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write registers, memory and occupancy as Markdown")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was compiled as a report of the run")
@@ -42,7 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PluginWarning)  # told below, and counted
-            rows = run(backends=options.backend, chips=options.chip, processes=options.jobs, progress=progress)
+            rows = run(
+                backends=options.backend,
+                chips=options.chip,
+                ops=options.op,
+                processes=options.jobs,
+                progress=progress,
+            )
             broken = problems()
     except KptError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -52,20 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table is not None:
         write_whole(options.table, page(rows))
     if options.report is not None:
-        asked = [f"--chip {chip}" for chip in options.chip or ()]
+        asked = [f"--chip {chip}" for chip in options.chip or ()] + [f"--op {op}" for op in options.op or ()]
         asked += [f"{name}={value}" for name, value in os.environ.items() if name.startswith("KPT_AOT_")]
         report_compiled(options.report, rows, Path.cwd(), ", ".join(asked) or "all")
-    print(table(rows) if rows else _nothing(options.backend, options.chip))
+    print(table(rows) if rows else _nothing(options.backend, options.chip, options.op))
     for problem in broken:
         print(f"broken: {problem}")
     return 0 if all(row.good for row in rows) and not broken else 1
 
 
-def _nothing(backends: Sequence[str] | None, chips: Sequence[str] | None) -> str:
+def _nothing(backends: Sequence[str] | None, chips: Sequence[str] | None, ops: Sequence[str] | None) -> str:
     installed = kpt_core.backends()
     looked_at = {name: backend for name, backend in installed.items() if backends is None or name in backends}
     others = len(without_aot(looked_at))
     for_chips = f" for {', '.join(chips)}" if chips else ""
+    if ops:
+        return f"nothing to compile{for_chips}: no kernel of an op that begins with {' or '.join(ops)} names an aot"
     return f"nothing to compile{for_chips}: none of the {others} kernels of {len(looked_at)} backends names an aot"
 
 

@@ -120,8 +120,13 @@ def configurations_of(program: TritonProgram | PallasProgram, chip: Chip) -> Map
     return found
 
 
-def declared(backends: Mapping[str, Backend], chips: frozenset[str] | None) -> Iterator[Task | Row]:
-    """Yield everything to compile for chips (None: all that a backend claims), and a row for each wrong declaration."""
+def declared(
+    backends: Mapping[str, Backend], chips: frozenset[str] | None, ops: tuple[str, ...] = ("",)
+) -> Iterator[Task | Row]:
+    """Yield everything to compile for chips (None: all that a backend claims), and a row for each wrong declaration.
+
+    `ops` is how the names of the ops begin.
+    """
     for name, backend in backends.items():
         try:
             kernels = list(backend.kernels())
@@ -130,7 +135,7 @@ def declared(backends: Mapping[str, Backend], chips: frozenset[str] | None) -> I
             yield Row(backend=name, op="", kernel="", status="error", detail=detail)
             continue
         for kernel in kernels:
-            if kernel.aot is not None:
+            if kernel.aot is not None and kernel.op.startswith(ops):
                 yield from _tasks_of(name, backend.chips, kernel, kernel.aot, chips)
 
 

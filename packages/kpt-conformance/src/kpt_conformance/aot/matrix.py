@@ -20,6 +20,7 @@ def run(
     *,
     backends: Iterable[str] | None = None,
     chips: Iterable[str] | None = None,
+    ops: Iterable[str] | None = None,
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
@@ -28,6 +29,7 @@ def run(
     Args:
         backends: names of backends; None for all.
         chips: names of chips; None for all that a backend claims.
+        ops: how the names of ops begin, as in `fp8.`; None for all.
         processes: how many compile at the same time; None for one for each CPU.
         progress: called with the numbers of jobs that are done and that are to be done.
 
@@ -40,7 +42,8 @@ def run(
         if name not in installed:
             raise UnknownNameError("backend", name, installed)
     only = None if chips is None else frozenset(chip_named(name).name for name in chips)
-    found = list(declared({name: installed[name] for name in names}, only))
+    begins = ("",) if ops is None else tuple(ops)
+    found = list(declared({name: installed[name] for name in names}, only, begins))
     entries = [(entry, entry if isinstance(entry, Row) else _declared_row(entry)) for entry in found]
     jobs = {entry.job: None for entry, row in entries if isinstance(entry, Task) and not row.detail}
     results: dict[Job, Reading | str] = {}
