@@ -91,7 +91,10 @@ AOT = (
         aligned=False,
         **_BLOCKS,
     ),
-    _codes("e4m3 by e4m3, x by rows", usual("codes"), SCALE="block", X_SCALE="row"),
+    _codes("e4m3 by e4m3, rows and blocks", usual("crowded_codes"), SCALE="block", X_SCALE="row"),
+    _codes("e4m3 by e4m3, blocks and columns", usual("crowded_codes"), SCALE="n", X_SCALE="block"),
+    _codes("e4m3 by e4m3, rows and columns, columns contiguous", usual("codes"), layout="KN", **_ROWS),
+    _codes("e4m3 by e4m3, rows and columns, partial tiles", usual("codes"), EVEN_K=False, EVEN_N=False, **_ROWS),
     _codes("e4m3 by e5m2, rows and columns", usual("codes"), weight=E5M2, **_ROWS),
     program(
         "fp32 by e4m3, blocks",
