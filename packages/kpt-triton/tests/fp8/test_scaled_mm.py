@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpt_triton.chips import NVIDIA
+from kpt_triton.chips import NVIDIA, SHORT_SUMS, multiplied
 from kpt_triton.fp8 import scaled_mm
-from kpt_triton.fp8.scaled_mm import _SHARED, _program, default_tile, forward, multiplied, unsupported
+from kpt_triton.fp8.scaled_mm import _SHARED, _program, default_tile, forward, unsupported
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_FNUZ, E5M2_FNUZ = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
@@ -171,8 +171,9 @@ def test_a_configuration_names_the_tile(device: torch.device, monkeypatch: pytes
         ({"out_dtype": torch.float64}, "sm89", "a result in float64"),
         ({"scale_a": torch.ones(70, dtype=torch.float64)}, "sm89", "scales in float64"),
         ({"a": torch.zeros(0, 300).to(E4M3)}, "sm89", "nothing to compute"),
-        ({"a": torch.zeros(1025, 300).to(E4M3)}, "sm80", "more than 1024 rows on sm80"),
-        ({"a": torch.zeros(1025, 300).to(E4M3)}, "sm89", None),
+        ({"a": torch.zeros(1025, 300).to(E4M3)}, "sm80", "more than 1024 rows of codes to widen on sm80"),
+        ({"a": torch.zeros(1025, 300).to(E4M3), "out_dtype": torch.bfloat16}, "sm89", None),
+        ({"a": torch.zeros(1025, 300).to(E4M3)}, "sm89", "more than 1024 rows"),
         ({"a": torch.zeros(1025, 300).to(E4M3), "granularity_b": "128x128"}, "sm80", None),
         ({"a": torch.zeros(2, 300).to(E5M2)}, "gfx90a", "e5m2 on gfx90a"),
         ({}, "gfx90a", None),
@@ -186,20 +187,18 @@ def test_it_says_what_it_leaves_to_others(
     assert said is None if sentence is None else sentence in str(said)
 
 
-def test_codes_are_widened_on_chips_without_such_units_alone() -> None:
-    found = {chip: multiplied(chip) for chip in (*NVIDIA, "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "pvc")}
-    fnuz = {chip for chip, dtypes in found.items() if E4M3_FNUZ in dtypes}
-    ocp = {chip for chip, dtypes in found.items() if E4M3 in dtypes}
-    assert (fnuz, ocp) == ({"gfx942"}, {"sm89", "sm90", "sm100", "sm120", "gfx950", "gfx1201"})
-    native, other = _program("e4m3", (E4M3, E4M3), ("row", "row"))
-    for chip in ocp:
-        (launch,) = native.configurations(chip).values()
-        assert launch["FORMAT_A"] == ""
-        assert other.contracts[chip].startswith("not offered")
-        # Sums of units that have fewer bits than float32 are added up outside them.
-        assert bool(launch["PROMOTE"]) == (chip in ("sm89", "sm90", "sm120"))
-    (launch,) = other.configurations("sm80").values()
-    assert (launch["FORMAT_A"], launch["PROMOTE"]) == ("e4m3fn", "")
+def test_codes_are_widened_where_units_lack_them_or_bits() -> None:
+    chips = (*NVIDIA, "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "pvc")
+    for out in (torch.bfloat16, torch.float32):
+        native, other = _program("e4m3", (E4M3, E4M3), ("row", "row"), out=out)
+        for chip in chips:
+            multiplies = E4M3 in multiplied(chip) and (out is torch.bfloat16 or chip not in SHORT_SUMS)
+            assert native.contracts[chip].startswith("not offered") != multiplies
+            assert other.contracts[chip].startswith("not offered") == multiplies
+            (launch,) = (native if multiplies else other).configurations(chip).values()
+            assert launch["FORMAT_A"] == launch["FORMAT_B"] == ("" if multiplies else "e4m3fn")
+            # Sums of units that have fewer bits than float32 are added up outside them.
+            assert bool(launch["PROMOTE"]) == (multiplies and chip in SHORT_SUMS)
 
 
 def test_units_of_64_rows_are_given_as_many() -> None:

@@ -2,7 +2,8 @@
 
 The codes themselves are multiplied. NVIDIA's units add with fewer bits than float32 has, so their sums of BLOCK_K
 numbers are added up in float32, which is also where scales of blocks are multiplied in. Codes that a chip does not
-multiply are widened to float16 in registers, which holds each of them exactly.
+multiply are widened to float16 in registers, which holds each of them exactly; so are those whose sums have to be exact
+to more bits than such units have.
 """
 
 from collections.abc import Mapping
@@ -16,14 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kpt_triton.aot import Program
-from kpt_triton.chips import AMD, INTEL, INTERPRETER, MEMORY, NVIDIA, chip_of, family_of
-from kpt_triton.contracts import BF16, FP32, Tiles, blocks, integers, launches, pointers
+from kpt_triton.chips import AMD, INTEL, INTERPRETER, MEMORY, NVIDIA, SHORT_SUMS, chip_of, family_of, multiplied
+from kpt_triton.contracts import BF16, FP32, Tiles, blocks, integers, launches, pointers, spilling
 from kpt_triton.launching import inner_contiguous, on_its_device, programs
 from kpt_triton.numeric import INTERPRETED, narrow, widen
 from kpt_triton.tile import Tile, narrowed
 
-_OCP = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 #: By granularity, how many rows share a scale, and how many numbers of them; 0 where it is all of a row or tensor.
 _SHARED = {"tensor": (1, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
 #: Bytes in which operands are read.
@@ -57,22 +56,16 @@ def unsupported(call: Any) -> str | None:
         return "there is nothing to compute"
     chip = chip_of(a.device)
     outside = not (_SHARED[call.granularity_a][1] or _SHARED[call.granularity_b][1])
-    if outside and a.shape[0] > _MOST_ROWS and not {a.dtype, b.dtype} <= set(multiplied(chip)):
-        return f"more than {_MOST_ROWS} rows on {chip}, where the library's product of widened codes is faster"
+    if outside and a.shape[0] > _MOST_ROWS and not _native(chip, a.dtype, b.dtype, call.out_dtype):
+        return f"more than {_MOST_ROWS} rows of codes to widen on {chip}; the library's product of such is faster"
     if chip == "gfx90a" and not {a.dtype, b.dtype} <= {torch.float8_e4m3fn, torch.float8_e4m3fnuz}:
         return "e5m2 on gfx90a, whose products take the small numbers of float16 for zeros"
     return None
 
 
-def multiplied(chip: str) -> tuple[torch.dtype, ...]:
-    """Return the 8-bit types that a chip multiplies; the interpreter all."""
-    if chip == INTERPRETER:
-        return (*_OCP, *_FNUZ)
-    if chip.startswith("sm"):
-        return _OCP if int(chip[2:]) >= 89 else ()
-    if chip == "gfx942":
-        return _FNUZ
-    return _OCP if chip.startswith(("gfx95", "gfx12")) else ()
+def _native(chip: str, a: torch.dtype, b: torch.dtype, out: torch.dtype) -> bool:
+    """Return whether the codes themselves are multiplied: where units add with few bits, for bfloat16 alone."""
+    return {a, b} <= set(multiplied(chip)) and (out is torch.bfloat16 or chip not in SHORT_SUMS)
 
 
 @triton.jit
@@ -97,7 +90,7 @@ def _half(code, FORMAT: tl.constexpr):
 
 @triton.jit
 def _product(x, w, acc, FORMAT_X: tl.constexpr, FORMAT_W: tl.constexpr, PROMOTE: tl.constexpr):
-    """`acc + x @ w`; PROMOTE tells how a chip's units are kept from adding to `acc` themselves, see `_promotion`."""
+    """`acc + x @ w`; PROMOTE names units that add with few bits, which must not add to `acc`."""
     if FORMAT_X != "":
         return tl.dot(_half(x, FORMAT_X), _half(w, FORMAT_W), acc)
     elif INTERPRETED:
@@ -180,7 +173,7 @@ def forward(call: Any) -> Tensor:
     a, b, chip = _aligned(call.a), _aligned(call.b.t()), chip_of(call.a.device)
     (rows, inner), columns = a.shape, b.shape[0]
     scale_a, scale_b = call.scale_a.float(), call.scale_b.float()
-    settings = _settings(chip, a.dtype, b.dtype, call.granularity_a, call.granularity_b)
+    settings = _settings(chip, a.dtype, b.dtype, call.out_dtype, call.granularity_a, call.granularity_b)
     if settings["FORMAT_A"]:
         a, b = a.view(torch.uint8), b.view(torch.uint8)
     if call.config is not None and (written := call.config.get("tile")):
@@ -225,22 +218,15 @@ def _strides(scale: Tensor) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _settings(chip: str, a: torch.dtype, b: torch.dtype, by_a: str, by_b: str) -> dict[str, Any]:
+def _settings(chip: str, a: torch.dtype, b: torch.dtype, out: torch.dtype, by_a: str, by_b: str) -> dict[str, Any]:
     """Return what the kernel is compiled for, but for sizes and bias."""
-    native = {a, b} <= set(multiplied(chip))
+    native = _native(chip, a, b, out)
     (high_a, wide_a), (high_b, wide_b) = _SHARED[by_a], _SHARED[by_b]
     return {
         "HIGH_A": high_a, "WIDE_A": wide_a, "HIGH_B": high_b, "WIDE_B": wide_b,
         "FORMAT_A": "" if native else _short(a), "FORMAT_B": "" if native else _short(b),
-        "PROMOTE": _promotion(chip) if native else "",
+        "PROMOTE": ("wgmma" if chip == "sm90" else "mma") if native and chip in SHORT_SUMS else "",
     }  # fmt: skip
-
-
-def _promotion(chip: str) -> str:
-    """Return the units of a chip that add with fewer bits than float32 has: `mma`, `wgmma` or none."""
-    if not chip.startswith("sm") or chip.startswith(("sm10", "sm11")):
-        return ""
-    return "wgmma" if chip == "sm90" else "mma"
 
 
 def _constants(tile: Tile, settings: Mapping[str, Any]) -> dict[str, int]:
@@ -271,11 +257,11 @@ _HALVES = {
 }  # fmt: skip
 
 
-def _contracts(native: bool, formats: set[torch.dtype], step: int) -> dict[str, str]:
+def _contracts(native: bool, formats: tuple[torch.dtype, torch.dtype], out: torch.dtype, step: int) -> dict[str, str]:
     """Return the contract of each chip, of codes as they are or widened, with steps of so many numbers at most."""
     found = {}
     for chip, memory in MEMORY.items():
-        if native != (formats <= set(multiplied(chip))):
+        if native != _native(chip, *formats, out):
             found[chip] = _OTHER[native]
             continue
         unit = _UNITS[chip] if native else _HALVES[chip]
@@ -286,8 +272,19 @@ def _contracts(native: bool, formats: set[torch.dtype], step: int) -> dict[str, 
     return found
 
 
+_OTHER = {
+    True: "not offered: these codes are widened there",
+    False: "not offered: the codes themselves are multiplied there",
+}
+
+
 def _program(
-    name: str, formats: tuple[torch.dtype, torch.dtype], by: tuple[str, str], rows: int = 1024, **more: bool
+    name: str,
+    formats: tuple[torch.dtype, torch.dtype],
+    by: tuple[str, str],
+    rows: int = 1024,
+    out: torch.dtype = torch.bfloat16,
+    **more: bool,
 ) -> tuple[Program, Program]:
     """Return the programs of a kind of call: of codes as they are, and of codes that are widened."""
     constants = {"BIAS": False, "EVEN_K": True, **more}
@@ -295,25 +292,24 @@ def _program(
 
     def made(native: bool) -> Program:
         def of_chip(chip: str) -> Mapping[str, Mapping[str, Any]]:
-            settings = _settings(chip, *formats, *by)
+            settings = _settings(chip, *formats, out, *by)
             tiles: Tiles = lambda chip: [default_tile(chip, rows, not native)]  # noqa: E731
             return launches(tiles, lambda tile: _constants(tile, settings), settings | constants)(chip)
 
         a, b = (_TYPES[_short(dtype)] if native else "u8" for dtype in formats)
         signature = {
-            **pointers("a", a), **pointers("b", b), **pointers("out bias", BF16), **pointers("scale_a scale_b", FP32),
-            **integers("N K stride_am stride_bn"), **integers("M stride_sam stride_sak stride_sbn stride_sbk", ""),
+            **pointers("a", a), **pointers("b", b), **pointers("out bias", BF16 if out is torch.bfloat16 else FP32),
+            **pointers("scale_a scale_b", FP32), **integers("N K stride_am stride_bn"),
+            **integers("M stride_sam stride_sak stride_sbn stride_sbk", ""),
         }  # fmt: skip
-        contracts = _contracts(native, set(formats), step)
+        contracts = _contracts(native, formats, out, step)
+        if out is torch.float32 and not native:
+            contracts = spilling(contracts, {"sm86": 24, "sm89": 24})
         return Program(name if native else f"{name}, widened", scaled_mm_kernel, signature, contracts, of_chip)
 
     return made(True), made(False)
 
 
-_OTHER = {
-    True: "not offered: the chip does not multiply these codes, which are widened",
-    False: "not offered: the chip multiplies the codes themselves",
-}
 _E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
 _E4M3_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e4m3fnuz)
 _E5M2 = (torch.float8_e5m2, torch.float8_e4m3fn)
@@ -326,6 +322,7 @@ AOT = (
     *_program("e4m3, blocks, 64", _E4M3, _BLOCKS, 64),
     *_program("e4m3, blocks, few", _E4M3, _BLOCKS, 16),
     *_program("e4m3, blocks, partial", _E4M3, _BLOCKS, EVEN_K=False, BIAS=True),
+    *_program("e4m3, blocks, float32", _E4M3, _BLOCKS, out=torch.float32),
     *_program("e4m3, 1x32", _E4M3, _MX),
     *_program("e5m2 by e4m3, rows", _E5M2, _ROWS),
     *_program("e4m3fnuz, rows", _E4M3_FNUZ, _ROWS, BIAS=True),
