@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kChunk = 64, kSplit = 512;
 constexpr int kRows = 4;
 // Fewer products than this take less time than waking a thread.
-constexpr int64_t kAlone = 1 << 16;
+constexpr int64_t kAlone = 1 << 17;
 // Rows that are read at once where they are far apart: often that is a power of two, and a cache of 8 ways holds 8.
 constexpr int64_t kTogether = 8, kFar = 1024;
 // How many keys ahead one is fetched.
@@ -54,6 +54,48 @@ inline constexpr float unit<e4m3> = 256.0f;
 template <class T>
 KPT_INLINE vf in_units(const T* p) { return load(p); }
 KPT_INLINE vf in_units(const e4m3* p) { return load_256th(p); }
+
+// Two vectors of values in units. Those of bfloat16 are the even ones and the odd ones, which takes half the instructions.
+template <class T>
+KPT_INLINE void get_two(const T* from, vf* to) {
+    to[0] = in_units(from);
+    to[1] = in_units(from + W);
+}
+KPT_INLINE void get_two(const bfloat16* from, vf* to) {
+    vi both;
+    memcpy(&both, from, sizeof both);
+    to[0] = as_floats(both << 16);
+    to[1] = as_floats(both & static_cast<int32_t>(0xffff0000));
+}
+
+// Put two vectors in the order of the values, of which `get_two` made them.
+template <class T>
+KPT_INLINE void order_two(vf* sums) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+        const vf even = sums[0], odd = sums[1];
+#if defined(__AVX512F__)
+        const vi low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+        sums[0] = (vf)_mm512_permutex2var_ps((__m512)even, (__m512i)low, (__m512)odd);
+        sums[1] = (vf)_mm512_permutex2var_ps((__m512)even, (__m512i)(low + 8), (__m512)odd);
+#elif defined(__AVX2__)
+        const __m256 low = _mm256_unpacklo_ps((__m256)even, (__m256)odd), high = _mm256_unpackhi_ps((__m256)even, (__m256)odd);
+        sums[0] = (vf)_mm256_permute2f128_ps(low, high, 0x20);
+        sums[1] = (vf)_mm256_permute2f128_ps(low, high, 0x31);
+#else
+        for (int i = 0; i < 2 * W; i++) sums[i / W][i % W] = i % 2 == 0 ? even[i / 2] : odd[i / 2];
+#endif
+    }
+}
+
+KPT_INLINE float largest_of(vf value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
+    float most = value[0];
+    for (int i = 1; i < W; i++) most = value[i] > most ? value[i] : most;
+    return most;
+#endif
+}
 
 class Kernel {
 public:
@@ -182,12 +224,22 @@ private:
         return found;
     }
 
+    // Where `count` keys lie from `from` on; the last one's place up to `filled`.
     template <class T>
-    KPT_INLINE const T* line(const Kernel& self, const kpt_pages& x, int64_t sequence, int64_t key, int64_t head) {
-        const int64_t size = self.p_.page_size;
-        const int64_t page = self.p_.table != nullptr ? self.p_.table[sequence * self.p_.table_stride + key / size] : sequence;
-        const int64_t place = self.p_.table != nullptr ? key % size : key;
-        return static_cast<const T*>(x.data) + page * x.stride_page + place * x.stride_token + head * x.stride_head;
+    void find_lines(
+        const kpt_pages& x, const Part& part, int64_t from, int64_t count, int64_t filled, const T** to) const {
+        const int64_t size = p_.page_size;
+        for (int64_t j = 0; j < count;) {
+            int64_t page = part.sequence, place = from + j, past = count;
+            if (p_.table != nullptr) {
+                page = p_.table[part.sequence * p_.table_stride + place / size];
+                place %= size;
+                if (j + size - place < past) past = j + size - place;
+            }
+            const T* at = static_cast<const T*>(x.data) + page * x.stride_page + place * x.stride_token + part.head * x.stride_head;
+            for (; j < past; j++, at += x.stride_token) to[j] = at;
+        }
+        for (int64_t j = count; j < filled; j++) to[j] = to[count - 1];
     }
 
     // Of each row: the output, not divided yet, the largest score, and the sum of the exponentials less that. Results of
@@ -197,18 +249,16 @@ private:
     template <class T>
     void attend(const Part& part, int64_t rows, const char* q, float* scores, float* results, int64_t step) const {
         const int64_t padded = (rows + kRows - 1) / kRows * kRows;
-        const T* keys[kChunk];
-        const T* values[kChunk];
-        const T* ahead[kChunk];
+        const T* places[3][kChunk];
+        const T **keys = places[0], **ahead = places[1], **values = places[2];
         const int64_t keys_at_once = at_once<T>(p_.k), values_at_once = at_once<T>(p_.v);
+        const auto count_of = [&](int64_t from) { return part.end - from < kChunk ? part.end - from : kChunk; };
+        if (part.begin < part.end) find_lines(p_.k, part, part.begin, count_of(part.begin), 0, keys);
         for (int64_t from = part.begin; from < part.end; from += kChunk) {
-            const int64_t count = part.end - from < kChunk ? part.end - from : kChunk;
-            for (int64_t j = 0; j < count; j++) {
-                const int64_t next = from + kChunk + j < part.end ? from + kChunk + j : part.end - 1;
-                keys[j] = line<T>(*this, p_.k, part.sequence, from + j, part.head);
-                values[j] = line<T>(*this, p_.v, part.sequence, from + j, part.head);
-                ahead[j] = line<T>(*this, p_.k, part.sequence, next, part.head);
-            }
+            const int64_t count = count_of(from), next = from + kChunk;
+            const bool unread = from == part.begin, last = next >= part.end;
+            find_lines(p_.v, part, from, count, 0, values);
+            if (!last) find_lines(p_.k, part, next, count_of(next), count, ahead);
             for (int64_t j = 0; j < count; j += keys_at_once) {
                 const int64_t past = count - j < keys_at_once ? count : j + keys_at_once;
                 for (int64_t h = 0; h < part.heads; h++) {
@@ -221,12 +271,12 @@ private:
 #if KPT_HAS_BF16_DOT
                             if constexpr (sizeof(T) == 1 || is_bfloat16<T>) {
                                 if (staging_.bf16) {
-                                    multiply<Bfloat16Dot<T>, height()>(*this, keys, k_at, fetched, v_at, j, past, own, to);
+                                    multiply<Bfloat16Dot<T>, height()>(*this, keys, k_at, fetched, v_at, unread, j, past, own, to);
                                     return;
                                 }
                             }
 #endif
-                            multiply<FloatDot<T>, height()>(*this, keys, k_at, fetched, v_at, j, past, own, to);
+                            multiply<FloatDot<T>, height()>(*this, keys, k_at, fetched, v_at, unread, j, past, own, to);
                         });
                     }
                 }
@@ -248,12 +298,15 @@ private:
                     for (int64_t row = 0; row < rows; row += kRows) {
                         with_rows(rows - row, [&](auto height) {
                             add<T, height()>(
-                                *this, values, v_at, row == 0 ? ahead : nullptr, k_at, j, past,
+                                *this, values, v_at, row == 0 && !last ? ahead : nullptr, k_at, j, past,
                                 scores + (h * padded + row) * kChunk, results + h * step + row * per_row_);
                         });
                     }
                 }
             }
+            const T** read = keys;
+            keys = ahead;
+            ahead = read;
         }
     }
 
@@ -287,11 +340,12 @@ private:
         else body(std::integral_constant<int, 1>{});
     }
 
-    // Products of some rows with the keys from `first` on; the values of these are fetched, if any are given.
+    // Products of some rows with the keys from `first` on; the values of these are fetched, if any are given, and keys ahead
+    // if they are `unread`.
     template <class D, int R>
     KPT_INLINE void multiply(
         const Kernel& self, const typename D::Weight* const* keys, int64_t k_at, const typename D::Weight* const* values,
-        int64_t v_at, int64_t first, int64_t past, const char* staged, float* scores) {
+        int64_t v_at, bool unread, int64_t first, int64_t past, const char* staged, float* scores) {
         constexpr int Keys = R == 1 || W == 16 ? 4 : 2;
         const auto* q = reinterpret_cast<const typename D::Staged*>(staged);
         const int64_t dim = self.p_.dim, value_dim = self.p_.value_dim, pitch = self.staging_.padded();
@@ -301,7 +355,7 @@ private:
                 own[n] = keys[j + n < past ? j + n : past - 1] + k_at;
                 if (values == nullptr) continue;
                 fetch(values[j + n < past ? j + n : past - 1] + v_at, value_dim);
-                if (j + n + kAhead < past) fetch(keys[j + n + kAhead] + k_at, dim);
+                if (unread && j + n + kAhead < past) fetch(keys[j + n + kAhead] + k_at, dim);
             }
             vf sums[(R * Keys + 3) / 4 * 4] = {};
             typename D::Vector x[Keys][D::vectors];
@@ -363,9 +417,11 @@ private:
     void weigh(Seen span, int64_t from, int64_t count, float* scores, float* result) const {
         float* state = result + value_pitch_;
         vf most = splat(state[0]);
+        const bool all = span.begin <= from && span.end >= from + count && count % W == 0;
+        for (int64_t j = 0; all && j < count; j += W) most = larger(most, load(scores + j));
         vi places;
         for (int i = 0; i < W; i++) places[i] = i;
-        for (int64_t j = 0; j < count; j += W) {
+        for (int64_t j = 0; !all && j < count; j += W) {
             vf score = load(scores + j);
             const vi place = places + static_cast<int32_t>(from + j);
             const vi seen = (place >= span.begin) & (place < span.end) & (place < static_cast<int32_t>(from + count));
@@ -373,8 +429,7 @@ private:
             most = larger(most, score);
             store(scores + j, score);
         }
-        float largest = most[0];
-        for (int i = 1; i < W; i++) largest = most[i] > largest ? most[i] : largest;
+        const float largest = largest_of(most);
         const float base = largest > -FLT_MAX ? largest : -FLT_MAX;
         vf total = {};
         for (int64_t j = 0; j < count; j += W) {
@@ -389,32 +444,19 @@ private:
         for (int64_t i = 0; i < value_pitch_; i += W) store(result + i, load(result + i) * fading);
     }
 
-    // Add the weighted values from `first` on to some rows, two vectors of them at a time; what is `ahead` is fetched.
+    // Add the weighted values from `first` on to some rows; what is `ahead` is fetched.
     template <class T, int R>
     KPT_INLINE void add(
         const Kernel& self, const T* const* values, int64_t v_at, const T* const* ahead, int64_t k_at, int64_t first, int64_t past,
         const float* weights, float* result) {
-        const int64_t dim = self.p_.value_dim, per_row = self.per_row_;
+        const int64_t dim = self.p_.value_dim;
+        constexpr int wide = R == 1 ? 2 : 1;
         int64_t i = 0;
+        for (; i + 2 * wide * W <= dim; i += 2 * wide * W) {
+            add_columns<T, R, wide>(self, values, v_at, ahead, k_at, first, past, weights, result, i);
+        }
         for (; i + 2 * W <= dim; i += 2 * W) {
-            vf sums[R][2];
-            for (int row = 0; row < R; row++) {
-                sums[row][0] = load(result + row * per_row + i);
-                sums[row][1] = load(result + row * per_row + i + W);
-            }
-            for (int64_t j = first; j < past; j++) {
-                if (ahead != nullptr) fetch(ahead[j] + k_at + i, 2 * W);
-                const vf a = in_units(values[j] + v_at + i), b = in_units(values[j] + v_at + i + W);
-                for (int row = 0; row < R; row++) {
-                    const vf weight = splat(weights[row * kChunk + j]);
-                    sums[row][0] += a * weight;
-                    sums[row][1] += b * weight;
-                }
-            }
-            for (int row = 0; row < R; row++) {
-                store(result + row * per_row + i, sums[row][0]);
-                store(result + row * per_row + i + W, sums[row][1]);
-            }
+            add_columns<T, R, 1>(self, values, v_at, ahead, k_at, first, past, weights, result, i);
         }
         for (; i < dim; i += W) {
             for (int row = 0; row < R; row++) {
@@ -422,9 +464,33 @@ private:
                 for (int64_t j = first; j < past; j++) {
                     sum += load(values[j] + v_at + i, dim - i) / unit<T> * splat(weights[row * kChunk + j]);
                 }
-                float* to = result + row * per_row + i;
+                float* to = result + row * self.per_row_ + i;
                 store(to, load(to) + sum);
             }
+        }
+    }
+
+    // The same of so many pairs of vectors from column `i` on.
+    template <class T, int R, int Pairs>
+    KPT_INLINE void add_columns(
+        const Kernel& self, const T* const* values, int64_t v_at, const T* const* ahead, int64_t k_at, int64_t first, int64_t past,
+        const float* weights, float* result, int64_t i) {
+        vf sums[R][2 * Pairs] = {};
+        for (int64_t j = first; j < past; j++) {
+            vf value[2 * Pairs];
+            for (int pair = 0; pair < Pairs; pair++) {
+                if (ahead != nullptr) fetch(ahead[j] + k_at + i + 2 * pair * W, 2 * W);
+                get_two(values[j] + v_at + i + 2 * pair * W, value + 2 * pair);
+            }
+            for (int row = 0; row < R; row++) {
+                const vf weight = splat(weights[row * kChunk + j]);
+                for (int n = 0; n < 2 * Pairs; n++) sums[row][n] += value[n] * weight;
+            }
+        }
+        for (int row = 0; row < R; row++) {
+            float* to = result + row * self.per_row_ + i;
+            for (int pair = 0; pair < Pairs; pair++) order_two<T>(sums[row] + 2 * pair);
+            for (int n = 0; n < 2 * Pairs; n++) store(to + n * W, load(to + n * W) + sums[row][n]);
         }
     }
 

@@ -67,13 +67,20 @@ def attention(
         >>> attention(q, k, v, packed).shape
         torch.Size([1, 8, 12, 64])
     """
+    # A step of decoding takes microseconds: what is usual is asked for first, and texts are written for errors.
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor("attention", name, value)
-    optional = {"bias": bias, "alibi_slopes": alibi_slopes, "relative_bias": relative_bias, "sinks": sinks}
-    for name, given in optional.items():
-        if given is not None:
-            check_tensor("attention", name, given)
-    softcap, dropout = number("attention", "softcap", softcap), number("attention", "dropout", dropout)
+    if not (bias is None and alibi_slopes is None and relative_bias is None and sinks is None):
+        optional = {"bias": bias, "alibi_slopes": alibi_slopes, "relative_bias": relative_bias, "sinks": sinks}
+        for name, given in optional.items():
+            if given is not None:
+                check_tensor("attention", name, given)
+    if softcap or type(softcap) is not float:
+        softcap = number("attention", "softcap", softcap)
+    if dropout or type(dropout) is not float:
+        dropout = number("attention", "dropout", dropout)
+    if type(offset) is not int:
+        offset = integer("attention", "offset", offset)
     scale = None if scale is None else number("attention", "scale", scale)
     position = None if position is None else integer("attention", "position", position)
     seeds = _seeds(dropout, seed)
@@ -84,10 +91,9 @@ def attention(
         )
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(mask, Plan):
-        mask = mask.fitted(queries, keys, q.shape[0], q.shape[1])
-        if position is not None and position != mask.position:
-            raise InputError(f"attention: position={position}, but the plan was made for {mask.position}: leave it out")
-        plan = mask
+        plan = mask.fitted(queries, keys, q.shape[0], q.shape[1])
+        if position is not None and position != plan.position:
+            raise InputError(f"attention: position={position}, but the plan was made for {plan.position}: leave it out")
     else:
         first = keys - queries if position is None else position
         if mask is None:
@@ -100,10 +106,9 @@ def attention(
                 "makes one of a bool tensor, and a float tensor is the argument bias"
             )
     out, lse = dense(
-        q, k, v, **plan.arguments(queries, keys), bias=bias, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
-        sinks=sinks,
-        return_lse=return_lse, scale=scale, softcap=softcap, dropout=dropout,
-        offset=integer("attention", "offset", offset), **seeds,
+        q, k, v, plan.intervals, plan.blocks, plan.block_bits, bias, alibi_slopes, relative_bias, sinks,
+        causal=plan.causal, position=plan.position, return_lse=return_lse, scale=scale, softcap=softcap,
+        dropout=dropout, offset=offset, **seeds,
     )  # fmt: skip
     return out if lse is None else (out, lse)
 
