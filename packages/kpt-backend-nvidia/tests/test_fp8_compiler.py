@@ -123,9 +123,9 @@ def test_statistics_are_bytes_and_errors_that_were_counted(model):
     ("target", "dtype", "settings", "reason"),
     [
         ("H100", torch.float32, {"granularity": "row"}, "a result in torch.float32"),
-        ("L4", torch.bfloat16, {"granularity": "row"}, "from sm90 on"),
+        ("L4", torch.float16, {"granularity": "row"}, "from sm90 on"),
         ("H100", torch.bfloat16, {"activations": "none"}, "its activations stay in 16 bits"),
-        ("H100", torch.bfloat16, {"min_features": 10}, "in multiples of 16"),
+        ("H100", torch.float16, {"min_features": 10}, "in multiples of 16"),
     ],
 )
 def test_layers_that_the_product_would_not_multiply_in_8_bits_are_told(model, target, dtype, settings, reason):
@@ -135,6 +135,13 @@ def test_layers_that_the_product_would_not_multiply_in_8_bits_are_told(model, ta
     unserved = compiler.statistics(engine).unserved
     assert reason in list(unserved.values())[-1]
     assert len(unserved) == (1 if "min_features" in settings else 2)
+
+
+@pytest.mark.parametrize(("target", "settings"), [("L4", {"granularity": "row"}), ("H100", {"min_features": 10})])
+def test_layers_that_the_vendors_library_refuses_are_multiplied_in_8_bits_by_triton(model, target, settings):
+    compiler = FP8Compiler(target=target)
+    engine = compiler.prepare_for_inference(model.bfloat16(), **settings)
+    assert compiler.statistics(engine).unserved == {}
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65536])

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: By op, the modules that serve it by 8-bit products.
 _SERVED_BY = {"fp8.linear": ("gpu_linear",), "fp8.scaled_mm": ("gpu_scaled_mm", "gpu_scaled_mm_blocks")}
+#: This one multiplies codes as they are on some chips.
+_OF_CODES = "kpt_triton.fp8.scaled_mm:forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,11 @@ def refusal(layer: "NativeFP8Linear", target: Target) -> str:
     for name, (args, options) in arguments.items():
         op = get_op(name)
         found = served(op, op.bind(*args, **options), target)
+        if found.kernel is not None and found.kernel.forward == _OF_CODES:
+            from kpt_triton.fp8.scaled_mm import multiplies_codes
+
+            if multiplies_codes(target.chip, layer.activation_dtype, codes.dtype, x.dtype):
+                continue
         if found.kernel is None or _module(found.kernel.forward) not in _SERVED_BY[name]:
             told = [each.reason for each in found.refusals if _module(each.kernel or "") in _SERVED_BY[name]]
             return "; ".join(told) or f"no kernel of {name} is for it"

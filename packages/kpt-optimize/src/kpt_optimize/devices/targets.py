@@ -173,7 +173,9 @@ def served(op: Op[..., Any], call: Call, target: Target, fp8: bool = False) -> S
             kernels do so themselves.
     """
     fp8 = fp8 or any(getattr(getattr(call, name), "dtype", None) in _CONVERTED for name in op.kinds)
-    converting = frozenset({"fp8_e4m3fn"} if fp8 and target.device_type != CPU else ())
+    # Kernels of `fp8.scaled_mm` say what they need themselves: one widens codes by their bits, on any GPU.
+    converts = fp8 and target.device_type != CPU and op.name != "fp8.scaled_mm"
+    converting = frozenset({"fp8_e4m3fn"} if converts else ())
     refusals: list[Refused] = []
     more: frozenset[Capability]
     dtype = str(getattr(call, next(iter(op.kinds))).dtype).removeprefix("torch.")

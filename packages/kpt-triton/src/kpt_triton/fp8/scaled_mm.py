@@ -56,14 +56,14 @@ def unsupported(call: Any) -> str | None:
         return "there is nothing to compute"
     chip = chip_of(a.device)
     outside = not (_SHARED[call.granularity_a][1] or _SHARED[call.granularity_b][1])
-    if outside and a.shape[0] > _MOST_ROWS and not _native(chip, a.dtype, b.dtype, call.out_dtype):
+    if outside and a.shape[0] > _MOST_ROWS and not multiplies_codes(chip, a.dtype, b.dtype, call.out_dtype):
         return f"more than {_MOST_ROWS} rows of codes to widen on {chip}; the library's product of such is faster"
     if chip == "gfx90a" and not {a.dtype, b.dtype} <= {torch.float8_e4m3fn, torch.float8_e4m3fnuz}:
         return "e5m2 on gfx90a, whose products take the small numbers of float16 for zeros"
     return None
 
 
-def _native(chip: str, a: torch.dtype, b: torch.dtype, out: torch.dtype) -> bool:
+def multiplies_codes(chip: str, a: torch.dtype, b: torch.dtype, out: torch.dtype) -> bool:
     """Return whether the codes themselves are multiplied: where units add with few bits, for bfloat16 alone."""
     return {a, b} <= set(multiplied(chip)) and (out is torch.bfloat16 or chip not in SHORT_SUMS)
 
@@ -220,7 +220,7 @@ def _strides(scale: Tensor) -> tuple[int, int]:
 
 def _settings(chip: str, a: torch.dtype, b: torch.dtype, out: torch.dtype, by_a: str, by_b: str) -> dict[str, Any]:
     """Return what the kernel is compiled for, but for sizes and bias."""
-    native = _native(chip, a, b, out)
+    native = multiplies_codes(chip, a, b, out)
     (high_a, wide_a), (high_b, wide_b) = _SHARED[by_a], _SHARED[by_b]
     return {
         "HIGH_A": high_a, "WIDE_A": wide_a, "HIGH_B": high_b, "WIDE_B": wide_b,
@@ -261,7 +261,7 @@ def _contracts(native: bool, formats: tuple[torch.dtype, torch.dtype], out: torc
     """Return the contract of each chip, of codes as they are or widened, with steps of so many numbers at most."""
     found = {}
     for chip, memory in MEMORY.items():
-        if native != _native(chip, *formats, out):
+        if native != multiplies_codes(chip, *formats, out):
             found[chip] = _OTHER[native]
             continue
         unit = _UNITS[chip] if native else _HALVES[chip]
