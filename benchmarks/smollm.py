@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import kpt_attention.transformers  # noqa: F401  registers "kpt"
 from kpt_fp8 import convert_model_to_fp8
 from kpt_optimize import gain_of, interleaved_times, parameter_bytes
+from kpt_optimize.few_rows import serve_few_rows
 from kpt_optimize.measure import Load
 from kpt_optimize.tuning.tables import processor
 
@@ -100,11 +101,23 @@ def without_onednn(call: Callable[[], object]) -> object:
         return call()
 
 
-def converted(model: Any) -> Any:
-    """Return the model with linear layers of 8 bits and KPT's attention; the tied head and embedding stay."""
+def lossless(model: Any) -> Any:
+    """Return the model with KPT's attention, experts, and linear layers of few rows: its weights are the same."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("kpt")
-    return convert_model_to_fp8(model)
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation("kpt")
+    serve_few_rows(model)
+    return model
+
+
+def converted(model: Any) -> Any:
+    """Return the model with weights of 8 bits and KPT's attention; a tied head and embedding stay."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("kpt")
+    model = convert_model_to_fp8(model)
+    serve_few_rows(model)
+    return model
 
 
 def measure(calls: Sequence[Callable[[], object]], rounds: int) -> list[tuple[float, float, float]]:
@@ -129,11 +142,12 @@ def main() -> None:
     told.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=WEIGHTS)
     model = AutoModelForCausalLM.from_pretrained(where, gguf_file=WEIGHTS, dtype=torch.bfloat16).eval()
-    small = converted(model)
+    ours, small = lossless(model), converted(model)
     ways: dict[str, tuple[Any, Callable[[Callable[[], object]], object]]] = {
         "bfloat16, SDPA": (model, lambda call: call()),
         "the same, oneDNN off": (model, without_onednn),
-        "KPT: FP8 layers, KPT attention": (small, lambda call: call()),
+        "KPT: bfloat16, the same weights": (ours, lambda call: call()),
+        "KPT: FP8 layers": (small, lambda call: call()),
     }
     asking = [{"role": "user", "content": QUESTION}]
     one = tokenizer.apply_chat_template(asking, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -153,14 +167,14 @@ def main() -> None:
     calls = [partial(how, partial(generate, each, 1)) for each, how in ways.values()]
     single = measure(calls, asked.rounds)
     # Of a single row torch's own product is a fair peer; it takes half a minute for what oneDNN does in one second.
-    rows = [[partial(task, each) for each in (model, small)] for task in (partial(generate, requests=MANY), read)]
-    many, prompt = ((found[0], None, found[1]) for found in (measure(each, asked.rounds) for each in rows))
-    quality = [bits_per_byte(each, ids, len(text().encode())) for each in (model, small)]
+    rows = [[partial(task, each) for each in (model, ours, small)] for task in (partial(generate, requests=MANY), read)]
+    many, prompt = ((found[0], None, *found[1:]) for found in (measure(each, asked.rounds) for each in rows))
+    quality = {id(each): bits_per_byte(each, ids, len(text().encode())) for each in (model, ours, small)}
     figures = []
     for (name, (each, _)), alone, together, reading in zip(ways.items(), single, many, prompt, strict=True):
         several = (None,) * 3 if together is None else (NEW * MANY / together[0], *together[1:])
         first = (None,) * 3 if reading is None else (reading[0] * 1e3, *reading[1:])
-        bits = quality[each is small]
+        bits = quality[id(each)]
         figures.append(Figures(name, parameter_bytes(each), NEW / alone[0], *alone[1:], *several, *first, bits))
         print(figures[-1])
     print(load.note())
