@@ -69,4 +69,5 @@ OPS = (
         deterministic=True,
     ),
     Kernel("attention.paged", forward=f"{_HERE}.paged:forward", deterministic=True),
+    Kernel("attention.update_cache", forward=f"{_HERE}.paged:update", requires={"host_memory"}, deterministic=True),
 )

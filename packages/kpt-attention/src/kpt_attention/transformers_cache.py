@@ -89,6 +89,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._told = set() if told is None else told
         #: Whether a row's last page may be another one's, too.
         self._shares = False
+        #: A table, and where its columns lie.
+        self._known: tuple[Tensor | None, Tensor | None] = None, None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype, device and shapes from the first keys and values."""
@@ -162,14 +164,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         missing = -(-(begin + new - base) // size) - self.table.shape[1]
         if missing > 0:
             self.table = torch.cat((self.table, self._take(batch * missing).view(batch, missing)), 1)
-        slots = self.slots(torch.arange(begin - base, begin - base + new, device=self.device).expand(batch, -1))
+        slots = self._columns()[:, begin - base : begin - base + new]
         k, v = (each.detach().transpose(1, 2).flatten(0, 1) for each in (keys, values))
         update_cache(self.k, self.v, k, v, slots.flatten(), *self.scales)
 
     def slots(self, columns: Tensor) -> Tensor:
         """Return where columns `[B, n]` of the table lie, int64 `[B, n]`: `page * page_size + place`."""
-        pages = self.table.long().gather(1, columns // self.page_size)
-        return pages * self.page_size + columns % self.page_size
+        return self._columns().gather(1, columns)
+
+    def _columns(self) -> Tensor:
+        """Return where every column of the table lies, int64; steps of decoding ask for it until a page is full."""
+        table, of_table, known = self.table, *self._known
+        if known is None or of_table is not table:
+            places = torch.arange(self.page_size, device=self.device)
+            known = (table.long().unsqueeze(2) * self.page_size + places).flatten(1)
+            self._known = table, known
+        return known
 
     def _take(self, count: int) -> Tensor:
         """Return free pages, int32 `[count]`; where there are too few, the layer gets more, and an eighth beside."""
@@ -225,6 +235,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.is_initialized:
             del self.k, self.v, self.table, self.scales
         self.is_initialized = self._shares = False
+        self._known = None, None
         self.length = self.gone = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kpt_attention.dense import dense, wide_dtype
 from kpt_attention.masks import causal as causal_mask
 from kpt_attention.masks import dense_mask, global_tokens, sliding_window
-from kpt_attention.paged import FP8, scale_of, visible
+from kpt_attention.paged import FP8, scale_of, stored, visible
 from kpt_attention.plan import Plan
 from kpt_core import Call
 
@@ -146,6 +146,22 @@ def _few(call: Call, q: Tensor, table: Tensor, length: int, room: _Room) -> tupl
         out = out * call.v_scale.to(wide)[:, None, None]
     out, lse = (each.view(heads, queries, -1).transpose(0, 1) for each in (out, largest + total.log()))
     return out.to(q.dtype), lse[..., 0] if call.return_lse else None
+
+
+def update(call: Call) -> None:
+    """Write rows into their slots, where reading these costs nothing: none is copied unless one is left out."""
+    slots, rows = call.slots, (call.k, call.v)
+    if slots.numel() and int(slots.min()) < 0:
+        kept = slots >= 0
+        slots, rows = slots[kept], (call.k[kept], call.v[kept])
+    scales = (call.k_scale, call.v_scale)
+    for cache, own, scale in zip((call.k_cache, call.v_cache), rows, scales, strict=True):
+        size, bits = cache.shape[1], cache.view(torch.uint8) if cache.dtype in FP8 else cache
+        made = stored(own, scale, cache.dtype).view(bits.dtype)
+        if bits.stride(0) == size * bits.stride(1):
+            bits.flatten(0, 1).index_copy_(0, slots, made)
+        else:
+            bits.index_put_((slots // size, slots % size), made)
 
 
 def _pieces(cache: Tensor, table: Tensor, pieces: list[range], wide: torch.dtype, room: _Room) -> Iterator[Tensor]:
