@@ -63,6 +63,14 @@ void prepare_rows(const Rows& r, int64_t begin, int64_t end) {
     if (end > r.assigned) zero_rows(r.args.out, begin > r.assigned ? begin : r.assigned, end, r.args.columns);
 }
 
+// Add `count` numbers of any float dtype.
+void add_all(const void* from, int32_t dtype, int64_t count, float* to) {
+    with_float_type(dtype, [&](auto type) {
+        const auto* own = static_cast<const decltype(type)*>(from);
+        for (int64_t i = 0; i < count; i += W) store(to + i, load(to + i, count - i) + load(own + i, count - i), count - i);
+    });
+}
+
 void multiply_part(const Rows& r, const Active& own, int64_t begin, int64_t end, float* results) {
     const struct kpt_grouped_mm& args = r.args;
     const bool scaled_ranges = args.x_scale != nullptr && args.x_scale_columns > 1 && r.staging.bf16;
@@ -78,6 +86,13 @@ void multiply_part(const Rows& r, const Active& own, int64_t begin, int64_t end,
             float* result = results + m * step;
             if (scaled_rows) {
                 for (int64_t i = 0; i < count; i++) result[i] *= x_scale[m];
+            }
+            if (args.row_scale != nullptr) {
+                for (int64_t i = 0; i < count; i++) result[i] *= args.row_scale[own.first + m];
+            }
+            if (args.bias.data != nullptr) {
+                const int64_t at = (own.expert * args.bias.stride + n) * size_of(args.bias.dtype);
+                add_all(static_cast<const char*>(args.bias.data) + at, args.bias.dtype, count, result);
             }
             char* out = static_cast<char*>(args.out.data);
             const int64_t at = (own.first + m) * args.out.stride + n;

@@ -1,4 +1,5 @@
 // moe.grouped_mm, moe.scaled_grouped_mm and moe.grouped_mm_wgrad.
+#include "dot.h"
 #include "few_rows.h"
 #include "scratch.h"
 #include "tasks.h"
@@ -25,11 +26,20 @@ extern "C" int kpt_grouped_mm(const struct kpt_grouped_mm* given) {
         products.all(tasks, [&](int64_t task) {
             const RowBlock& rows = blocks[task / columns.count];
             const Columns own{columns.first(task % columns.count), columns.size(task % columns.count)};
+            const bool plain = p.row_scale == nullptr && p.bias.data == nullptr;
+            float bias[kColumns] = {};
+            if (p.bias.data != nullptr) {
+                const int64_t at = (rows.expert * p.bias.stride + own.first) * size_of(p.bias.dtype);
+                widen_all(static_cast<const char*>(p.bias.data) + at, p.bias.dtype, own.count, bias);
+            }
             const auto finish = [&](int64_t first, int64_t count, const float* sums) {
                 with_float_type(p.out.dtype, [&](auto type) {
                     using T = decltype(type);
                     for (int64_t r = 0; r < count; r++) {
-                        store_run(row_of<T>(p.out, first + r, own.first), sums + r * own.pitch(), own.count);
+                        T* to = row_of<T>(p.out, first + r, own.first);
+                        const float* from = sums + r * own.pitch();
+                        if (plain) store_run(to, from, own.count);
+                        else store_run(to, from, own.count, p.row_scale != nullptr ? p.row_scale[first + r] : 1.0f, bias);
                     }
                 });
             };

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 7
+#define KPT_CPU_INTERFACE 8
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -55,8 +55,9 @@ struct kpt_activation_settings {
     float alpha, beta, limit;
 };
 
-/* `out[r] = (x[r] * x_scale[r]) @ (weight[e] * scale[e])`; rows at and past the last offset become zero.
- * x_scale is [rows, 1] or [rows, ceil(K / 128)] (x_scale_columns), only for an x of 8 bits. */
+/* `out[r] = (x[r] * x_scale[r]) @ (weight[e] * scale[e]) * row_scale[r] + bias[e]`; rows at and past the last offset become
+ * zero. x_scale is [rows, 1] or [rows, ceil(K / 128)] (x_scale_columns), only for an x of 8 bits; row_scale, which multiplies
+ * sums, goes with any x. */
 struct kpt_grouped_mm {
     struct kpt_rows x, out;
     struct kpt_matrices weight;
@@ -65,6 +66,8 @@ struct kpt_grouped_mm {
     const int32_t* offsets; /* [experts], the end row of each */
     int64_t rows, inner, columns, experts;
     int32_t threads;
+    const float* row_scale; /* [rows] or NULL */
+    struct kpt_rows bias;   /* [experts, columns] of floats; data NULL for none */
 };
 
 /* `out[e] = x[rows of e]^T @ grad[rows of e]`, [experts, K, N] contiguous; zero for an expert without rows. */

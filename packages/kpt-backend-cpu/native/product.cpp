@@ -175,11 +175,13 @@ KPT_INLINE Factor factor_of_matrix(const kpt_matrices& m, int64_t expert, bool c
 }
 
 // Whether rows and matrices are multiplied as pairs of bfloat16, exactly but for the sums.
-KPT_INLINE bool multiplies_pairs(int dtype, const kpt_matrices& m, bool columns_are_n) {
+KPT_INLINE bool multiplies_pairs(const Factor& left, const kpt_matrices& m, bool columns_are_n) {
+    const bool codes = left.dtype == KPT_FLOAT8_E4M3FN || left.dtype == KPT_FLOAT8_E5M2;
+    const bool rows = left.dtype == KPT_BFLOAT16 || (codes && left.scale.data == nullptr);
     const bool fits = m.dtype == KPT_BFLOAT16 || m.dtype == KPT_FLOAT8_E4M3FN || m.dtype == KPT_FLOAT8_E5M2;
     const bool of_columns = m.scales_of == KPT_SCALES_N && columns_are_n;
     const bool applicable = m.scales_of == KPT_SCALES_NONE || m.scales_of == KPT_SCALES_BLOCK || of_columns;
-    return KPT_HAS_BF16_DOT && dtype == KPT_BFLOAT16 && fits && applicable;
+    return KPT_HAS_BF16_DOT && rows && fits && applicable;
 }
 
 }  // namespace
@@ -188,7 +190,7 @@ void multiply_matrix(
     const Block& block, const Factor& left, int64_t row, int64_t rows, const kpt_matrices& m, int64_t expert,
     bool columns_are_n, const Columns& columns, int64_t inner, const Finish& finish) {
 #if KPT_HAS_BF16_DOT
-    if (multiplies_pairs(left.dtype, m, columns_are_n)) {
+    if (multiplies_pairs(left, m, columns_are_n)) {
         const Factor right = factor_of_matrix(m, expert, columns_are_n, false);
         ColumnScales scales;
         if (m.scales_of != KPT_SCALES_NONE) scales = {&m, expert, columns_are_n};

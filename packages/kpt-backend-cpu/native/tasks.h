@@ -75,6 +75,14 @@ KPT_INLINE void store_run(T* out, const float* sums, int64_t count) {
     for (int64_t j = 0; j < count; j += W) store(out + j, load(sums + j, count - j), count - j);
 }
 
+// The same, times a factor and plus a bias.
+template <class T>
+KPT_INLINE void store_run(T* out, const float* sums, int64_t count, float factor, const float* bias) {
+    for (int64_t j = 0; j < count; j += W) {
+        store(out + j, load(sums + j, count - j) * factor + load(bias + j, count - j), count - j);
+    }
+}
+
 KPT_INLINE void zero_rows(const kpt_rows& rows, int64_t begin, int64_t end, int64_t columns) {
     const int64_t size = size_of(rows.dtype);
     for (int64_t row = begin; row < end; row++) {

@@ -10,7 +10,7 @@ from struct import Struct
 from typing import Any
 
 #: KPT_CPU_INTERFACE: libraries of another one are not used.
-INTERFACE = 7
+INTERFACE = 8
 
 #: What `scales_of` may be.
 SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
@@ -83,7 +83,13 @@ class GroupedMM(Structure):
         ("columns", c_int64),
         ("experts", c_int64),
         ("threads", c_int32),
+        ("row_scale", c_void_p),
+        ("bias", Rows),
     )
+
+
+#: The numbers of `GroupedMM.bias` where there is none.
+NO_BIAS = (0, 0, 0)
 
 
 class GroupedMMWgrad(Structure):

@@ -129,7 +129,7 @@ struct Work {
         if (kind <= 1) {
             const struct kpt_grouped_mm args{
                 x.view(), as_rows, weight.view(), nullptr, 0,      kind == 0 ? offsets.data() : few_offsets.data(),
-                rows,     inner,   columns,       experts, threads};
+                rows,     inner,   columns,       experts, threads, nullptr, {}};
             return kernels.grouped_mm(&args);
         }
         if (kind == 2) {

@@ -49,15 +49,21 @@ double x_scale_of(const std::vector<float>& scales, int kind, int64_t row, int64
 void check_grouped_mm(Random& random, const Case& c) {
     static const char* const scale_names[] = {"no scales", "scales of N", "scales of K", "scales of blocks"};
     static const char* const x_scale_names[] = {"x without scales", "x with scales of rows", "x with scales of blocks"};
+    const bool scales_sums = random.coin();
+    const int bias_dtype = random.coin() ? floats[random.below(3)] : -1;
     begin_case(
         "kpt_grouped_mm of x %s [%lld, %lld] and weights %s [%lld, %lld, %lld] with %s contiguous, %s, %s, out %s, "
         "load %d, "
-        "gaps %d, %d threads",
+        "gaps %d, %d threads, scaled sums %d, bias %s",
         name_of(c.x_dtype), static_cast<long long>(c.rows), static_cast<long long>(c.inner), name_of(c.weight_dtype),
         static_cast<long long>(c.experts), static_cast<long long>(c.inner), static_cast<long long>(c.columns),
         c.n_contiguous ? "N" : "K", scale_names[c.scales_of], x_scale_names[c.x_scale], name_of(c.out_dtype), c.load,
-        c.gaps, c.threads);
+        c.gaps, c.threads, scales_sums, bias_dtype < 0 ? "none" : name_of(bias_dtype));
     Rows x = Rows::random(random, c.x_dtype, c.rows, c.inner, c.gaps ? 5 : 0, 1.0);
+    Rows bias = Rows::random(random, bias_dtype < 0 ? KPT_FLOAT32 : bias_dtype, c.experts, c.columns, c.gaps ? 3 : 0, 1.0);
+    std::vector<float> of_sums;
+    for (int64_t i = 0; i < c.rows; i++) of_sums.push_back(static_cast<float>(random.between(0.5, 1.5)));
+    Array<float> row_scale(of_sums);
     Matrices weight = Matrices::random(
         random, c.weight_dtype, c.experts, c.inner, c.columns, c.n_contiguous, c.gaps ? 3 : 0, c.scales_of, 1.0);
     const std::vector<int32_t> ends = random_offsets(random, c.rows, c.experts, c.load);
@@ -66,9 +72,10 @@ void check_grouped_mm(Random& random, const Case& c) {
     for (int64_t i = 0; i < c.rows * blocks; i++) scales.push_back(static_cast<float>(random.between(0.5, 1.5)));
     Array<int32_t> offsets(ends);
     Array<float> x_scale(scales);
-    for (Memory* memory : {&x.memory, &weight.memory}) memory->freeze();
+    for (Memory* memory : {&x.memory, &weight.memory, &bias.memory}) memory->freeze();
     offsets.freeze();
     x_scale.freeze();
+    row_scale.freeze();
 
     std::vector<double> want(c.rows * c.columns, 0.0), tolerance(c.rows * c.columns, 0.0);
     int64_t row = 0;
@@ -83,10 +90,14 @@ void check_grouped_mm(Random& random, const Case& c) {
                     size[n] += std::fabs(product);
                 }
             }
+            const double factor = scales_sums ? static_cast<double>(of_sums[row]) : 1.0;
             for (int64_t n = 0; n < c.columns; n++) {
-                want[row * c.columns + n] = sum[n];
-                tolerance[row * c.columns + n] = 1.01 * rounding_of(c.out_dtype) * std::fabs(sum[n]) +
-                                                 0x1p-24 * (c.inner + 16.0) * size[n] + 0x1p-25;
+                const double added = bias_dtype < 0 ? 0.0 : bias.values[e * c.columns + n];
+                const double result = sum[n] * factor + added;
+                want[row * c.columns + n] = result;
+                tolerance[row * c.columns + n] = 1.01 * rounding_of(c.out_dtype) * std::fabs(result) +
+                                                 0x1p-24 * ((c.inner + 16.0) * size[n] * factor + 2 * std::fabs(added)) +
+                                                 0x1p-25;
             }
         }
     }
@@ -97,7 +108,8 @@ void check_grouped_mm(Random& random, const Case& c) {
         const struct kpt_grouped_mm args{
             x.view(),  out[turn].view(), weight.view(), c.x_scale != 0 ? x_scale.data() : nullptr,
             blocks,    offsets.data(),   c.rows,        c.inner,
-            c.columns, c.experts,        c.threads};
+            c.columns, c.experts,        c.threads,     scales_sums ? row_scale.data() : nullptr,
+            bias_dtype < 0 ? kpt_rows{} : bias.view()};
         CHECK(kernels.grouped_mm(&args) == KPT_OK, "it returned an error");
     }
     compare("out", out[0].read("out"), want, tolerance);
@@ -138,7 +150,7 @@ void check_codes(int dtype, int64_t rows, int64_t inner, bool n_contiguous, int 
         }
     }
     Array<int32_t> offsets(std::vector<int32_t>{static_cast<int32_t>(rows)});
-    const struct kpt_grouped_mm args{x.view(), out.view(), m, nullptr, 0, offsets.data(), rows, inner, 256, 1, 1};
+    const struct kpt_grouped_mm args{x.view(), out.view(), m, nullptr, 0, offsets.data(), rows, inner, 256, 1, 1, nullptr, {}};
     CHECK(kernels.grouped_mm(&args) == KPT_OK, "it returned an error");
     compare("out", out.read("out"), want, tolerance);
 }
@@ -162,7 +174,7 @@ void check_others_nan(bool n_contiguous, int dtype, int64_t rows) {
     const int32_t all = static_cast<int32_t>(rows);
     Array<int32_t> offsets(std::vector<int32_t>{0, all, all});
     const struct kpt_grouped_mm args{x.view(), out.view(), weight.view(), nullptr, 0, offsets.data(), rows + 2, 37, 19,
-                                     3,        2};
+                                     3,        2,          nullptr,       {}};
     CHECK(kernels.grouped_mm(&args) == KPT_OK, "it returned an error");
     const std::vector<double> got = out.read("out");
     for (int64_t i = 0; i < (rows + 2) * 19; i++) {

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kpt_backend_cpu import native
-from kpt_backend_cpu.structures import SCALES_BLOCK, SCALES_K, SCALES_N
+from kpt_backend_cpu.structures import NO_BIAS, SCALES_BLOCK, SCALES_K, SCALES_N
 from kpt_backend_cpu.tensors import DTYPES, address, readable
 from kpt_core import Refusal
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Up to so many rows the kernel for few rows serves, which widens each number of them.
+_FEW_ROWS = 16
 #: What shares a scale of rows in 8 bits, and of the matrix.
 OF_ROWS, _OF_MATRIX = ("tensor", "row", "1x128"), ("tensor", "row", "128x128")
 
@@ -53,18 +55,13 @@ def multiply(
     factor = None
     if x_scale is not None:
         x_scale = x_scale.float()
-        if x_scale.dim() < 2:
-            # What a row shares multiplies its sums; bfloat16 holds 8-bit numbers exactly, and has the fastest products.
-            x, factor, x_scale = x.to(torch.bfloat16), x_scale.view(-1, 1), None
+        if x_scale.dim() < 2:  # what a row shares multiplies its sums
+            factor, x_scale = x_scale.expand(len(x)).contiguous(), None
+            if len(x) <= _FEW_ROWS:
+                x = x.to(torch.bfloat16)  # exactly; few rows are multiplied as they are given
         else:
             x_scale = x_scale.contiguous()
-    whole = bias is None and factor is None
-    product = _multiply(op, x, matrix, scale, x_scale, dtype if whole else torch.float32, by_output)
-    if factor is not None:
-        product.mul_(factor)
-    if bias is not None:
-        product.add_(bias)
-    return product if whole else product.to(dtype)
+    return _multiply(op, x, matrix, scale, x_scale, factor, bias, dtype, by_output)
 
 
 def _multiply(
@@ -73,6 +70,8 @@ def _multiply(
     matrix: Tensor,
     scale: Tensor,
     x_scale: Tensor | None,
+    factor: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     by_output: bool,
 ) -> Tensor:
@@ -81,7 +80,9 @@ def _multiply(
     (count, inner), columns = x.shape, matrix.shape[0 if by_output else 1]
     out = x.new_empty((count, columns), dtype=out_dtype)
     if out.numel() == 0 or inner == 0:
-        return out.zero_()
+        return out.zero_() if bias is None else out.copy_(bias)
+    if bias is not None:
+        bias = readable(op, "bias", bias if bias.dtype in DTYPES and bias.itemsize > 1 else bias.float(), whole=True)
     stride_k, stride_n = reversed(matrix.stride()) if by_output else matrix.stride()
     strides = scale.stride()
     if scale.dim() < 2:
@@ -96,7 +97,8 @@ def _multiply(
         *(matrix.data_ptr(), 0, stride_k, stride_n, DTYPES[matrix.dtype]),
         *(kind, scale.data_ptr(), 0, of_k, of_n),
         *(address(x_scale), 0 if x_scale is None else x_scale.shape[1]),
-        *(addressof(end), count, inner, columns, 1, torch.get_num_threads()),
+        *(addressof(end), count, inner, columns, 1, torch.get_num_threads(), address(factor)),
+        *(NO_BIAS if bias is None else (bias.data_ptr(), 0, DTYPES[bias.dtype])),
     )
     return out
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kpt_backend_cpu import native
 from kpt_backend_cpu.amx import LEFT_TO_PYTORCH, refusal_for_amx
-from kpt_backend_cpu.tensors import DTYPES, LOW, matrices, readable_call, rows
+from kpt_backend_cpu.structures import NO_BIAS
+from kpt_backend_cpu.tensors import DTYPES, LOW, in_memory, matrices, readable_call, rows
 from kpt_core import Call, Refusal
 
 NAME = "linear.dense"
@@ -31,7 +32,7 @@ def forward(call: Call) -> Tensor:
     call = readable_call(NAME, call)
     x, weight, bias = call.x, call.weight, call.bias
     (count, inner), columns = x.shape, weight.shape[0]
-    out: Tensor = x.new_empty((count, columns), dtype=x.dtype if bias is None else torch.float32)
+    out: Tensor = x.new_empty((count, columns))
     native.run(
         "kpt_grouped_mm",
         *rows(x),
@@ -45,8 +46,14 @@ def forward(call: Call) -> Tensor:
         columns,
         1,
         torch.get_num_threads(),
+        *(0, *_bias_of(bias)),
     )
-    return out if bias is None else (out + bias).to(x.dtype)
+    return out
+
+
+def _bias_of(bias: Tensor | None) -> tuple[int, int, int]:
+    """Return the numbers of `GroupedMM.bias`."""
+    return NO_BIAS if bias is None else (bias.data_ptr(), 0, DTYPES[bias.dtype])
 
 
 def prepare(call: Call) -> Callable[..., Tensor] | None:
@@ -56,8 +63,7 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
     if not (call.x.is_contiguous() and call.weight.is_contiguous()):
         return None
     (count, inner), columns, dtype, make = call.x.shape, call.weight.shape[0], call.x.dtype, type(call)
-    out_dtype = dtype if call.bias is None else torch.float32
-    of_x, of_out = (inner, DTYPES[dtype]), (columns, DTYPES[out_dtype])
+    of_x, of_out = (inner, DTYPES[dtype]), (columns, DTYPES[dtype])
     of_weight = (*matrices(call.weight[None], by_output=True)[1:], 0, 0)
     sizes = (_ENDS[count], count, inner, columns, 1)
     shape, threads = (count, columns), torch.get_num_threads
@@ -66,8 +72,13 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
         place, own = x.data_ptr(), weight.data_ptr()
         if place < LOW or own < LOW or x.is_neg() or weight.is_neg():
             return forward(make(x, weight, bias, (), None))
-        out = x.new_empty(shape, dtype=out_dtype)
-        native.run("kpt_grouped_mm", place, *of_x, out.data_ptr(), *of_out, own, *of_weight, *sizes, threads())
-        return out if bias is None else (out + bias).to(dtype)
+        if bias is not None and not (bias.is_contiguous() and in_memory(bias)):
+            return forward(make(x, weight, bias, (), None))
+        out = x.new_empty(shape)
+        of_bias = NO_BIAS if bias is None else (bias.data_ptr(), 0, of_x[1])
+        native.run(
+            "kpt_grouped_mm", place, *of_x, out.data_ptr(), *of_out, own, *of_weight, *sizes, threads(), 0, *of_bias
+        )
+        return out
 
     return computed
