@@ -47,7 +47,7 @@ def slope_kernel(
         acc, _ = accumulate(
             grad, (pair // top_k).to(tl.int64), stride_gr, first, w, expert, stride_we, stride_wk, stride_wn,
             scale, stride_se, stride_sk, stride_sn, scale, 0, column, column, inside, N, K, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, False, False, LAYOUT, SCALE, False, PRECISION, False,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, False, False, LAYOUT, SCALE, False, PRECISION, False, "",
         )  # fmt: skip
         if SCALE == "n":
             scales = scale + expert.to(tl.int64) * stride_se + columns * stride_sn

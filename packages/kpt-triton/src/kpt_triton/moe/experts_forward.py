@@ -83,7 +83,7 @@ def up_kernel(
         acc, other = accumulate(
             x, source.to(tl.int64), stride_xr, first, w, expert, stride_we, stride_wk, stride_wn,
             scale, stride_se, stride_sk, stride_sn, scale, 0, column, N + column, inside, width, K, K,
-            BLOCK_M, SPAN, BLOCK_K, EVEN_K, EVEN_N, PAIR, False, LAYOUT, SCALE, False, PRECISION, False,
+            BLOCK_M, SPAN, BLOCK_K, EVEN_K, EVEN_N, PAIR, False, LAYOUT, SCALE, False, PRECISION, False, "",
         )  # fmt: skip
         if SCALE == "n":
             scales = scale + expert.to(tl.int64) * stride_se + columns * stride_sn

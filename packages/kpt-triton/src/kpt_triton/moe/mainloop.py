@@ -127,7 +127,7 @@ def accumulate(
     x_scale, stride_xsr, column, second, inside, N, K, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     PAIR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, LAYOUT: tl.constexpr, SCALE: tl.constexpr, X_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr, CODES: tl.constexpr = "",
+    PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """The product of BLOCK_M rows of x and BLOCK_N columns of an expert's matrix, and with PAIR of as many others.
 
