@@ -65,7 +65,9 @@ KPT_INLINE vi codes_of(vf x, vf scale, const Format& form) {
     quotient = quotient < -form.most ? splat(-form.most) : quotient;
     const vi bits = as_bits(quotient), magnitude = bits & 0x7fffffff;
     const vi odd = (magnitude >> form.shift) & 1;
-    const vi normal = ((magnitude + ((1 << (form.shift - 1)) - 1) + odd) >> form.shift) - form.less;
+    // Unsigned: of NaN, which has a code of its own below, it may go over.
+    const vu rounded = (vu)magnitude + ((1u << (form.shift - 1)) - 1u) + (vu)odd;
+    const vi normal = (vi)(rounded >> form.shift) - form.less;
     const vi small = as_bits(as_floats(magnitude) + form.magic) - as_bits(splat(form.magic));
     const vi code = (magnitude < form.normal ? small : normal) | ((bits >> 24) & 0x80);
     return magnitude > 0x7f800000 ? splat_int(0x7f) : code;
