@@ -432,14 +432,14 @@ def changed_files(*packages: str) -> list[Path]:
     return [Path(file) for file in told if file.startswith(folders) and Path(file).exists()]
 
 
-def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: Path | None = None) -> None:
+def rows(session: nox.Session, asked: Asked, gate: str, *others: str, triton: Path | None = None) -> None:
     """Compile a target's kernels for the chips that it claims, and check what each must be.
 
     Args:
         session: that runs it.
-        asked: with `whole` every configuration.
+        asked: with `whole` every configuration, for every chip.
         gate: the chip for which the default configurations are compiled.
-        *packages: where a feature of one of them changed, its defaults are compiled for every chip.
+        *others: chips for which they are, too, of a feature whose Triton kernels changed.
         triton: the folder of a Triton to take in the place of the workspace's.
     """
     if not asked.for_part("rows"):
@@ -450,12 +450,10 @@ def rows(session: nox.Session, asked: Asked, gate: str, *packages: str, triton: 
         run(session, *command, asked.report / "compiled.json", env=env)
         return
     ops = ops_compiled_anew(session)
-    own = [op for op in ops if any(map(kernel_module, files_of(op, *packages)))]
-    for name, some, chips in (
-        ("compiled", [op for op in ops if op not in own], ("--chip", gate)),
-        ("compiled-for-all", own, () if packages else ("--chip", gate)),
-    ):
-        chosen = (asked.report / f"{name}.json", *chips, *(f"--op={op}." for op in some))
+    own = [op for op in ops if any(map(kernel_module, files_of(op)))]
+    rest = [op for op in ops if op not in own]
+    for name, some, chips in (("compiled", rest, (gate,)), ("compiled-for-more", own, (gate, *others))):
+        chosen = (asked.report / f"{name}.json", *(f"--chip={chip}" for chip in chips), *(f"--op={op}." for op in some))
         if some:
             run(session, *command, *chosen, env={"KPT_AOT_TILES": "usual", **env})
 
@@ -468,12 +466,12 @@ def ops_compiled_anew(session: nox.Session) -> list[str]:
     everywhere = [file for file in changed_files("kpt-triton") if len(file.parts) == 5]
     if told is None or COMPILERS in told or any(map(kernel_module, [*everywhere, *changed_files(*of)])):
         return list(affected.FEATURES.values())
-    return [op for op in affected.FEATURES.values() if any(map(kernel_module, files_of(op, "kpt-triton")))]
+    return [op for op in affected.FEATURES.values() if any(map(kernel_module, files_of(op)))]
 
 
-def files_of(op: str, *packages: str) -> list[Path]:
-    """Return the changed files of some packages that lie in the folder of a feature, by how its ops begin."""
-    return [file for file in changed_files(*packages) if file.parts[4:5] == (op,)] if packages else []
+def files_of(op: str) -> list[Path]:
+    """Return the changed files of kpt-triton that lie in the folder of a feature, by how its ops begin."""
+    return [file for file in changed_files("kpt-triton") if file.parts[4:5] == (op,)]
 
 
 def examples(session: nox.Session, asked: Asked, others: Iterable[str] = ()) -> None:
@@ -544,8 +542,8 @@ def nvidia(session: nox.Session) -> None:
 
     Interpreted means in float32 and bfloat16, without real models' sizes and drawn cases of options; tiles that are
     neither a default nor the only one of their kind are compiled with `--whole` alone. Of a feature (attention, fp8,
-    moe) whose kernels changed all values are compared and all chips compiled for; of others values of a few cases are
-    compared, and where what all share changed, sm90 is compiled for.
+    moe) whose kernels changed all values are compared, and sm90 and sm120 compiled for; of others values of a few cases
+    are compared, and where what all share changed, sm90 is compiled for. `--whole` leaves nothing out.
     """
     asked = Asked(session)
     # Products that the vendor's library alone has are shown on a GPU, and by kpt-fp8's tests as it is documented.
@@ -553,16 +551,14 @@ def nvidia(session: nox.Session) -> None:
     some = f"(float32 or bfloat16) and {ours} and not ({MODELS})"
     options, env = ("--kpt-device=cpu", "-k", ours), {"TRITON_INTERPRET": "1"}
     ops = list(affected.FEATURES.values())
-    own = (
-        ops if asked.whole or asked.rest else [op for op in ops if any(map(kernel_module, files_of(op, "kpt-triton")))]
-    )
+    own = ops if asked.whole or asked.rest else [op for op in ops if any(map(kernel_module, files_of(op)))]
     few = [op for op in ops if op not in own]
     if own:
         prove(session, asked, "nvidia", "interpreted", *options, env=env, some=f"{begins(own)} and {some}", trials=2)
     if few:
         named = f"{begins(few)} and {some}"
         prove(session, asked, "nvidia", "interpreted-few", *options, env=env, some=named, values=False, trials=2)
-    rows(session, asked, "sm90", "kpt-triton")
+    rows(session, asked, "sm90", "sm120")
     examples(session, asked)
     machine(session, asked)
     if shutil.which("nvidia-smi") and "GPU 0" in run_for_output("nvidia-smi", "-L"):
@@ -619,7 +615,7 @@ def tpu(session: nox.Session) -> None:
     torch-xla on XLA's CPU: one step of training, experts and heads over four devices, and checks of small cases.
     """
     asked = Asked(session)
-    rows(session, asked, "v5e", "kpt-backend-tpu")
+    rows(session, asked, "v5e")
     by_jax = {"JAX_PLATFORMS": "cpu"}
     prove(session, asked, "tpu", "interpreted", "--kpt-device=cpu", env=by_jax, values=False, trials=4)
     if asked.for_part("xla"):
