@@ -43,8 +43,8 @@ def forward(call: Call) -> Tensor:
             granularity=call.activations,
             scale_rounding=call.activation_rounding,
         )
-        # Infinities saturate when they are quantised; here they have to be seen in the result. Of a row's largest number
-        # that is told in a tenth of the time that it takes of each.
+        # Infinities saturate when they are quantised; here they have to be seen in the result. A row's largest number
+        # tells of them in a tenth of the time that all of its numbers take.
         if call.x.numel():
             spoiled = ~call.x.abs().amax(1, keepdim=True).isfinite()
     scale = call.scale.t() if call.scale.dim() == 2 else call.scale
