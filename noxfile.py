@@ -452,10 +452,15 @@ def rows(session: nox.Session, asked: Asked, gate: str, *others: str, triton: Pa
     ops = ops_compiled_anew(session)
     own = [op for op in ops if any(map(kernel_module, files_of(op)))]
     rest = [op for op in ops if op not in own]
-    for name, some, chips in (("compiled", rest, (gate,)), ("compiled-for-more", own, (gate, *others))):
-        chosen = (asked.report / f"{name}.json", *(f"--chip={chip}" for chip in chips), *(f"--op={op}." for op in some))
+    tries: list[tuple[str, list[str], list[str]]] = [
+        ("compiled", rest, [gate]),
+        ("compiled-for-more", own, [gate, *others]),
+    ]
+    for name, some, chips in tries:
+        chosen = [*(f"--chip={chip}" for chip in chips), *(f"--op={op}." for op in some)]
         if some:
-            run(session, *command, *chosen, env={"KPT_AOT_TILES": "usual", **env})
+            tiles = {"KPT_AOT_TILES": "usual", **env}
+            run(session, *command, asked.report / f"{name}.json", *chosen, env=tiles)
 
 
 def ops_compiled_anew(session: nox.Session) -> list[str]:
