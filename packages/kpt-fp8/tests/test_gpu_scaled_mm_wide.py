@@ -42,7 +42,7 @@ def test_a_product_is_rounded_once(pair: tuple[str, str], out: torch.dtype, stor
     assert found.dtype is out
     error, least = ((each.double() - truth).abs().mean().item() for each in (found, truth.to(out)))
     own = (scaled_mm.run_reference(made).double() - truth).abs().mean().item()
-    # Both sum in float32, in orders that differ from CPU to CPU: on a Xeon with AMX by up to 16 percent of their mean error.
+    # Both sum in float32, in orders that differ from CPU to CPU: on a Xeon with AMX by up to 16 percent of the error.
     assert error <= max(1.02 * least, (1.25 if out is torch.float32 else 1.1) * own)
 
 
