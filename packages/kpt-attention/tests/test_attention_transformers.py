@@ -358,6 +358,27 @@ def test_compiled_training_takes_as_many_graphs_as_sdpa(family: str) -> None:
     assert counts[1] <= counts[0]
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text"])
+def test_a_compiled_step_of_decoding_makes_no_blocks_of_its_mask(family: str) -> None:
+    model, ids, graphs = decoder(family, "kpt"), tokens(2, 12), []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    cache = transformers.StaticCache(config=model.config, max_cache_len=200)
+    with torch.no_grad():
+        wanted = model(ids).logits[:, -3:]
+        model(ids[:, :9], past_key_values=cache)
+        step = torch.compile(model, backend=kept, fullgraph=True)
+        for place in range(9, 12):
+            found = step(ids[:, place, None], past_key_values=cache, position_ids=torch.tensor([[place]])).logits
+            torch.testing.assert_close(found[:, 0], wanted[:, place - 9], rtol=1e-4, atol=1e-4)
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert any("attention_dense" in each for each in called)
+    assert not any("all_blocks" in each for each in called)
+
+
 @pytest.mark.parametrize("family", ["Bert", pytest.param("Llama", marks=pytest.mark.slow), "Gemma3Text"])
 def test_exported_models_serve_any_batch_and_length(family: str) -> None:
     model = Logits(bert("kpt").eval() if family == "Bert" else decoder(family, "kpt"))

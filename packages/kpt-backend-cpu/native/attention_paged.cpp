@@ -220,8 +220,25 @@ private:
             if (seen.end > found.end) found.end = seen.end;
         }
         if (found.end == 0) found.begin = 0;
+        if (p_.bias.data != nullptr && p_.bias.stride_h == 0) leave_out_hidden(s, queries, found);
         found.splits = (found.end - found.begin + kSplit - 1) / kSplit;
         return found;
+    }
+
+    // Leave out the first and the last keys that a bias of -inf, which the heads share, hides from all queries: a cache
+    // of fixed length is seldom full.
+    void leave_out_hidden(int64_t s, int64_t queries, Sequence& found) const {
+        with_float_type(p_.bias.dtype, [&](auto kind) {
+            const auto* bias = static_cast<const decltype(kind)*>(p_.bias.data);
+            const auto is_hidden = [&](int64_t key) {
+                for (int64_t query = 0; query < queries; query++) {
+                    if (load(bias + place_of(p_.bias, s, query, 0) + key, 1)[0] != -__builtin_inff()) return false;
+                }
+                return true;
+            };
+            while (found.begin < found.end && is_hidden(found.end - 1)) found.end--;
+            while (found.begin < found.end && is_hidden(found.begin)) found.begin++;
+        });
     }
 
     // Where `count` keys lie from `from` on; the last one's place up to `filled`.

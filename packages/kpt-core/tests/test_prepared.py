@@ -211,3 +211,31 @@ def test_in_a_graph_each_result_is_held_to_the_contract(add: Add) -> None:
     SHAPES[:] = [(3, 2)]  # which a graph would read as another
     with pytest.warns(kpt_core.KernelFailedWarning, match=r"the contract of sample.prepared says"):
         assert operator(x, None, 1.0, "").tolist() == x.tolist()
+
+
+def itself(call: Call) -> Callable[..., Tensor]:
+    return lambda x, *_: x
+
+
+def turned(call: Call) -> Callable[..., Tensor]:
+    return lambda x, *_: (x.t() + 100).t()
+
+
+@pytest.mark.parametrize("prepare", ["itself", "turned"])
+def test_what_a_graph_gets_is_its_own_and_contiguous_whatever_was_prepared(add: Add, prepare: str) -> None:
+    add(Loopback(a_kernel(prepare=f"{__name__}:{prepare}")))
+    operator, x = torch.ops.kpt.sample_prepared.default, torch.ones(2, 3)
+    for _ in range(4):
+        found = operator(x, None, 1.0, "")
+        assert found.is_contiguous()
+        assert found.data_ptr() != x.data_ptr()
+
+
+def test_in_a_graph_what_raises_is_contained_too(table: Tensor) -> None:
+    operator = torch.ops.kpt.sample_prepared.default
+    operator(table, None, 1.0, "")
+    ERROR.append(ValueError("broken"))
+    with pytest.warns(kpt_core.KernelFailedWarning, match="raised ValueError: broken"):
+        assert operator(table, None, 1.0, "").tolist() == table.tolist()
+    with torch.enable_grad():
+        assert operator(table.clone().requires_grad_(), None, 1.0, "x").requires_grad

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import prune
 
 import kpt_core
@@ -43,15 +44,31 @@ def test_few_rows_go_to_the_op(layer, shape):
     assert [(x.numel() // 24, 24)] == CALLS
 
 
+@pytest.mark.parametrize("shape", [(2, 24), (1, 1, 24)])
+def test_a_graph_of_few_rows_has_the_op_and_one_of_any_number_guards_none(layer, shape):
+    with torch.no_grad():
+        x = torch.randn(shape)
+        counter = CompileCounter()
+        compiled = torch.compile(layer, backend=counter, fullgraph=True)
+        assert torch.equal(compiled(x), nn.functional.linear(x, layer.weight, layer.bias))
+        assert [(x.numel() // 24, 24)] == CALLS
+        torch._dynamo.reset()
+        compiled, several = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True), torch.randn(5, 24)
+        torch._dynamo.mark_dynamic(several, 0)
+        compiled(several)
+        compiled(torch.randn(50, 24))
+    assert counter.frame_count == 2
+
+
 @pytest.mark.parametrize(
     "call",
     [
         lambda layer: layer(torch.randn(2, 24)),  # a gradient is wanted
         lambda layer: torch.no_grad()(layer)(torch.randn(MOST_ROWS + 1, 24)),
         lambda layer: torch.no_grad()(layer)(torch.randn(0, 24)),
-        lambda layer: torch.no_grad()(torch.compile(layer, backend="eager"))(torch.randn(2, 24)),
+        lambda layer: torch.no_grad()(torch.compile(layer, backend="eager"))(torch.randn(MOST_ROWS + 1, 24)),
     ],
-    ids=["training", "many rows", "no rows", "compiled"],
+    ids=["training", "many rows", "no rows", "many rows, compiled"],
 )
 def test_the_rest_is_torch_s_own(layer, call):
     assert call(layer).shape[-1] == 10

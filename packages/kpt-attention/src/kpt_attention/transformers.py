@@ -9,12 +9,14 @@ many ways; but where a model's functions of it are known it is not there until s
 prompt takes no memory of Q x K. It is lowered once for all layers that share it.
 """
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -177,6 +179,10 @@ def kpt_attention_forward(
         additive = attention_mask[..., : key.shape[2]]
         bias, attention_mask = additive if bias is None else bias + additive, None
         plan = Plan()
+    elif attention_mask is not None and _is_step_of_graph(query):
+        shown, plan = attention_mask[..., : key.shape[2]], Plan()
+        hiding = torch.where(shown, 0.0, -math.inf).to(query.dtype)
+        bias = hiding if bias is None else bias + hiding
     elif attention_mask is not None:
         plan = _lowered(attention_mask, query, key)
     else:
@@ -319,6 +325,11 @@ def _warn_of_packing(positions: Any) -> None:
             "those before it: leave out attention_mask, and set use_cache=False; or pass cu_seq_lens_q",
             KptWarning,
         )
+
+
+def _is_step_of_graph(query: Tensor) -> bool:
+    """Return whether a graph is made of a step of decoding: to add its mask costs less than to look for its blocks."""
+    return torch.compiler.is_compiling() and statically_known_true(query.shape[2] < FEW)
 
 
 def _lowered(mask: Tensor, query: Tensor, key: Tensor) -> Plan:

@@ -73,6 +73,17 @@ void check_paged(Random& random, const Case& c) {
     // A bias lies as queries do; slopes are of each sequence and head.
     const int64_t most_keys = page_size * most_pages, width = 2 * c.far + 1;
     Rows bias = Rows::random(random, random.coin() ? c.dtype : KPT_FLOAT32, c.bias ? tokens * c.heads() : 0, most_keys, c.gap, 2.0);
+    // One that the heads share may hide the first and the last keys of a sequence.
+    const bool shared = c.bias && random.below(3) > 0;
+    for (int64_t s = 0; shared && s < c.sequences; s++) {
+        const int64_t begin = random.below(4), end = most_keys - random.below(most_keys / 2 + 1);
+        for (int64_t row = ends[s] * c.heads(); row < ends[s + 1] * c.heads(); row++) {
+            for (int64_t key = 0; key < most_keys; key++) {
+                const bool hidden = key < begin || key >= end;
+                bias.set(row, key, hidden ? -INFINITY : bias.values[row / c.heads() * c.heads() * most_keys + key]);
+            }
+        }
+    }
     std::vector<float> slopes, distances;
     for (int64_t i = 0; i < c.sequences * c.heads(); i++) slopes.push_back(static_cast<float>(random.between(0.0, 0.5)));
     for (int64_t i = 0; i < c.heads() * width; i++) distances.push_back(static_cast<float>(random.between(-1.0, 1.0)));
@@ -122,10 +133,12 @@ void check_paged(Random& random, const Case& c) {
         const auto paged = [&](const Rows& x) {
             return kpt_pages{x.memory.data(), page_size * c.kv_heads * x.stride, c.kv_heads * x.stride, x.stride, x.dtype};
         };
+        kpt_heads of_bias = c.bias ? heads(bias) : kpt_heads{};
+        if (shared) of_bias.stride_h = 0;
         const struct kpt_attention_paged args{
             heads(q), heads(each), paged(k), paged(v), lse.data(), c.paged ? of_table.data() : nullptr, most_pages, page_size,
             c.uniform ? nullptr : of_ends.data(), c.uniform ? nullptr : of_spans.data(), c.sinks ? of_sinks.data() : nullptr, c.scales ? of_k.data() : nullptr,
-            c.scales ? of_v.data() : nullptr, c.bias ? heads(bias) : kpt_heads{}, c.slopes ? of_slopes.data() : nullptr, c.heads(),
+            c.scales ? of_v.data() : nullptr, of_bias, c.slopes ? of_slopes.data() : nullptr, c.heads(),
             c.table ? of_distances.data() : nullptr, c.far, c.uniform ? nullptr : of_places.data(), c.sequences, c.uniform ? c.most_queries : 0, c.heads(),
             c.kv_heads, c.dim, c.value_dim, page_size - c.most_queries, scale, static_cast<float>(c.softcap), c.causal, c.threads};
         CHECK(kernels.attention_paged(&args) == KPT_OK, "it returned an error");

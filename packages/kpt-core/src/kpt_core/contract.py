@@ -245,7 +245,8 @@ class Op(Generic[P, R]):
     Attributes:
         name: `family.operation`, for instance `moe.grouped_mm`.
         reference: the decorated function: specification, oracle, and what runs where nothing else may.
-        run_reference: the same, of a call's record.
+        of_graph: what the torch op does with a call's values and the names of what needs a gradient.
+        run_reference: the reference, of a call's record.
         parameters: names of the op's parameters, in order.
         defined_in: module and name of the reference.
         required: places of the parameters that are tensors.
@@ -253,6 +254,7 @@ class Op(Generic[P, R]):
         Call: the type of its calls' records.
     """
 
+    of_graph: Callable[..., Any]
     run_reference: Callable[[Call], Any]
 
     if TYPE_CHECKING:  # `@kpt_core.op` gives these to each op
@@ -346,6 +348,8 @@ class Op(Generic[P, R]):
         self.quick: dict[
             torch.dtype, tuple[torch.device | None, tuple[Any, ...], bool, dict[tuple[Any, ...], Any] | None]
         ] = {}
+        #: What was prepared, and gave once what the contract says: graphs rely on it.
+        self.agreed: set[Callable[..., Any]] = set()
         #: What `dispatch.candidates` knows of devices, and of kernels.
         self.found: dict[Any, Any] = {}
         self.kernels: dict[tuple[str, Kernel], Any] = {}

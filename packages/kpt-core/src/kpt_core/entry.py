@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .contract import Call, Op
 from .dispatch.call import PLAIN, dispatch, dispatch_traced, explain_failure, retry_without, serve, with_needs
+from .dispatch.opaque import agrees_with_graph, run_of_graph
 from .dispatch.run import prepare, run
 from .dispatch.settings import SCOPE
 from .selection import REFERENCE
@@ -75,6 +76,24 @@ def entry({declared}):
         _explain_failure(_op, _new(_Call, ({values}, (), None)), error)
         raise
 """
+#: The torch op's: a call that looks like one before goes to what was prepared for it, once its results agreed.
+_GRAPH = """\
+def of_graph({values}, needs):
+    watched = _modes() or _traced_by_jit() or _profiled() or _transforms() or _grad_enabled()
+    if not (needs or watched) and _scope() is None and {plain}:
+        device, candidates, reference, known = _op.quick.get({first}.dtype, _NOWHERE)
+        if known and not candidates[0].failures and ({first}.is_cpu if device is None else {first}.device == device):
+            function = known.get(({looks},))
+            if function:
+                try:
+                    result = function({values})
+                except Exception:
+                    return _slowly(_op, ({values}, needs))
+                if function in _op.agreed or _agrees(_op, function, _new(_Call, ({values}, (), None)), result):
+                    candidates[0].count.calls += 1
+                    return {laid_out}
+    return _slowly(_op, ({values}, needs))
+"""
 _REFERENCE = """\
 def reference_of(call):
     return _reference({handed})
@@ -101,6 +120,8 @@ _SHARED: dict[str, Any] = {
     "_profiled": torch._C._autograd._profiler_enabled,
     "_transforms": torch._C._are_functorch_transforms_active,
     "_forward_ad": forward_ad,
+    "_slowly": run_of_graph,
+    "_agrees": agrees_with_graph,
     "_NOWHERE": (torch.device("meta"), (), False, None),
 }
 
@@ -114,8 +135,20 @@ def _bump(name: str, optional: bool) -> str:
     return f"{name} is None or _increment(({name},))" if optional else f"_increment(({name},))"
 
 
-def entries(op: Op[..., Any]) -> tuple[Callable[..., Any], Callable[[Call], Any]]:
-    """Make what binds a call's arguments and serves it, and what calls the reference for a record."""
+def _laid_out(op: Op[..., Any], first: str) -> str:
+    """Return the expression of what the torch op gives, of `result`: tensors alone, and those that are saved."""
+    if op.result_count == 1:
+        every = ["result"]
+    else:
+        every = [f"result[{place}]" for place in range(op.result_count)]
+        for place in op.optional_results:
+            every[place] = f"{first}.new_empty(0) if result[{place}] is None else result[{place}]"
+    every += [f"{first}.new_empty(0)"] * op.saved_count
+    return every[0] if len(every) == 1 else f"({', '.join(every)})"
+
+
+def entries(op: Op[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Call], Any]]:
+    """Make what binds a call's arguments and serves it, the same for a graph's calls, and what calls the reference."""
     parameters = op.signature.parameters
     names, declared, star = list(parameters), ["_op"], False
     for name, parameter in parameters.items():
@@ -151,10 +184,17 @@ def entries(op: Op[..., Any]) -> tuple[Callable[..., Any], Callable[[Call], Any]
         bump="; ".join(_bump(name, name in optional) for name in op.written) or "pass",
         reference="_run(_op, None, call)" if op.mutates else "reference_of(call)",
     )
+    source += _GRAPH.format(
+        looks=", ".join(looks),
+        values=", ".join(names),
+        plain=" and ".join(plain),
+        first=names[op.first],
+        laid_out=_laid_out(op, names[op.first]),
+    )
     source += _REFERENCE.format(handed=", ".join(handed))
     own = {"_op": op, "_Call": op.Call, "_reference": op.reference, "_defaults": op.defaults}
     known = _SHARED | own | {"_count": op.counts[REFERENCE]}
     exec(compile(source, f"<op {op.name}>", "exec"), known)  # as dataclasses make their methods
     entry = known["entry"]
     entry.__name__ = entry.__qualname__ = op.name  # what a TypeError names
-    return entry, known["reference_of"]
+    return entry, known["of_graph"], known["reference_of"]

@@ -97,7 +97,7 @@ def op(
             mutates=tuple(mutates), random=random, optional_results=optional_results or {}, flops=flops,
             plain_bytes=plain_bytes, autocast=tuple(autocast), size_key=size_key,
         )  # fmt: skip
-        entry, made.run_reference = entries(made)
+        entry, made.of_graph, made.run_reference = entries(made)
         # A class of its own, since a call looks for `__call__` there; binding is Python's own, and as quick.
         methods = {"__call__": entry, "candidates": candidates_of, "explain": _explain, "__reduce__": _reduce}
         made.__class__ = type("Op", (Op,), {**methods, "__module__": __name__})

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kpt_core.errors import InputError
 from kpt_optimize.rewrite import check_model
@@ -17,8 +18,9 @@ MOST_ROWS = 16
 class FewRowsLinear(nn.Linear):
     """A linear layer for steps of decoding: up to 16 rows without a gradient go to op `linear.dense`.
 
-    Parameters, their names and the state dict are those of the layer that it was made of. A layer that trains, is
-    compiled, lies on an accelerator, or gets more rows computes as `nn.Linear` does.
+    Parameters, their names and the state dict are those of the layer that it was made of. A layer that trains, lies on
+    an accelerator, or gets more rows computes as `nn.Linear` does; in a compiled graph, so does one of which the graph
+    doesn't know that there are so few.
     """
 
     @classmethod
@@ -40,7 +42,13 @@ class FewRowsLinear(nn.Linear):
         """Return `input @ weight.t() + bias`, `[..., out_features]`."""
         shape = input.shape
         rows = input.numel() // shape[-1] if shape and shape[-1] == self.in_features > 0 else 0  # torch's own says why
-        if 0 < rows <= MOST_ROWS and input.is_cpu and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not input.is_cpu or torch.is_grad_enabled():
+            return super().forward(input)
+        if torch.compiler.is_compiling():
+            if statically_known_true(rows > 0) and statically_known_true(rows <= MOST_ROWS):
+                out = linear(input.reshape(rows, self.in_features), self.weight, self.bias)
+                return out.view(*shape[:-1], self.out_features)
+        elif 0 < rows <= MOST_ROWS:
             # As a module has them: a step of decoding asks each layer, and `self.weight` takes four times as long.
             own: dict[str, Any] = self._parameters
             weight, bias = own.get("weight"), own.get("bias")

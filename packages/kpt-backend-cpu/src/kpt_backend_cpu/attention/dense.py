@@ -18,6 +18,8 @@ NAME = "attention.dense"
 MOST_DIM = 256
 _FEW_QUERIES = 16  #: fewer leave most of a tile empty
 _BLOCK = 128  #: rows and columns of a mask's block
+_BIAS = 3  #: place of the bias behind q, k and v
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 #: What is added to the scores.
 _ADDED = ("bias", "alibi_slopes", "relative_bias")
 #: Bytes that the parts of a gradient of what is added may take at a time.
@@ -107,31 +109,36 @@ def _read_once(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def prepare(call: Call) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """Return what computes all steps of decoding that look like this one, or None where `forward` is as quick."""
-    q, k, v, make = call.q, call.k, call.v, type(call)
-    others = (call.intervals, call.bias, call.alibi_slopes, call.relative_bias, call.sinks)
+    q, k, v, bias, make = call.q, call.k, call.v, call.bias, type(call)
+    others = (call.intervals, call.alibi_slopes, call.relative_bias, call.sinks)
     if any(x is not None for x in others) or call.dropout or not _reads_once(call):
         return None
-    if any(x.stride(3) != 1 or x.numel() == 0 for x in (q, k, v)):
+    if any(x.stride(3) != 1 or x.numel() == 0 for x in (q, k, v, *(() if bias is None else (bias,)))):
+        return None
+    if bias is not None and bias.dtype not in _WIDE:
         return None
     (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
     # What `_read_once` hands over, but for the addresses.
     of_q, of_k, of_v = _heads(q)[1:], _page(k)[1:], _page(v)[1:]
     shape, of_lse, return_lse = (batch, heads, queries, value_dim), (batch, heads, queries), call.return_lse
     of_out = (heads * queries * value_dim, queries * value_dim, value_dim, DTYPES[q.dtype])
-    none = (0, 0, keys, 0, 0, 0, 0, 0, *_heads(None), 0, 0, 0, 0, 0)
+    none = (0, 0, keys, 0, 0, 0, 0, 0)
+    of_bias = _heads(None if bias is None else bias.expand(batch, heads, queries, keys))[1:]
     scale = 1 / math.sqrt(dim) if call.scale is None else float(call.scale)
-    rest = (batch, queries, heads, kv_heads, dim, value_dim, call.position, scale, call.softcap, call.causal)
-    float32, threads = torch.float32, torch.get_num_threads
+    rest = (0, 0, 0, 0, 0, batch, queries, heads, kv_heads, dim, value_dim, call.position, scale, call.softcap)
+    causal, float32, threads = call.causal, torch.float32, torch.get_num_threads
 
     def computed(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
-        if not in_memory(q, k, v):
+        bias = others[_BIAS]
+        if not in_memory(q, k, v) or not (bias is None or in_memory(bias)):
             return forward(make(q, k, v, *others, (), None))[0]
         out = q.new_empty(shape)
         lse = q.new_empty(of_lse, dtype=float32) if return_lse else None
         native.run(
             "kpt_attention_paged",
             *(q.data_ptr(), *of_q, out.data_ptr(), *of_out, k.data_ptr(), *of_k, v.data_ptr(), *of_v),
-            *(0 if lse is None else lse.data_ptr(), *none, *rest, threads()),
+            *(0 if lse is None else lse.data_ptr(), *none, 0 if bias is None else bias.data_ptr(), *of_bias),
+            *(*rest, causal, threads()),
         )
         return out, lse
 
@@ -272,7 +279,7 @@ def _numbers_of(call: Call, name: str) -> Tensor | None:
 def _bias(call: Call) -> Tensor:
     """Return the bias with contiguous keys."""
     bias: Tensor = call.bias.detach()
-    return _rows("bias", bias.float() if bias.dtype is torch.float64 else bias)
+    return _rows("bias", bias if bias.dtype in _WIDE else bias.float())
 
 
 def _rows(name: str, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ It is opaque to them, so that the kernel is chosen inside, when it runs, by real
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def define_opaque(op: Op[..., Any]) -> None:
     _arguments[name] = arguments
     count = op.result_count + op.saved_count
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
-    _define(op, name, f"{arguments}, str needs", results, _forward, _fake)
+    _define(op, name, f"{arguments}, str needs", results, lambda op, values: op.of_graph(*values), _fake)
     differentiable = name
     if op.mutates:
         differentiable = f"{name}_functional"
@@ -156,7 +156,20 @@ def _own(tensors: Iterable[Tensor], others: Iterable[Tensor | None]) -> list[Ten
     return given
 
 
-def _forward(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
+def agrees_with_graph(op: Op[..., Any], function: Callable[..., Any], call: Call, results: Any) -> bool:
+    """Return whether what a prepared function gives is what the torch op gives, and remember that of the function."""
+    given = as_tuple(results)
+    laid_out = as_tuple(_whole(op, call, results, ()))
+    if not agrees(op, call, given) or any(
+        one is not other for one, other in zip(given, laid_out, strict=False) if one is not None
+    ):
+        return False
+    op.agreed.add(function)
+    return True
+
+
+def run_of_graph(op: Op[..., Any], values: tuple[Any, ...]) -> Any:
+    """Run a call of the torch op, for which nothing is prepared."""
     call = _call(op, values)
     if op.mutates:
         bump(op, call)
