@@ -33,6 +33,7 @@ from kpt_fp8 import convert_model_to_fp8
 from kpt_optimize import gain_of, interleaved_times, parameter_bytes
 from kpt_optimize.few_rows import serve_few_rows
 from kpt_optimize.measure import Load
+from kpt_optimize.norm import serve_norms
 from kpt_optimize.tuning.tables import processor
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -102,12 +103,13 @@ def without_onednn(call: Callable[[], object]) -> object:
 
 
 def lossless(model: Any) -> Any:
-    """Return the model with KPT's attention, experts, and linear layers of few rows: its weights are the same."""
+    """Return the model with KPT's attention, experts, norms, and linear layers of few rows, on the same weights."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("kpt")
     if hasattr(model.config, "num_experts"):
         model.set_experts_implementation("kpt")
     serve_few_rows(model)
+    serve_norms(model)
     return model
 
 
@@ -117,6 +119,7 @@ def converted(model: Any) -> Any:
     model.set_attn_implementation("kpt")
     model = convert_model_to_fp8(model)
     serve_few_rows(model)
+    serve_norms(model)
     return model
 
 

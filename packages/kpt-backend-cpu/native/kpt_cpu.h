@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or function below changes: the library of another version is not used. */
-#define KPT_CPU_INTERFACE 8
+#define KPT_CPU_INTERFACE 9
 
 enum { KPT_OK = 0, KPT_NO_MEMORY = 1 };
 
@@ -235,6 +235,15 @@ struct kpt_quantize {
     int32_t threads;
 };
 
+/* norm.rms: rows over the root of their mean square, times weights. */
+struct kpt_rms_norm {
+    struct kpt_rows x, out; /* [rows, columns], of one dtype */
+    const void* weight;     /* [columns], of that dtype */
+    int64_t rows, columns;
+    float eps; /* added to the mean square */
+    int32_t threads;
+};
+
 #define KPT_EXPORT __attribute__((visibility("default")))
 
 KPT_EXPORT int kpt_grouped_mm(const struct kpt_grouped_mm*);
@@ -247,6 +256,7 @@ KPT_EXPORT int kpt_top_k_gating(const struct kpt_top_k_gating*);
 KPT_EXPORT int kpt_top_k_gating_backward(const struct kpt_top_k_gating_backward*);
 
 KPT_EXPORT int kpt_quantize(const struct kpt_quantize*);
+KPT_EXPORT int kpt_rms_norm(const struct kpt_rms_norm*);
 
 KPT_EXPORT int kpt_attention_forward(const struct kpt_attention*);
 KPT_EXPORT int kpt_attention_backward(const struct kpt_attention_backward*);

@@ -39,7 +39,7 @@ def test_importing_it_and_naming_its_kernels_loads_no_library_and_no_kernel():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found["kernels"]) == 12
+    assert len(found["kernels"]) == 13
     assert not found["loaded"]
     assert [
         name

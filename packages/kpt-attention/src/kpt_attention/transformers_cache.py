@@ -3,9 +3,10 @@
     cache = PagedKVCache(model.config, dtype=torch.float8_e4m3fn)
     model.generate(ids, past_key_values=cache)
 
-What a model's `update` gets back for steps of decoding is not there: `PagedStates` stand for keys and values in the
-pages, and KPT's attention reads those where they lie (`attention.paged`). Whoever else computes with them gets them
-dense, so that any implementation works, with a copy at each step.
+Until sequences share pages, as beams do, those of each lie in their order, and any attention reads them there: what a
+model's `update` gets back is a view. Else, and of 8 bits or where a layer has a window, it is not there: `PagedStates`
+stand for keys and values in the pages, and KPT's attention reads those where they lie (`attention.paged`). Whoever else
+computes with them gets them dense, so that any implementation works, with a copy at each step.
 
 `kpt_attention.kv_cache.PagedCache` is for servers: sequences of many lengths, in a number of pages that is fixed. Here
 all sequences of a batch are as long, and each layer takes pages as it needs them.
@@ -50,7 +51,8 @@ _OUTSIDE = frozenset(
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keep one layer's keys and values in pages.
 
-    A row of the table has a sequence's pages in order; several sequences may have the same ones, as beams do. A page
+    Each row has `room` pages in their order, as long as nothing is of 8 bits, has a window, or is shared. After that a
+    row of the table has a sequence's pages in order; several sequences may have the same ones, as beams do. A page
     that is in no row is free. A layer with a window drops the columns that nobody will see.
 
     Args:
@@ -66,6 +68,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         scales: float32 `[Hkv]` of keys and of values, for 8 bits; else None.
         length: columns that were written.
         gone: pages that each row had before the first of the table.
+        room: pages that each row has, in their order; 0 where they lie anywhere.
     """
 
     is_compileable = False
@@ -87,6 +90,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.record_past = False
         self.length = self.gone = 0
         self._told = set() if told is None else told
+        self.room = 0
         #: Whether a row's last page may be another one's, too.
         self._shares = False
         #: A table, and where its columns lie.
@@ -105,13 +109,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.scales = None, None
         if self.stored is not None:
             self.scales = _scale(key_states, self.stored), _scale(value_states, self.stored)
+        elif not self.window:
+            self._make_room(batch, 1)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write new keys `[B, Hkv, S, D]` and values `[B, Hkv, S, Dv]`.
 
         Returns:
-            Of the first ones themselves; of later ones `PagedStates` of all that a query may see.
+            Of the first ones themselves; of later ones all that a query may see, views or `PagedStates`.
 
         Raises:
             InputError: shapes are not those of before, or gradients are asked for.
@@ -139,6 +145,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.length = before + new
         if before == 0:
             return key_states, value_states
+        if self.room:
+            keys, values = (each[:, : self.length].transpose(1, 2) for each in self._rows())
+            return keys, values
         return self._states(key_states, first, True), self._states(value_states, first, False)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
@@ -156,8 +165,31 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         made.layer, made.first, made.past, made.keys, made._made = self, first, self.length, keys, None
         return made
 
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values as `[B, room * page_size, Hkv, dim]`."""
+        k, v = (each.view(-1, self.room * self.page_size, *each.shape[2:]) for each in (self.k, self.v))
+        return k, v
+
+    def _make_room(self, batch: int, pages: int) -> None:
+        """Give each row so many pages, which lie in their order."""
+        before = self._rows() if self.room else ()
+        self.room = pages
+        self.k, self.v = (each.new_empty((batch * pages, *each.shape[1:])) for each in (self.k, self.v))
+        for old, new in zip(before, self._rows(), strict=False):
+            new[:, : self.length] = old[:, : self.length]
+
     def _write(self, keys: Tensor, values: Tensor, begin: int) -> None:
         size, (batch, _, new, _) = self.page_size, keys.shape
+        if self.room:
+            pages = -(-(begin + new) // size)
+            if pages > self.room:
+                self._make_room(batch, pages + pages // 8)
+            for rows, states in zip(self._rows(), (keys, values), strict=True):
+                rows[:, begin : begin + new] = states.detach().transpose(1, 2)
+            if pages > self.table.shape[1]:
+                firsts = torch.arange(0, batch * self.room, self.room, dtype=torch.int32, device=self.device)
+                self.table = firsts[:, None] + torch.arange(pages, dtype=torch.int32, device=self.device)
+            return
         base = self.gone * size
         if (begin - base) % size and self._shares:
             self._own_last_pages()
@@ -236,7 +268,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             del self.k, self.v, self.table, self.scales
         self.is_initialized = self._shares = False
         self._known = None, None
-        self.length = self.gone = 0
+        self.length = self.gone = self.room = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let each sequence continue that of an index; only pages that are written to are copied, and then."""
@@ -245,12 +277,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let each sequence be there so many times; they share their pages."""
         if self.is_initialized:
-            self.table, self._shares = self.table.repeat_interleave(repeats, 0), True
+            self.table, self._shares, self.room = self.table.repeat_interleave(repeats, 0), True, 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences of these indices."""
         if self.is_initialized:
-            self.table, self._shares = self.table[indices.to(self.device)], True
+            self.table, self._shares, self.room = self.table[indices.to(self.device)], True, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, given as a negative number.

@@ -64,6 +64,7 @@ class CPUBackend(Backend):
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel, also where none can run; no library is loaded."""
         tables = (
-            importlib.import_module(f"kpt_backend_cpu.{feature}") for feature in ("moe", "fp8", "attention", "linear")
+            importlib.import_module(f"kpt_backend_cpu.{feature}")
+            for feature in ("moe", "fp8", "attention", "linear", "norm")
         )
         return tuple(kernel for table in tables for kernel in table.KERNELS)

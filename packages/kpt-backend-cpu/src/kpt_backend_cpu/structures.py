@@ -10,7 +10,7 @@ from struct import Struct
 from typing import Any
 
 #: KPT_CPU_INTERFACE: libraries of another one are not used.
-INTERFACE = 8
+INTERFACE = 9
 
 #: What `scales_of` may be.
 SCALES_NONE, SCALES_N, SCALES_K, SCALES_BLOCK = range(4)
@@ -330,6 +330,20 @@ class Quantize(Structure):
     )
 
 
+class RMSNorm(Structure):
+    """`struct kpt_rms_norm`."""
+
+    _fields_ = (
+        ("x", Rows),
+        ("out", Rows),
+        ("weight", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("eps", c_float),
+        ("threads", c_int32),
+    )
+
+
 #: Name of a kernel to the structure that it takes.
 KERNELS: dict[str, type[Structure]] = {
     "kpt_grouped_mm": GroupedMM,
@@ -341,6 +355,7 @@ KERNELS: dict[str, type[Structure]] = {
     "kpt_top_k_gating": TopKGating,
     "kpt_top_k_gating_backward": TopKGatingBackward,
     "kpt_quantize": Quantize,
+    "kpt_rms_norm": RMSNorm,
     "kpt_attention_forward": Attention,
     "kpt_attention_backward": AttentionBackward,
     "kpt_attention_paged": AttentionPaged,

@@ -21,6 +21,7 @@ struct Library {
     decltype(&::kpt_attention_backward) attention_backward;
     decltype(&::kpt_attention_paged) attention_paged;
     decltype(&::kpt_quantize) quantize;
+    decltype(&::kpt_rms_norm) rms_norm;
     decltype(&::kpt_cpu_interface) interface;
     decltype(&::kpt_cpu_instruction_sets) instruction_sets;
     decltype(&::kpt_cpu_use_openmp) use_openmp;
@@ -82,6 +83,7 @@ void test_top_k_gating_backward();
 void test_attention();
 void test_attention_paged();
 void test_quantize();
+void test_rms_norm();
 void test_failures();
 void test_threads();
 

@@ -71,6 +71,7 @@ void load(const char* path) {
     find(library, "kpt_attention_backward", kernels.attention_backward);
     find(library, "kpt_attention_paged", kernels.attention_paged);
     find(library, "kpt_quantize", kernels.quantize);
+    find(library, "kpt_rms_norm", kernels.rms_norm);
     find(library, "kpt_cpu_interface", kernels.interface);
     find(library, "kpt_cpu_instruction_sets", kernels.instruction_sets);
     find(library, "kpt_cpu_use_openmp", kernels.use_openmp);
@@ -145,6 +146,7 @@ int main(int count, char** arguments) {
         {"attention", test_attention},
         {"attention_paged", test_attention_paged},
         {"quantize", test_quantize},
+        {"rms_norm", test_rms_norm},
         {"failing allocations and threads", test_failures},
         {"several callers, OpenMP", test_threads},
     };
