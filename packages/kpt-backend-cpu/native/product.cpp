@@ -137,7 +137,9 @@ void multiply(
 
 #if KPT_HAS_TILES
 bool multiplies_turned(const Factor& left, int64_t rows, const Factor& right, int64_t inner) {
-    return rows > 0 && rows <= kFewRows && left.along && right.along && inner > 0 && fits<Pairs>(inner, kFewRows);
+    const int64_t most = inner < kLongLines ? kFewRows : kTurnedRows;
+    return rows > 0 && rows <= most && left.along && right.along && inner > 0
+        && turned_slots(rows, inner) * 4 <= Block::right_bytes(inner);
 }
 
 void multiply_turned(
@@ -146,7 +148,11 @@ void multiply_turned(
     const TilesInUse tiles;
     for (int64_t k = 0; k < inner; k += Pairs::depth * Pairs::per_slot) {
         const Part part = part_of<Pairs>(inner, k);
-        pack_panels<Pairs>(left, row, rows, k, part.numbers, block.right + k / Pairs::per_slot * kPanel);
+        for (int64_t first = 0; first < rows; first += kFewRows) {
+            const int64_t own = rows - first < kFewRows ? rows - first : kFewRows;
+            slot* panel = block.right + first / kFewRows * panel_slots(inner);
+            pack_panels<Pairs>(left, row + first, own, k, part.numbers, panel + k / Pairs::per_slot * kPanel);
+        }
     }
     multiply_run(block, right, columns.first, columns.count, rows, inner, scales, block.sums, columns.pitch());
     if (columns.second >= 0) {

@@ -47,11 +47,14 @@ struct Block {
     static constexpr int64_t left_bytes = (kRows + W) * kPitch * 4;
     static constexpr int64_t sums_bytes = kRows * (kColumns + kSumsGap) * 4;
 
-    // Room for products of such an inner size, or a smaller one.
-    static constexpr int64_t bytes(int64_t inner) {
+    static constexpr int64_t right_bytes(int64_t inner) {
         // Slots of pairs are half as many as numbers, and filled up to whole tiles.
         const int64_t all = kColumns * round_up(inner, 32) * 4;
-        return round_up(left_bytes + sums_bytes + (all < kPackedBytes ? all : kPackedBytes), 4096);
+        return all < kPackedBytes ? all : kPackedBytes;
+    }
+    // Room for products of such an inner size, or a smaller one.
+    static constexpr int64_t bytes(int64_t inner) {
+        return round_up(left_bytes + sums_bytes + right_bytes(inner), 4096);
     }
     // That of a thread, where `memory` has `size` bytes for each.
     static Block at(void* memory, int64_t size, int rank) {

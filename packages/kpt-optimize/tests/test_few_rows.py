@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 import kpt_core
 from kpt_core import Backend, InputError, Kernel
-from kpt_optimize.few_rows import MOST_ROWS, FewRowsLinear, serve_few_rows
+from kpt_optimize.few_rows import MOST_BF16_ROWS, MOST_ROWS, FewRowsLinear, serve_few_rows
 from kpt_optimize.linear import OPS
 
 CALLS = []
@@ -24,8 +24,11 @@ def forward(call):
 class Counting(Backend):
     name, device_types = "counting", ("cpu",)
 
+    def __init__(self, dtypes=frozenset({"float32"})):
+        self.dtypes = dtypes
+
     def kernels(self):
-        return (Kernel("linear.dense", forward=f"{__name__}:forward", dtypes={"float32"}),)
+        return (Kernel("linear.dense", forward=f"{__name__}:forward", dtypes=self.dtypes),)
 
 
 @pytest.fixture
@@ -73,6 +76,16 @@ def test_a_graph_of_few_rows_has_the_op_and_one_of_any_number_guards_none(layer,
 def test_the_rest_is_torch_s_own(layer, call):
     assert call(layer).shape[-1] == 10
     assert CALLS == []
+
+
+def test_more_rows_of_bfloat16_go_to_the_op(add):
+    add(Counting(frozenset({"bfloat16"})))
+    CALLS.clear()
+    layer = FewRowsLinear.from_linear(nn.Linear(24, 10)).eval().bfloat16()
+    with torch.no_grad():
+        for rows in (MOST_BF16_ROWS, MOST_BF16_ROWS + 1):
+            layer(torch.randn(rows, 24).bfloat16())
+    assert [(MOST_BF16_ROWS, 24)] == CALLS
 
 
 def test_numbers_of_another_size_are_refused_as_by_torch(layer):

@@ -279,6 +279,17 @@ void test_grouped_mm() {
             }
         }
     }
+    // Long lines, by some panels of rows: ends inside of these, of a part of the lines, and of a block of scales.
+    for (int64_t rows : {33, 48, 64, 65, 97, 128, 129}) {
+        for (int weight : {KPT_BFLOAT16, KPT_FLOAT8_E4M3FN, KPT_FLOAT8_E5M2}) {
+            for (int scales : {KPT_SCALES_NONE, KPT_SCALES_N, KPT_SCALES_BLOCK}) {
+                if (weight == KPT_BFLOAT16 && scales != KPT_SCALES_NONE) continue;
+                const int64_t inner = random.coin() ? 1024 : 1024 + random.below(600), columns = 1 + random.below(200);
+                const int out = weight == KPT_BFLOAT16 || random.coin() ? KPT_BFLOAT16 : KPT_FLOAT32;
+                check_grouped_mm(random, {KPT_BFLOAT16, weight, out, scales, 0, false, rows, inner, columns, 1, 1, random.coin() ? 3 : 1, random.coin()});
+            }
+        }
+    }
     for (int dtype : small) {
         for (int64_t rows : {1, 3, 30}) {
             for (int64_t inner : {1, 64, 200}) {

@@ -14,16 +14,23 @@ from kpt_core import Call, Refusal
 
 NAME = "linear.dense"
 _MOST_ROWS = 16
+#: By AMX in bfloat16, of shorter lines and of longer ones: the native kernel's `turned.h`.
+_MOST_TURNED, _MOST_LONG, _LONG = 32, 64, 1024
 #: The end of the only group, by the number of rows; no tensor, since a module may be imported under a mode of torch's.
-_COUNTS = (c_int32 * (_MOST_ROWS + 1))(*range(_MOST_ROWS + 1))
-_ENDS = [addressof(_COUNTS) + sizeof(c_int32) * count for count in range(_MOST_ROWS + 1)]
+_COUNTS = (c_int32 * (_MOST_LONG + 1))(*range(_MOST_LONG + 1))
+_ENDS = [addressof(_COUNTS) + sizeof(c_int32) * count for count in range(_MOST_LONG + 1)]
 
 
 def unsupported(call: Call) -> Refusal | str | None:
     """Return why a call is not for the kernel, or None."""
-    count = call.x.shape[0]
-    if not 0 < count <= _MOST_ROWS or 0 in call.weight.shape:
-        return Refusal("x has {count} rows; this kernel takes 1 to 16 of them, of a weight with numbers", count=count)
+    count, most = call.x.shape[0], _MOST_ROWS
+    turned = count > most and call.x.dtype is torch.bfloat16 and call.weight.is_contiguous()
+    if turned and native.library().instruction_set == "amx_bf16":
+        most = _MOST_LONG if call.x.shape[1] >= _LONG else _MOST_TURNED
+    if not 0 < count <= most or 0 in call.weight.shape:
+        return Refusal(
+            "x has {count} rows; this kernel takes 1 to {most}, of a weight with numbers", count=count, most=most
+        )
     return refusal_for_amx(call.x.dtype)
 
 
