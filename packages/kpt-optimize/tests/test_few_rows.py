@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 import kpt_core
 from kpt_core import Backend, InputError, Kernel
-from kpt_optimize.few_rows import MOST_BF16_ROWS, MOST_ROWS, FewRowsLinear, serve_few_rows
+from kpt_optimize.few_rows import LONG, MOST_BF16_ROWS, MOST_LONG_ROWS, MOST_ROWS, FewRowsLinear, serve_few_rows
 from kpt_optimize.linear import OPS
 
 CALLS = []
@@ -81,11 +81,13 @@ def test_the_rest_is_torch_s_own(layer, call):
 def test_more_rows_of_bfloat16_go_to_the_op(add):
     add(Counting(frozenset({"bfloat16"})))
     CALLS.clear()
-    layer = FewRowsLinear.from_linear(nn.Linear(24, 10)).eval().bfloat16()
+    sizes = (24, MOST_BF16_ROWS), (LONG, MOST_LONG_ROWS)
     with torch.no_grad():
-        for rows in (MOST_BF16_ROWS, MOST_BF16_ROWS + 1):
-            layer(torch.randn(rows, 24).bfloat16())
-    assert [(MOST_BF16_ROWS, 24)] == CALLS
+        for size, most in sizes:
+            layer = FewRowsLinear.from_linear(nn.Linear(size, 10)).eval().bfloat16()
+            for rows in (most, most + 1):
+                layer(torch.randn(rows, size).bfloat16())
+    assert [(most, size) for size, most in sizes] == CALLS
 
 
 def test_numbers_of_another_size_are_refused_as_by_torch(layer):

@@ -13,12 +13,15 @@ from .linear import linear
 
 #: Of more rows arithmetic takes the time, and torch's own product is as good.
 MOST_ROWS = 16
-#: In bfloat16, of which processors with AMX multiply more in the same time; on others torch's own product is chosen.
-MOST_BF16_ROWS = 64
+#: In bfloat16, of which processors with AMX multiply more in the same time, of long rows more yet; on other processors
+#: torch's own product is chosen.
+MOST_BF16_ROWS, MOST_LONG_ROWS, LONG = 32, 64, 1024
 
 
 class FewRowsLinear(nn.Linear):
-    """A linear layer for steps of decoding: up to 16 rows without a gradient (64 in bfloat16) go to op `linear.dense`.
+    """A linear layer for steps of decoding: up to 16 rows without a gradient go to op `linear.dense`.
+
+    In bfloat16 up to 32 do, or 64 of at least 1,024 numbers.
 
     Parameters, their names and the state dict are those of the layer that it was made of. A layer that trains, lies on
     an accelerator, or gets more rows computes as `nn.Linear` does; in a compiled graph, so does one of which the graph
@@ -46,7 +49,9 @@ class FewRowsLinear(nn.Linear):
         rows = input.numel() // shape[-1] if shape and shape[-1] == self.in_features > 0 else 0  # torch's own says why
         if not input.is_cpu or torch.is_grad_enabled():
             return super().forward(input)
-        most = MOST_BF16_ROWS if input.dtype is torch.bfloat16 else MOST_ROWS
+        most = MOST_ROWS
+        if input.dtype is torch.bfloat16:
+            most = MOST_LONG_ROWS if self.in_features >= LONG else MOST_BF16_ROWS
         if torch.compiler.is_compiling():
             if statically_known_true(rows > 0) and statically_known_true(rows <= most):
                 out = linear(input.reshape(rows, self.in_features), self.weight, self.bias)
