@@ -501,8 +501,9 @@ def _read(shown: Tensor) -> _Seen | None:
 class PagedKVCache(Cache):
     """Keep the keys and values of `generate` in pages, of 8 bits where that is asked for.
 
-    With `attn_implementation="kpt"` steps of decoding read the pages where they lie, numbers of 8 bits too; prompts
-    attend to their keys as they are. Other implementations get a dense copy at each step.
+    Steps of decoding of any implementation read the pages where they lie, until beams share them. With
+    `attn_implementation="kpt"` they do then too, and of 8 bits and in layers with windows; other implementations get a
+    dense copy at each step there. Prompts attend to their keys as they are.
 
     Of 8 bits each layer and head has a scale, from the first keys and values: later ones may be 8 times as large.
 
