@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 
 import kpt_core
 from kpt_core import Backend, InputError, Kernel
+from kpt_optimize import few_rows
 from kpt_optimize.few_rows import LONG, MOST_BF16_ROWS, MOST_LONG_ROWS, MOST_ROWS, FewRowsLinear, serve_few_rows
 from kpt_optimize.linear import OPS
 
@@ -78,10 +79,12 @@ def test_the_rest_is_torch_s_own(layer, call):
     assert CALLS == []
 
 
-def test_more_rows_of_bfloat16_go_to_the_op(add):
+@pytest.mark.parametrize("amx", [True, False])
+def test_bfloat16_goes_to_the_op_in_more_rows_where_there_is_amx(add, monkeypatch, amx):
+    monkeypatch.setattr(few_rows, "_AMX", amx)
     add(Counting(frozenset({"bfloat16"})))
     CALLS.clear()
-    sizes = (24, MOST_BF16_ROWS), (LONG, MOST_LONG_ROWS)
+    sizes = [(24, MOST_BF16_ROWS), (LONG, MOST_LONG_ROWS)] if amx else [(24, MOST_ROWS), (LONG, MOST_ROWS)]
     with torch.no_grad():
         for size, most in sizes:
             layer = FewRowsLinear.from_linear(nn.Linear(size, 10)).eval().bfloat16()

@@ -13,15 +13,16 @@ from .linear import linear
 
 #: Of more rows arithmetic takes the time, and torch's own product is as good.
 MOST_ROWS = 16
-#: In bfloat16, of which processors with AMX multiply more in the same time, of long rows more yet; on other processors
-#: torch's own product is chosen.
+#: In bfloat16 with AMX, which multiplies more in the same time, of long rows more yet.
 MOST_BF16_ROWS, MOST_LONG_ROWS, LONG = 32, 64, 1024
+#: Whether this processor has it. Elsewhere the op would leave so many rows to torch after 30 µs of asking.
+_AMX = bool(torch.cpu._is_amx_tile_supported())
 
 
 class FewRowsLinear(nn.Linear):
     """A linear layer for steps of decoding: up to 16 rows without a gradient go to op `linear.dense`.
 
-    In bfloat16 up to 32 do, or 64 of at least 1,024 numbers.
+    In bfloat16 up to 32 do on a processor with AMX, or 64 of at least 1,024 numbers.
 
     Parameters, their names and the state dict are those of the layer that it was made of. A layer that trains, lies on
     an accelerator, or gets more rows computes as `nn.Linear` does; in a compiled graph, so does one of which the graph
@@ -50,7 +51,7 @@ class FewRowsLinear(nn.Linear):
         if not input.is_cpu or torch.is_grad_enabled():
             return super().forward(input)
         most = MOST_ROWS
-        if input.dtype is torch.bfloat16:
+        if _AMX and input.dtype is torch.bfloat16:
             most = MOST_LONG_ROWS if self.in_features >= LONG else MOST_BF16_ROWS
         if torch.compiler.is_compiling():
             if statically_known_true(rows > 0) and statically_known_true(rows <= most):
