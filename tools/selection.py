@@ -73,7 +73,7 @@ What dispatch chooses for common calls in bfloat16, and beneath in a sentence ea
 
 - *SDPA*, *FlexAttention*: PyTorch's own, forward and backward, the second one compiled.
 - *pages at once*: all pages of a step are gathered, then SDPA or products in float32. *All prefills at once*: gathered,
-  then one call of `attention.dense`, by FlexAttention. *One launch each*: keys, values and slots, no value read.
+  then one call of `attention.dense`, by FlexAttention.
 - *cuBLASLt*, *hipBLASLt*: the vendor's library, by `torch._scaled_mm`. *16-bit products*: of codes, widened.
 - *Triton*: KPT's own kernels. *By parts*: PyTorch around such kernels.
 - **slow**: plain PyTorch that was not made for GPUs. KPT warns once, with every refusal; `use(strict=True)`
@@ -113,7 +113,7 @@ def name_of(found: Served, vendor: str) -> str:
     if module in ("gpu_scaled_mm", "gpu_scaled_mm_blocks"):
         return "hipBLASLt" if vendor == "amd" else "cuBLASLt"
     if module == "gpu_paged" and not found.kernel.forward.endswith(":forward"):
-        return "all prefills at once" if found.kernel.forward.endswith(":prefill") else "one launch each"
+        return "all prefills at once" if found.kernel.forward.endswith(":prefill") else "plain PyTorch"
     if found.backend != TORCH:
         return "Triton" if "kpt_triton" in found.kernel.forward else f"{found.backend}: {module}"
     name = _NAMES.get(module, module)

@@ -132,6 +132,7 @@ def test_every_kernel_is_offered_and_is_where_it_says():
         "attention.dense",
         "attention.merge",
         "attention.paged",
+        "attention.update_cache",
         "fp8.linear",
         "fp8.quantize",
         "fp8.scaled_mm",

@@ -123,8 +123,9 @@ def test_kernels_launch_on_the_device_with_its_own_tiles(see):
 
 def test_every_kernel_is_offered_and_is_where_it_says():
     moe = {op for op in kpt_core.ops() if op.startswith("moe.")}
-    others = {"attention.dense", "attention.merge", "attention.paged", "fp8.linear", "fp8.quantize", "fp8.scaled_mm"}
-    assert {kernel.op for kernel in BACKEND.kernels()} == moe | others
+    attention = {f"attention.{name}" for name in ("dense", "merge", "paged", "update_cache")}
+    fp8 = {"fp8.linear", "fp8.quantize", "fp8.scaled_mm"}
+    assert {kernel.op for kernel in BACKEND.kernels()} == moe | attention | fp8
     for kernel in BACKEND.kernels():
         for target in filter(None, (kernel.forward, kernel.backward, kernel.unsupported, kernel.configs)):
             assert callable(load(target))

@@ -76,4 +76,12 @@ KERNELS = (
         backward=None,
         unsupported="kpt_triton.attention.paged:unsupported",
     ),
+    _row(
+        "attention.update_cache",
+        "update_cache",
+        "update_cache",
+        backward=None,
+        unsupported="kpt_triton.attention.update_cache:unsupported",
+        dtypes=_DTYPES | _FLOAT8,
+    ),
 )

@@ -49,7 +49,7 @@ def unsupported(call: Any) -> str | None:
 
 
 @triton.jit
-def _codes(
+def codes_of(
     x, scale,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr, MAGIC: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _rows_kernel(
                 largest = tl.max(_sizes(values), 1)
             own = _scale_of(largest, tl.full((GROUPS,), LARGEST, tl.float32), LOG, ROUNDING)
         spread = tl.broadcast_to(own[:, None], values.shape)
-        code = _codes(values, spread, MANTISSA, BIAS, MOST, MAGIC, FNUZ)
+        code = codes_of(values, spread, MANTISSA, BIAS, MOST, MAGIC, FNUZ)
         tl.store(codes + row[:, None] * columns + column, code, mask=inside)
     if not GIVEN:
         own = _scale_of(largest, tl.full((GROUPS,), LARGEST, tl.float32), LOG, ROUNDING)
@@ -161,7 +161,7 @@ def _squares_kernel(
         largest = tl.max(largest, 0)
         own = _scale_of(largest, tl.full((), LARGEST, tl.float32), LOG, ROUNDING)
         tl.store(scale + block, _stored(own, POWERS))
-    code = _codes(values, tl.broadcast_to(own, values.shape), MANTISSA, BIAS, MOST, MAGIC, FNUZ)
+    code = codes_of(values, tl.broadcast_to(own, values.shape), MANTISSA, BIAS, MOST, MAGIC, FNUZ)
     tl.store(codes + row * columns + column, code, mask=inside)
 
 
@@ -195,7 +195,7 @@ def _whole_kernel(
             tl.store(scale, _stored(own, POWERS))
     place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     values = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
-    code = _codes(values, tl.broadcast_to(own, values.shape), MANTISSA, BIAS, MOST, MAGIC, FNUZ)
+    code = codes_of(values, tl.broadcast_to(own, values.shape), MANTISSA, BIAS, MOST, MAGIC, FNUZ)
     tl.store(codes + place, code, mask=place < count)
 
 
@@ -255,14 +255,22 @@ def _shape(shape: torch.Size, by: str) -> list[int]:
     return [*others, triton.cdiv(last, _WIDTHS[by])]
 
 
-def _settings(dtype: torch.dtype, rounding: str, given: bool, scale_dtype: torch.dtype) -> dict[str, Any]:
-    """Return what all kernels are compiled for but `_largest_kernel`."""
+def format_of(dtype: torch.dtype) -> dict[str, Any]:
+    """Return what `codes_of` is compiled for, for codes of a dtype."""
     mantissa, bias, most, fnuz = _FORMATS[dtype]
     bits = torch.tensor(most, dtype=torch.float32).view(torch.int32).item()
     return {
+        "MANTISSA": mantissa, "BIAS": bias, "MOST": bits, "MAGIC": (127 + 24 - bias - mantissa) << 23, "FNUZ": fnuz,
+    }  # fmt: skip
+
+
+def _settings(dtype: torch.dtype, rounding: str, given: bool, scale_dtype: torch.dtype) -> dict[str, Any]:
+    """Return what all kernels are compiled for but `_largest_kernel`."""
+    most = _FORMATS[dtype][2]
+    return {
         "GIVEN": given, "POWERS": not given and scale_dtype is torch.float8_e8m0fnu,
         "ROUNDING": "none" if given else rounding, "LOG": math.frexp(most)[1] - 1, "LARGEST": most,
-        "MANTISSA": mantissa, "BIAS": bias, "MOST": bits, "MAGIC": (127 + 24 - bias - mantissa) << 23, "FNUZ": fnuz,
+        **format_of(dtype),
     }  # fmt: skip
 
 
