@@ -41,7 +41,8 @@ def test_a_written_program_gives_what_the_model_gives_at_any_size(written):
             expected = model(x, **others, power=2) if name == "own" else {"output": model(x)}
         first = {manifest.inputs[0].name: x}
         for output, tensor in program({**first, **others}).items():
-            torch.testing.assert_close(tensor, expected[output], rtol=0, atol=1e-6)
+            # 64 numbers are summed in another order: results up to 2 were seen to differ by 5 units of the last bit.
+            torch.testing.assert_close(tensor, expected[output], rtol=2e-6, atol=1e-6)
     assert model.training, "the model was left in another mode"
 
 
