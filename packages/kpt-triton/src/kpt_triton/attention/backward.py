@@ -19,7 +19,7 @@ from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products,
 from kpt_triton.launching import on_its_device
 from kpt_triton.numeric import dot, narrow
 
-from .mask import allowed, schedule, tensors_of, tiles_of
+from .mask import OF_TOKENS, allowed, schedule, tensors_of, tiles_of
 from .scores import (
     LOG2E,
     LOWEST,
@@ -78,7 +78,7 @@ def _most_dim(chip: str) -> int:
     return 64 if chip.startswith("gfx11") else 128
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit(do_not_specialize=["queries", "stride_lb", "stride_lh"])
 def _rows_kernel(
     out, grad, grad_lse, largest, sums, total, lost,
     stride_gb, stride_gh, stride_gm, stride_gd, stride_lb, stride_lh, stride_lm, queries,
@@ -159,7 +159,7 @@ def _add_rows(
     return dot(narrow(change, q_tile.dtype), q_tile, of_k, "ieee"), of_v
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "position", "lines", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=OF_TOKENS)
 def _keys_kernel(
     q, k, v, grad, of_k, of_v, total, lost, slopes, bias, lists, counts, intervals, table, bits,
     stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
@@ -280,7 +280,7 @@ def _add_keys(
     return dot(narrow(change, k_tile.dtype), k_tile, acc, "ieee")
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "position", "tiles", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=OF_TOKENS)
 def _queries_kernel(
     q, k, v, grad, of_q, total, lost, slopes, bias, lists, counts, intervals, table, bits,
     stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,

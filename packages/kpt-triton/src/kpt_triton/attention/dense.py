@@ -20,7 +20,7 @@ from kpt_triton.launching import on_its_device
 from kpt_triton.numeric import dot, narrow
 
 from . import backward as gradients
-from .mask import allowed, schedule, schedule_kernel, schedule_options, tensors_of, tiles_of
+from .mask import OF_TOKENS, allowed, schedule, schedule_kernel, schedule_options, tensors_of, tiles_of
 from .scores import (
     LN2,
     LOG2E,
@@ -121,7 +121,7 @@ def _tile(
     return acc, total, higher
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "position", "tiles", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=OF_TOKENS)
 def _forward_kernel(
     q, k, v, out, lse, largest, sums, sinks, slopes, bias, lists, counts, intervals, table, bits,
     stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,

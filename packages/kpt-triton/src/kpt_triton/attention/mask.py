@@ -101,7 +101,14 @@ def allowed(
         return ((word >> shift) & 1) != 0
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "position", "tiles"])
+#: Arguments that follow from how many tokens there are, of kernels that take a plan: of a plan nothing is read in vectors.
+OF_TOKENS = [
+    "queries", "keys", "position", "tiles", "lines",
+    "stride_lb", "stride_lh", "stride_ib", "stride_ih", "stride_tb", "stride_th", "stride_tm",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=OF_TOKENS)
 def schedule_kernel(
     lists, counts, intervals, table, stride_ib, stride_ih, stride_tb, stride_th, stride_tm,
     queries, keys, position, tiles,

@@ -44,7 +44,7 @@ def _shares(lse, other_lse, row, inside):
     return one / total, two / total, top, one + two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     out, lse, other_out, other_lse, merged, merged_lse, rows, DIM: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -61,7 +61,7 @@ def _forward_kernel(
     tl.store(merged_lse + place, tl.where(total == 0, float("-inf"), top + tl.log(total)), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     out, lse, other_out, other_lse, grad, grad_lse, of_out, of_lse, of_other_out, of_other_lse, rows,
     OUT: tl.constexpr, LSE: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,

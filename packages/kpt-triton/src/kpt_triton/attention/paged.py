@@ -79,7 +79,9 @@ def _finish(
 
 
 @triton.jit(
-    do_not_specialize=["capacity", "pages", "window", "first", "columns", "stride_tb", "stride_bh", "stride_bt"]
+    do_not_specialize=[
+        "capacity", "pages", "window", "first", "columns", "stride_tb", "stride_bh", "stride_bt", "stride_mt"
+    ]
 )
 def _decode_kernel(
     q, k_cache, v_cache, table, lengths, out, lse, parts, tops, sums, sinks, k_scale, v_scale, slopes, bias, mask,

@@ -15,7 +15,7 @@ from .launching import check_scales, most_tiles, padded, scales_of, weight_descr
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "stride_dn"])
 def slope_kernel(
     grad, w, h, grad_h, weighted, dots, offsets, order, weights, bias, scale,
     rows, N, K, width, experts, top_k, alpha, beta, limit,

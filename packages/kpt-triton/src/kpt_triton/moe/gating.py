@@ -81,7 +81,7 @@ def _in_best_groups(
     return tl.reshape(tl.where(inside[:, :, None], tile, _LEAST), (TOKENS, GROUPS_PADDED * GROUP_PADDED))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
     logits, correction_bias, weights, index, tokens, row_stride, scale,
     SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr,
@@ -129,7 +129,7 @@ def _forward_kernel(
     tl.store(index + places, chosen.to(tl.int64), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     grad, logits, index, out, tokens, row_stride, scale,
     SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr,

@@ -48,7 +48,7 @@ def _load_ids(index, places, pairs, num_experts):
     return tl.where((ids < 0) | (ids > num_experts), num_experts, ids).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _few_kernel(
     index, order, position, offsets, pairs, num_experts,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -69,7 +69,7 @@ def _few_kernel(
     tl.store(offsets + (queries - pairs), row, mask=(queries >= pairs) & (queries < pairs + num_experts))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _rank_kernel(
     index, position, counts, pairs, num_experts,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
@@ -93,7 +93,7 @@ def _rank_kernel(
     tl.store(of_chunk + ids, rank + 1, mask=(places < pairs) & (tl.sum(after, 1) == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(
     counts, totals, chunks, num_experts,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -112,7 +112,7 @@ def _scan_kernel(
     tl.store(totals + experts, total, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _place_kernel(
     index, counts, totals, order, position, offsets, pairs, num_experts,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
