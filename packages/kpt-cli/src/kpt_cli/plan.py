@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +16,18 @@ from .optimize.model_directory import ModelDirectory, read_config
 from .options import Json, WeightDtype, one_of
 
 if TYPE_CHECKING:
+    import torch
+
+    from kpt_core.contract import Kernel
     from kpt_optimize.devices.targets import Target
-    from kpt_optimize.forecast import Forecast, Step
+    from kpt_optimize.forecast import Forecast, Step, Work
 
 DEFAULT_TOKENS = 4096
+#: Sequences at a time for which rates are told, beside those that are asked for.
+BATCHES = (1, 64)
+#: Of a paged cache, as `kpt_attention.transformers_cache` makes it.
+_PAGE = 16
+_BLOCK = 128
 #: What memory holds beside weights, and how people call it.
 PARTS = {"kv_cache": "KV cache", "gradients": "gradients", "optimizer_state": "AdamW", "activations": "activations"}
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -29,7 +38,10 @@ LIMITS = (
     "that a fair router chooses, or all where KPT does not serve them), activations cost nothing, and nothing is lost "
     "to launches and communication.",
     "Attention is KPT's in a model that is loaded with attn_implementation='kpt' (import kpt_attention.transformers), "
-    "linear layers where their weights have 8 bits (kpt convert).",
+    "linear layers where their weights have 8 bits (kpt convert). Routers, norms and the rest are transformers' own.",
+    "Decoding is with KPT's PagedKVCache; transformers' DynamicCache copies the cache in every step.",
+    "Experts multiply in the activations' dtype: 8-bit codes are widened first. 8-bit linear layers multiply codes "
+    "where the chip does, with activations quantised by 1x128 (kpt_fp8.transformers.load).",
 )
 
 
@@ -84,6 +96,13 @@ def plan(
         found = forecast(built, batch=batch, tokens=tokens, training=train, fp8=fp8)
     except Exception as error:  # models raise whatever they like where tensors have no values
         raise as_sentence(error, f"{model} could not be followed without its weights") from error
+
+    def throughput() -> list[dict[str, Any]]:
+        """Return rates at several batches; weights and cache have to fit beside one sequence's activations."""
+        each = {size: forecast(built, batch=size, tokens=tokens, fp8=fp8) for size in {*BATCHES, batch} - {batch}}
+        each[batch] = found
+        return _throughput(each, device, name, fp8, tokens, room)
+
     document = {
         "model": type(built).__name__,
         "parameters": found.parameters,
@@ -103,6 +122,7 @@ def plan(
         ],
         "remedies": found.remedies(room, tokens),
         "kernels": _kernels(found, device, fp8),
+        "throughput": [] if train else throughput(),
         "roofline": _roofline(found, device, name, fp8),
         "source": device.peaks and device.peaks.source,
         "limits": LIMITS,
@@ -137,12 +157,109 @@ def _on_meta(directory: ModelDirectory, dtype: str) -> tuple[Any, str, float]:
     return model.eval(), str(kind).removeprefix("torch."), longest
 
 
+def _codes(device: "Target") -> "torch.dtype | None":
+    """Return the 8-bit format that a device multiplies, None if it multiplies none: MI300 takes e4m3fnuz alone."""
+    import torch
+
+    for name in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
+        if name in device.capabilities:
+            return {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz}[name]
+    known = device.missing is not None and device.peaks is not None and device.peaks.fp8_tflops is not None
+    return torch.float8_e4m3fn if known else None
+
+
+def _as_loaded(work: "Work", codes: "torch.dtype | None") -> "Work":
+    """Return an 8-bit layer as `kpt_fp8.transformers.load` makes it: where codes multiply, activations have them too."""
+    import torch
+
+    if work.op != "fp8.linear" or work.call is None or codes is None:
+        return work
+    call: Any = work.call
+    weight = torch.empty(call.weight.shape, dtype=codes, device="meta")
+    return replace(work, call=call._replace(weight=weight, activations=f"1x{_BLOCK}", activation_dtype=codes))
+
+
+def _of_pages(found: "Forecast") -> "Iterator[Work]":
+    """Yield what a paged cache adds to attention: writing into pages, and decoding from them."""
+    import torch
+
+    from kpt_core.registry import get_op
+
+    for work in found.calls:
+        call: Any = work.call
+        if work.op != "attention.dense" or call is None:
+            continue
+        (batch, heads, queries, dim), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
+        pages, rows = math.ceil(keys / _PAGE), batch * queries
+        k_cache, v_cache = (
+            torch.empty(batch * pages, _PAGE, kv_heads, each.shape[-1], dtype=each.dtype, device="meta")
+            for each in (call.k, call.v)
+        )
+        k, v = (
+            torch.empty(rows, kv_heads, each.shape[-1], dtype=each.dtype, device="meta") for each in (call.k, call.v)
+        )
+        slots = torch.empty(rows, dtype=torch.int64, device="meta")
+        update = get_op("attention.update_cache").bind(k_cache, v_cache, k, v, slots)
+        written = 2 * work.count * (k.nbytes + v.nbytes)  # read and written
+        note = f"{_PAGE} to a page"
+        yield replace(
+            work, op="attention.update_cache", call=update, sizes=(*k.shape,), note=note, flops=0, nbytes=written
+        )
+        if queries == 1:
+            q = torch.empty(batch, heads, dim, dtype=call.q.dtype, device="meta")
+            table = torch.empty(batch, pages, dtype=torch.int32, device="meta")
+            lengths = torch.empty(batch, dtype=torch.int32, device="meta")
+            paged = get_op("attention.paged").bind(q, k_cache, v_cache, table, lengths)
+            note = f"{keys} keys of {kv_heads} heads, {_PAGE} to a page"
+            nbytes = work.nbytes + work.count * (table.nbytes + lengths.nbytes)
+            yield replace(work, op="attention.paged", call=paged, sizes=(*q.shape,), note=note, nbytes=nbytes)
+
+
+def _within(work: "Work", kernel: "Kernel | None") -> "Iterator[Work]":
+    """Yield the calls of other ops that a kernel makes; the work is counted in the whole."""
+    import torch
+
+    from kpt_core.registry import get_op
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    call: Any = work.call
+    if kernel is None or not kernel.composed_of:
+        return
+    if work.op == "fp8.linear" and call.activations != "none":
+        (rows, inner), codes, by = call.x.shape, call.weight.dtype, call.activations
+        blocks = math.ceil(inner / _BLOCK)
+        own = replace(work, note="", flops=0, nbytes=0)
+        quantise = get_op("fp8.quantize").bind(call.x, None, dtype=codes, granularity=by)
+        yield replace(own, op="fp8.quantize", call=quantise, sizes=(rows, inner))
+        a, scales = empty(rows, inner, dtype=codes), empty(rows, blocks, dtype=torch.float32)
+        product = get_op("fp8.scaled_mm").bind(
+            a, call.weight.t(), scales, call.scale.t(), None,
+            granularity_a=by, granularity_b=call.granularity, out_dtype=call.x.dtype,
+        )  # fmt: skip
+        yield replace(own, op="fp8.scaled_mm", call=product)
+    elif work.op == "moe.experts" and "moe.scaled_grouped_mm" in kernel.composed_of:
+        pairs, experts = call.top_k_index.numel(), call.gate_up_proj.shape[0]
+        for matrix in (call.gate_up_proj, call.down_proj):
+            inner, outer = matrix.shape[1:] if call.transposed else matrix.mT.shape[1:]
+            weight = empty(experts, outer, inner, dtype=torch.float8_e4m3fn).mT
+            scale = empty(experts, math.ceil(outer / _BLOCK), math.ceil(inner / _BLOCK), dtype=torch.float32).mT
+            x, ends = empty(pairs, inner, dtype=call.x.dtype), empty(experts, dtype=torch.int32)
+            product = get_op("moe.scaled_grouped_mm").bind(x, weight, scale, ends)
+            sizes = (pairs, inner, outer)
+            yield replace(work, op="moe.scaled_grouped_mm", call=product, sizes=sizes, note="", flops=0, nbytes=0)
+
+
 def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, Any]]:
     from kpt_core.registry import get_op
     from kpt_optimize.devices.targets import served
 
-    rows = []
-    for work in found.calls:
+    codes, rows = _codes(device), []
+    decodes = len(found.steps) == 2
+    waiting = [*(_as_loaded(each, codes) for each in found.calls), *(_of_pages(found) if decodes else ())]
+    while waiting:
+        work = waiting.pop(0)
         row: dict[str, Any] = {
             "op": work.op,
             "sizes": list(work.sizes),
@@ -162,7 +279,7 @@ def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, A
         elif work.call is None:
             row["missing_package"] = f"kpt-{work.op.partition('.')[0]}"
         elif device.missing is None:
-            chosen = served(get_op(work.op), work.call, device, fp8 and work.op.startswith("moe."))
+            chosen = served(get_op(work.op), work.call, device, fp8 and work.op == "moe.experts")
             function = chosen.kernel.forward if chosen.kernel else "reference"
             proof = levels().get(f"{chosen.backend}/{work.op}/{function}", {})
             here = {
@@ -170,24 +287,73 @@ def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, A
             }
             row |= {"backend": chosen.backend, "kernel": function, "evidence": best(here)}
             row["refused"] = [str(each) for each in chosen.refusals]
+            if fp8:
+                waiting[:0] = _within(work, chosen.kernel)
     return rows
 
 
 def _roofline(found: "Forecast", device: "Target", dtype: str, fp8: bool) -> list[dict[str, Any]]:
-    rate = device.tflops("float8_e4m3fn" if fp8 else dtype)
+    codes = _codes(device) if fp8 else None
 
     def row(step: "Step") -> dict[str, Any]:
-        # Attention multiplies what layers hand on, which has the activations' dtype whatever the weights'.
-        own = device.tflops(dtype) if step.name == "attention" else rate
-        seconds, bound = (None, None) if device.peaks is None else step.seconds(device.peaks, own)
+        parts = [row(part) for part in step.parts]
+        # Linear layers multiply codes where the chip does. Attention and experts multiply what layers hand on, which
+        # has the activations' dtype whatever the weights'.
+        units = str(codes).removeprefix("torch.") if codes and step.name == "linear layers" else dtype
+        rate = _rate(device, units)
+        if parts and rate is not None:
+            # Parts take their time one after the other, each at its own rate; what is in none has the activations'.
+            times: dict[str, float] = {units: (step.flops - sum(part["flops"] for part in parts)) / rate}
+            for part in parts:
+                times[part["units"]] = times.get(part["units"], 0.0) + part["flops"] / part["tflops"]
+            total = sum(times.values())
+            units, rate = max(times, key=lambda name: times[name]), step.flops / total if total else rate
+        seconds, bound = (None, None) if device.peaks is None else step.seconds(device.peaks, rate)
         return asdict(step) | {
-            "tflops": own,
+            "tflops": rate,
+            "units": units,
             "seconds": seconds,
             "bound_by": bound,
-            "parts": [row(part) for part in step.parts],
+            "parts": parts,
         }
 
     return [row(step) for step in found.steps]
+
+
+def _rate(device: "Target", dtype: str) -> float | None:
+    """Return the rate of products; of codes in the format that `_codes` found."""
+    if dtype.startswith("float8") and device.peaks is not None:
+        return device.peaks.fp8_tflops or device.peaks.bf16_tflops
+    return device.tflops(dtype)
+
+
+def _throughput(
+    forecasts: "dict[int, Forecast]", device: "Target", dtype: str, fp8: bool, tokens: int, room: int
+) -> list[dict[str, Any]]:
+    """Return tokens a second of each step at each batch."""
+    rows, least = [], forecasts[min(forecasts)]
+    for batch, found in sorted(forecasts.items()):
+        held = sum(found.weights.values()) + found.kv_cache + least.activations
+        for name, step in zip(("prefill", "decode"), _roofline(found, device, dtype, fp8), strict=False):
+            count = batch * (tokens if name == "prefill" else 1)
+            rows.append(
+                {key: step[key] for key in ("flops", "nbytes", "seconds", "bound_by", "units")}
+                | {
+                    "step": name,
+                    "batch": batch,
+                    "tokens_per_second": step["seconds"] and count / step["seconds"],
+                    "held_bytes": held,
+                    "fits": held <= room,
+                }
+            )
+    return rows
+
+
+def _bound(row: dict[str, Any]) -> str:
+    """Return what bounds a step in words: memory, or the units that multiply a dtype."""
+    if row["bound_by"] != "arithmetic":
+        return row["bound_by"] or "-"
+    return "FP8 units" if row["units"].startswith("float8") else f"{row['units']} units"
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -221,12 +387,16 @@ def _show(document: dict[str, Any]) -> None:
         say_all("What would make it fit", document["remedies"])
     heading("Kernels")
     made = table("op", "sizes", "calls", "kernel", "backend", "evidence", right=("calls",))
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in document["kernels"]:
-        if row["op"] == "linear":
-            continue
-        sizes = " x ".join(map(str, row["sizes"])) + (f", {row['note']}" if row["note"] else "")
-        chosen = (row[name] or "unknown" for name in ("kernel", "backend", "evidence"))
-        made.add_row(row["op"], sizes, str(row["calls"]), *chosen)
+        if row["op"] != "linear":
+            # Layers of other sizes with the same kernel share a line, so that all stays on a screen.
+            chosen = tuple(row[name] or "unknown" for name in ("kernel", "backend", "evidence"))
+            alike.setdefault((row["op"], *chosen), []).append(row)
+    for (op, *chosen), rows in alike.items():
+        sizes = " x ".join(map(str, rows[0]["sizes"])) + (f", {rows[0]['note']}" if rows[0]["note"] else "")
+        more = f"; {len(rows) - 1} more" if len(rows) > 1 else ""
+        made.add_row(op, sizes + more, str(sum(row["calls"] for row in rows)), *chosen)
     if made.row_count:
         out().print(made)
     if any(row["op"] == "linear" for row in document["kernels"]):
@@ -239,8 +409,15 @@ def _show(document: dict[str, Any]) -> None:
     for row in [each for step in document["roofline"] for each in (step, *step["parts"])]:
         name = row["name"] if row in document["roofline"] else f"  {row['name']}"
         time = "unknown" if row["seconds"] is None else f"{row['seconds'] * 1e3:.2f} ms"
-        made.add_row(name, f"{row['flops'] / 1e12:,.3f}", format_bytes(row["nbytes"]), time, row["bound_by"] or "-")
+        made.add_row(name, f"{row['flops'] / 1e12:,.3f}", format_bytes(row["nbytes"]), time, _bound(row))
     out().print(made)
+    if document["source"] and document["throughput"]:
+        heading("Tokens a second at the most")
+        made = table("step", "batch", "tokens/s", "bound by", "weights and cache", "fits", right=("batch", "tokens/s"))
+        for row in document["throughput"]:
+            speed, fits = f"{row['tokens_per_second']:,.0f}", "yes" if row["fits"] else "no"
+            made.add_row(row["step"], str(row["batch"]), speed, _bound(row), format_bytes(row["held_bytes"]), fits)
+        out().print(made)
     if document["source"] and document["roofline"][0]["tflops"] is None:
         say(f"No rate of {settings['dtype']} products is listed: times are those of the memory alone.")
     if document["source"]:

@@ -108,9 +108,13 @@ def test_an_interrupted_run_ends_its_step_and_leaves_an_unfinished_report(tmp_pa
             time.sleep(0.005)
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        run.run([python("sleeps", program), python("never", "")])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            run.run([python("sleeps", program), python("never", "")])
+    finally:
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     found = faults(run.folder)

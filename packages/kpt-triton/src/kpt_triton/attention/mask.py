@@ -101,7 +101,8 @@ def allowed(
         return ((word >> shift) & 1) != 0
 
 
-#: Arguments that follow from how many tokens there are, of kernels that take a plan: of a plan nothing is read in vectors.
+#: Arguments that follow from how many tokens there are, of kernels that take a plan: another number must not compile
+#: them again. Nothing of a plan is read in vectors, so that what its strides are divisible by does not matter.
 OF_TOKENS = [
     "queries", "keys", "position", "tiles", "lines",
     "stride_lb", "stride_lh", "stride_ib", "stride_ih", "stride_tb", "stride_th", "stride_tm",

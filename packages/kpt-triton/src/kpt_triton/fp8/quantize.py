@@ -5,6 +5,7 @@ have this kernel too, it is right in the interpreter, and no conversion of a chi
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -258,7 +259,7 @@ def _shape(shape: torch.Size, by: str) -> list[int]:
 def format_of(dtype: torch.dtype) -> dict[str, Any]:
     """Return what `codes_of` is compiled for, for codes of a dtype."""
     mantissa, bias, most, fnuz = _FORMATS[dtype]
-    bits = torch.tensor(most, dtype=torch.float32).view(torch.int32).item()
+    (bits,) = struct.unpack("<I", struct.pack("<f", most))
     return {
         "MANTISSA": mantissa, "BIAS": bias, "MOST": bits, "MAGIC": (127 + 24 - bias - mantissa) << 23, "FNUZ": fnuz,
     }  # fmt: skip
