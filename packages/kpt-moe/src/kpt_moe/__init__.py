@@ -2,7 +2,7 @@
 
 Here are the names that most programs need. Ops lie in modules of their names (`kpt_moe.experts`, `kpt_moe.grouped_mm`),
 the rest in `activations`, `expert_networks`, `layers`, `losses`, `routers`, `scheduling`, `routing_trace`, and what is
-used now and then in `batch_invariant`, `conversion`, `offload`, `parallel`, `transformers`.
+used now and then in `batch_invariant`, `conversion`, `offload`, `parallel`, `transformers`, `warming`.
 """
 
 import sys
