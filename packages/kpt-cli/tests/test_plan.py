@@ -78,6 +78,80 @@ def test_qwen3_30b_has_its_parameters_and_the_cache_of_the_formula(plan, qwen):
     assert sum(part["nbytes"] for part in decode["parts"]) == pytest.approx(decode["nbytes"], rel=0.01)
 
 
+#: What the parts of an FP8 checkpoint's layers run on; docs/hardware/kernels.md says the same of such calls.
+SDPA, TRITON = "kpt_attention.torch_kernels.gpu_sdpa:forward", "kpt_triton.{}:forward"
+PLAIN = {
+    "attention.dense": {SDPA},
+    "attention.paged": {TRITON.format("attention.paged")},
+    "attention.update_cache": {TRITON.format("attention.update_cache")},
+    "moe.experts": {TRITON.format("moe.experts")},
+    "linear": {"torch.nn.functional.linear"},
+}
+QUANTISED = PLAIN | {
+    "fp8.linear": {"kpt_fp8.torch_kernels.gpu_linear:forward"},
+    "fp8.quantize": {TRITON.format("fp8.quantize")},
+    "fp8.scaled_mm": {"kpt_fp8.torch_kernels.gpu_scaled_mm_blocks:forward"},
+}
+FNUZ = QUANTISED | {
+    "fp8.scaled_mm": {TRITON.format("fp8.scaled_mm")},
+    "moe.experts": {"kpt_moe.torch_kernels.experts_grouped:forward"},
+    "moe.scaled_grouped_mm": {"kpt_moe.torch_kernels.scaled_grouped_mm:tiled"},
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "fp8", "bandwidth", "rate", "rate_of_linear", "kernels", "fits"),
+    [
+        ("H100", False, 3350e9, 989e12, 989e12, PLAIN, [True, False]),
+        ("H100", True, 3350e9, 989e12, 1979e12, QUANTISED, [True, True]),
+        ("MI300X", False, 5300e9, 1307.4e12, 1307.4e12, PLAIN, [True, True]),
+        ("MI300X", True, 5300e9, 1307.4e12, 2614.9e12, FNUZ, [True, True]),
+    ],
+)
+def test_a_checkpoint_has_the_kernels_and_rates_of_the_chip(
+    plan, qwen, tmp_path, monkeypatch, target, fp8, bandwidth, rate, rate_of_linear, kernels, fits
+):
+    pytest.importorskip("kpt_triton", reason="its kernels are named")
+    backends = {
+        name: pytest.importorskip(f"kpt_backend_{name}", reason="its kernels are named").BACKEND
+        for name in ("nvidia", "amd")
+    }
+    monkeypatch.setattr("kpt_core.registry._added", backends)
+    config = json.loads((qwen / "config.json").read_text()) | {"dtype": "bfloat16", "tie_word_embeddings": False}
+    if fp8:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plan(tmp_path, "--target", target, "--tokens", 4096)
+    chosen = {}
+    for row in found["kernels"]:
+        chosen.setdefault(row["op"], set()).add(row["kernel"])
+    assert chosen == kernels
+    # Codes that are widened in memory first cost time that no bound counts, which has to be said.
+    assert any("widens their codes" in limit for limit in found["limits"]) == (kernels is FNUZ)
+
+    layers, tokens, width = 48, 4096, 1 + 4 / 128**2 if fp8 else 2
+    linear = layers * (2 * 2048 * 4096 + 2 * 2048 * 512)
+    experts, router, head = layers * 3 * 2048 * 768, layers * 2048 * 128, 2048 * 151936
+    cache = layers * 2 * 4 * 128 * tokens * 2
+    mixed = 2 * tokens * (8 * experts + router) + layers * 2 * tokens * tokens * 128 * 32
+    prefill = mixed / rate + 2 * tokens * linear / rate_of_linear
+    rows = {(row["step"], row["batch"]): row for row in found["throughput"]}
+    assert set(rows) == {(step, batch) for step in ("prefill", "decode") for batch in (1, 64)}
+    for batch, room in zip((1, 64), fits, strict=True):
+        used = 128 * (1 - (1 - 8 / 128) ** batch)
+        read = width * (linear + used * experts) + 2 * (router + head) + batch * cache
+        step = rows["decode", batch]
+        assert step["nbytes"] == pytest.approx(read, rel=0.005)
+        assert step["tokens_per_second"] == pytest.approx(batch * bandwidth / read, rel=0.005)
+        assert (step["bound_by"], step["fits"]) == ("memory", room)
+        assert rows["prefill", batch]["tokens_per_second"] == pytest.approx(tokens / prefill, rel=0.005)
+        assert (rows["prefill", batch]["bound_by"], rows["prefill", batch]["units"]) == ("arithmetic", "bfloat16")
+
+
 def test_memory_is_that_of_a_real_model(plan, mixtral):
     from transformers import AutoModelForCausalLM
 
@@ -199,7 +273,8 @@ def test_8_bit_layers_are_planned_with_their_kernels(kpt, plan, llama_8b):
     linear = parts_of(found["roofline"][1])["linear layers"]
     # A scale of four bytes for 128 x 128 codes; the output's matrix stays.
     assert linear["nbytes"] == LLAMA_LAYERS * (1 + 4 / 128**2) + 2 * 4096 * 128256
-    assert {row["op"] for row in found["kernels"]} == {"attention.dense", "fp8.linear", "linear"}
+    cache = {"attention.paged", "attention.update_cache"}
+    assert {row["op"] for row in found["kernels"]} == {"attention.dense", "fp8.linear", "linear", *cache}
     kernels = {row["kernel"] for row in found["kernels"] if row["op"] == "fp8.linear"}
     assert kernels == {"kpt_fp8.torch_kernels.gpu_linear:forward"}
     said = kpt("plan", *options).stdout

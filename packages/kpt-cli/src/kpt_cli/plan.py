@@ -44,6 +44,12 @@ LIMITS = (
     "where the chip does, with activations quantised by 1x128 (kpt_fp8.transformers.load).",
 )
 
+#: Added where experts have 8 bits and no kernel of the chip's backend.
+WIDENED = (
+    "No kernel of KPT multiplies 8-bit experts on this chip: PyTorch widens their codes in memory first. That traffic "
+    "is not counted, so the times of experts are far below what to expect."
+)
+
 
 def _bytes(given: str | None) -> int | None:
     """Return the number of bytes in `192GiB`, `80 GB`, `8g`; powers of 1000 for GB, of 1024 otherwise."""
@@ -103,6 +109,8 @@ def plan(
         each[batch] = found
         return _throughput(each, device, name, fp8, tokens, room)
 
+    kernels = _kernels(found, device, fp8)
+    widened = any(row["op"] == "moe.scaled_grouped_mm" and row["backend"] == "torch" for row in kernels)
     document = {
         "model": type(built).__name__,
         "parameters": found.parameters,
@@ -121,11 +129,11 @@ def plan(
             for each in found.levels
         ],
         "remedies": found.remedies(room, tokens),
-        "kernels": _kernels(found, device, fp8),
+        "kernels": kernels,
         "throughput": [] if train else throughput(),
         "roofline": _roofline(found, device, name, fp8),
         "source": device.peaks and device.peaks.source,
-        "limits": LIMITS,
+        "limits": (*LIMITS, WIDENED) if widened else LIMITS,
     }
     if as_json:
         print_json(document)
@@ -169,7 +177,7 @@ def _codes(device: "Target") -> "torch.dtype | None":
 
 
 def _as_loaded(work: "Work", codes: "torch.dtype | None") -> "Work":
-    """Return an 8-bit layer as `kpt_fp8.transformers.load` makes it: where codes multiply, activations have them too."""
+    """Return an 8-bit layer as `kpt_fp8.transformers.load` makes it: activations are codes where codes multiply."""
     import torch
 
     if work.op != "fp8.linear" or work.call is None or codes is None:
@@ -391,8 +399,8 @@ def _show(document: dict[str, Any]) -> None:
     for row in document["kernels"]:
         if row["op"] != "linear":
             # Layers of other sizes with the same kernel share a line, so that all stays on a screen.
-            chosen = tuple(row[name] or "unknown" for name in ("kernel", "backend", "evidence"))
-            alike.setdefault((row["op"], *chosen), []).append(row)
+            names = (row[name] or "unknown" for name in ("kernel", "backend", "evidence"))
+            alike.setdefault((row["op"], *names), []).append(row)
     for (op, *chosen), rows in alike.items():
         sizes = " x ".join(map(str, rows[0]["sizes"])) + (f", {rows[0]['note']}" if rows[0]["note"] else "")
         more = f"; {len(rows) - 1} more" if len(rows) > 1 else ""
