@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -28,6 +27,7 @@ from kpt_attention.dense import dense
 from kpt_attention.paged import paged, update_cache
 from kpt_core.contract import call_type, load
 from kpt_triton import chips, launching
+from kpt_triton.attention.mask import schedule_kernel
 from kpt_triton.numeric import INTERPRETED
 from kpt_triton.table import KERNELS
 
@@ -119,7 +119,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     monkeypatch.setattr(Tensor, "data_ptr", address)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(INTERPRETED, "value", False)
-    for kind in {JITFunction, type(triton.jit(lambda: None))}:
+    for kind in {JITFunction, type(schedule_kernel)}:
         monkeypatch.setattr(kind, "run", run)
     remembered = (chips.chip_of, chips.no_float8, launching._processors)
     for function in remembered:
