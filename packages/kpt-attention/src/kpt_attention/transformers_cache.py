@@ -95,6 +95,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._shares = False
         #: A table, and where its columns lie.
         self._known: tuple[Tensor | None, Tensor | None] = None, None
+        #: The pages of keys, and keys and values as views of rows.
+        self._viewed: tuple[Tensor | None, tuple[Tensor, Tensor] | None] = None, None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype, device and shapes from the first keys and values."""
@@ -127,12 +129,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"{_NAME}: keys that need gradients, which pages do not keep: call the model under torch.no_grad(), or "
                 "use transformers' DynamicCache"
             )
+        before, new = self.length, key_states.shape[2]
         if not self.is_initialized:
-            if key_states.shape[2] == 0:
+            if new == 0:
                 return key_states, value_states
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
-        before, new = self.length, key_states.shape[2]
+        if (
+            before and self.room and before + new <= self.table.shape[1] * self.page_size
+        ):  # most steps, each layer of them
+            self.length = before + new
+            keys, values = self._rows()
+            keys.narrow(2, before, new).copy_(key_states)
+            values.narrow(2, before, new).copy_(value_states)
+            return keys.narrow(2, 0, self.length), values.narrow(2, 0, self.length)
         first = max(before + 1 - self.window, 0) if self.window else 0
         # Of first keys only those are written that a later query sees.
         skipped = 0
@@ -146,13 +156,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if before == 0:
             return key_states, value_states
         if self.room:
-            keys, values = (each[:, : self.length].transpose(1, 2) for each in self._rows())
+            keys, values = (each.narrow(2, 0, self.length) for each in self._rows())
             return keys, values
         return self._states(key_states, first, True), self._states(value_states, first, False)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
-        found = [(each.shape[0], each.shape[1], each.shape[3]) for each in (keys, values)]
-        want = [(self.table.shape[0], *each.shape[2:]) for each in (self.k, self.v)]
+        rows, (batch, heads, _, dim), (batch_of_v, heads_of_v, _, value_dim) = len(self.table), keys.shape, values.shape
+        found = [(batch, heads, dim), (batch_of_v, heads_of_v, value_dim)]
+        want = [(rows, *self.k.shape[2:]), (rows, *self.v.shape[2:])]
         if found != want:
             raise InputError(
                 f"{_NAME}: keys and values of (sequences, heads, dim) {found[0]} and {found[1]}; the cache holds "
@@ -166,9 +177,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return made
 
     def _rows(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values as `[B, room * page_size, Hkv, dim]`."""
-        k, v = (each.view(-1, self.room * self.page_size, *each.shape[2:]) for each in (self.k, self.v))
-        return k, v
+        """Return keys and values as `[B, Hkv, room * page_size, dim]`; steps of decoding ask for them often."""
+        of, known = self._viewed
+        if of is not self.k or known is None:
+            size = self.room * self.page_size
+            k, v = (each.view(-1, size, *each.shape[2:]).transpose(1, 2) for each in (self.k, self.v))
+            self._viewed = self.k, (k, v)
+            return k, v
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: views, which would become tensors of their own, are left out."""
+        return vars(self) | {"_viewed": (None, None)}
 
     def _make_room(self, batch: int, pages: int) -> None:
         """Give each row so many pages, which lie in their order."""
@@ -176,7 +196,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.room = pages
         self.k, self.v = (each.new_empty((batch * pages, *each.shape[1:])) for each in (self.k, self.v))
         for old, new in zip(before, self._rows(), strict=False):
-            new[:, : self.length] = old[:, : self.length]
+            new[:, :, : self.length] = old[:, :, : self.length]
 
     def _write(self, keys: Tensor, values: Tensor, begin: int) -> None:
         size, (batch, _, new, _) = self.page_size, keys.shape
@@ -185,7 +205,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if pages > self.room:
                 self._make_room(batch, pages + pages // 8)
             for rows, states in zip(self._rows(), (keys, values), strict=True):
-                rows[:, begin : begin + new] = states.detach().transpose(1, 2)
+                rows[:, :, begin : begin + new] = states.detach()
             if pages > self.table.shape[1]:
                 firsts = torch.arange(0, batch * self.room, self.room, dtype=torch.int32, device=self.device)
                 self.table = firsts[:, None] + torch.arange(pages, dtype=torch.int32, device=self.device)
@@ -267,8 +287,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.is_initialized:
             del self.k, self.v, self.table, self.scales
         self.is_initialized = self._shares = False
-        self._known = None, None
+        self._known = self._viewed = None, None
         self.length = self.gone = self.room = 0
+
+    def _share(self, table: Tensor) -> None:
+        """Take a table whose rows may have pages in common, which lie anywhere."""
+        self.table, self._shares, self.room, self._viewed = table, True, 0, (None, None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let each sequence continue that of an index; only pages that are written to are copied, and then."""
@@ -277,12 +301,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let each sequence be there so many times; they share their pages."""
         if self.is_initialized:
-            self.table, self._shares, self.room = self.table.repeat_interleave(repeats, 0), True, 0
+            self._share(self.table.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences of these indices."""
         if self.is_initialized:
-            self.table, self._shares, self.room = self.table[indices.to(self.device)], True, 0
+            self._share(self.table[indices.to(self.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, given as a negative number.

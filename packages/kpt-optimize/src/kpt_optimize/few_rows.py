@@ -46,27 +46,27 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.t() + bias`, `[..., out_features]`."""
-        shape = input.shape
-        rows = input.numel() // shape[-1] if shape and shape[-1] == self.in_features > 0 else 0  # torch's own says why
         if not input.is_cpu or torch.is_grad_enabled():
             return super().forward(input)
+        shape = input.shape
+        if len(shape) == 1:
+            out: Tensor = self.forward(input[None])[0]
+            return out
+        inner = shape[-1] if shape else 0
+        rows = input.numel() // inner if inner == self.in_features > 0 else 0  # torch's own says why
         most = MOST_ROWS
         if _AMX and input.dtype is torch.bfloat16:
-            most = MOST_LONG_ROWS if self.in_features >= LONG else MOST_BF16_ROWS
+            most = MOST_LONG_ROWS if inner >= LONG else MOST_BF16_ROWS
         if torch.compiler.is_compiling():
             if statically_known_true(rows > 0) and statically_known_true(rows <= most):
-                out = linear(input.reshape(rows, self.in_features), self.weight, self.bias)
-                return out.view(*shape[:-1], self.out_features)
+                return linear(input, self.weight, self.bias)
         elif 0 < rows <= most:
             # As a module has them: a step of decoding asks each layer, and `self.weight` takes four times as long.
             own: dict[str, Any] = self._parameters
             weight, bias = own.get("weight"), own.get("bias")
             if weight is None or (bias is None and "bias" not in own):  # pruned, for instance
                 weight, bias = self.weight, self.bias
-            if len(shape) == 2:
-                return linear(input, weight, bias)
-            out = linear(input.reshape(rows, self.in_features), weight, bias)
-            return out.view(*shape[:-1], self.out_features)
+            return linear(input, weight, bias)
         return super().forward(input)
 
 

@@ -12,9 +12,10 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def _check(call: Call) -> None:
     x, weight, bias = call.x, call.weight, call.bias
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"{_NAME}: x must be [M, K] and weight [N, K] with equal K; got {list(x.shape)} and {list(weight.shape)}"
+            f"{_NAME}: x must be [..., M, K] and weight [N, K] with equal K; got {list(x.shape)} and "
+            f"{list(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(f"{_NAME}: bias must be [{weight.shape[0]}], one number a column; got {list(bias.shape)}")
@@ -24,16 +25,16 @@ def _check(call: Call) -> None:
 
 
 def _fake(call: Call) -> Tensor:
-    return call.x.new_empty((call.x.shape[0], call.weight.shape[0]))  # type: ignore[no-any-return]
+    return call.x.new_empty((*call.x.shape[:-1], call.weight.shape[0]))  # type: ignore[no-any-return]
 
 
 def _flops(call: Call) -> int:
-    return 2 * call.x.shape[0] * call.x.shape[1] * call.weight.shape[0]  # type: ignore[no-any-return]
+    return 2 * call.x.numel() * call.weight.shape[0]  # type: ignore[no-any-return]
 
 
 def _size_key(call: Call) -> tuple[int | str, ...]:
     """Rows, rounded since they vary from call to call, K and N."""
-    return next_power_of_two(call.x.shape[0]), call.x.shape[1], call.weight.shape[0]
+    return next_power_of_two(call.x.shape[:-1].numel()), call.x.shape[-1], call.weight.shape[0]
 
 
 @op(_NAME, check=_check, fake=_fake, flops=_flops, size_key=_size_key, autocast=("x", "weight", "bias"))
@@ -41,12 +42,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `x @ weight.t() + bias`; sum in float32 (float64 for float64) and round once.
 
     Args:
-        x: `[M, K]` float64, float32, bfloat16 or float16.
+        x: `[..., M, K]` float64, float32, bfloat16 or float16.
         weight: `[N, K]` of `x`'s dtype.
         bias: `[N]` of `x`'s dtype, or None.
 
     Returns:
-        `[M, N]` of `x`'s dtype.
+        `[..., M, N]` of `x`'s dtype.
 
     Raises:
         InputError: a shape or dtype does not fit.
@@ -65,13 +66,13 @@ def forward(call: Call) -> Tensor:
 
 def backward(call: Call, saved: tuple[()], grad: Tensor) -> dict[str, Tensor]:
     """Compute the gradients that are wanted by torch's own products, as autograd does for `nn.Linear`."""
-    grad, found = grad.contiguous(), {}
+    rows, found = grad.contiguous().flatten(0, -2), {}
     if "x" in call.needs:
-        found["x"] = grad @ call.weight.contiguous()
+        found["x"] = (rows @ call.weight.contiguous()).view(call.x.shape)
     if "weight" in call.needs:
-        found["weight"] = grad.t() @ call.x.contiguous()
+        found["weight"] = rows.t() @ call.x.contiguous().flatten(0, -2)
     if "bias" in call.needs:
-        found["bias"] = grad.sum(0)
+        found["bias"] = rows.sum(0)
     return found
 
 

@@ -1,5 +1,6 @@
 """`linear.dense` natively for few rows: the grouped product of one group, which reads each weight once."""
 
+import math
 from collections.abc import Callable
 from ctypes import addressof, c_int32, sizeof
 
@@ -23,10 +24,10 @@ _ENDS = [addressof(_COUNTS) + sizeof(c_int32) * count for count in range(_MOST_L
 
 def unsupported(call: Call) -> Refusal | str | None:
     """Return why a call is not for the kernel, or None."""
-    count, most = call.x.shape[0], _MOST_ROWS
+    count, most = call.x.shape[:-1].numel(), _MOST_ROWS
     turned = count > most and call.x.dtype is torch.bfloat16 and call.weight.is_contiguous()
     if turned and native.library().instruction_set == "amx_bf16":
-        most = _MOST_LONG if call.x.shape[1] >= _LONG else _MOST_TURNED
+        most = _MOST_LONG if call.x.shape[-1] >= _LONG else _MOST_TURNED
     if not 0 < count <= most or 0 in call.weight.shape:
         return Refusal(
             "x has {count} rows; this kernel takes 1 to {most}, of a weight with numbers", count=count, most=most
@@ -37,7 +38,8 @@ def unsupported(call: Call) -> Refusal | str | None:
 def forward(call: Call) -> Tensor:
     """Return the product, summed in float32 and rounded once."""
     call = readable_call(NAME, call)
-    x, weight, bias = call.x, call.weight, call.bias
+    shape, weight, bias = call.x.shape, call.weight, call.bias
+    x = call.x.flatten(0, -2)
     (count, inner), columns = x.shape, weight.shape[0]
     out: Tensor = x.new_empty((count, columns))
     native.run(
@@ -55,7 +57,7 @@ def forward(call: Call) -> Tensor:
         torch.get_num_threads(),
         *(0, *_bias_of(bias)),
     )
-    return out
+    return out.view(*shape[:-1], columns)
 
 
 def _bias_of(bias: Tensor | None) -> tuple[int, int, int]:
@@ -69,11 +71,12 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
         return None  # the environment decides
     if not (call.x.is_contiguous() and call.weight.is_contiguous()):
         return None
-    (count, inner), columns, dtype, make = call.x.shape, call.weight.shape[0], call.x.dtype, type(call)
+    (*lead, inner), columns, dtype, make = call.x.shape, call.weight.shape[0], call.x.dtype, type(call)
+    count = math.prod(lead)
     of_x, of_out = (inner, DTYPES[dtype]), (columns, DTYPES[dtype])
     of_weight = (*matrices(call.weight[None], by_output=True)[1:], 0, 0)
     sizes = (_ENDS[count], count, inner, columns, 1)
-    shape, threads = (count, columns), torch.get_num_threads
+    shape, threads = (*lead, columns), torch.get_num_threads
 
     def computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         place, own = x.data_ptr(), weight.data_ptr()
