@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from numbers import Real
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,31 +215,40 @@ class NativeFP8Linear(FP8Module, nn.Linear):
 
         `input` has the bias's dtype; any floating one without a bias or under autocast.
         """
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
+        shape = input.shape
+        if not shape or shape[-1] != self.in_features:
             raise InputError(
-                f"{type(self).__name__}: input must be [..., {self.in_features}]; got {list(input.shape)}: check "
-                "in_features"
+                f"{type(self).__name__}: input must be [..., {self.in_features}]; got {list(shape)}: check in_features"
             )
-        weight = self.weight
+        # As a module has them: a step of decoding asks each layer, and `self.weight` takes four times as long.
+        parameters, buffers = self._parameters, self._buffers
+        weight: Any = parameters.get("weight")
+        bias, input_scale = parameters.get("bias"), buffers.get("input_scale")
+        if weight is None or (bias is None and "bias" not in parameters):
+            weight, bias = self.weight, self.bias
+        if input_scale is None and "input_scale" not in buffers:
+            input_scale = self.input_scale
         weight.require_frozen()
         if self.input_bound is not None:
             input = clamped(input, self.input_bound)
         rows = linear_op(
-            input.reshape(-1, self.in_features),
+            input if len(shape) == 2 else input.reshape(-1, self.in_features),
             weight.codes,
             weight.scale,
-            self.bias,
-            self.input_scale,
+            bias,
+            input_scale,
             granularity=self.granularity,
             activations=self.activations,
             activation_dtype=self.activation_dtype,
             activation_rounding=self.activation_rounding,
         )
-        shape = (*input.shape[:-1], self.out_features)
+        if len(shape) == 2:
+            return rows
+        whole = (*shape[:-1], self.out_features)
         if not rows.requires_grad:
-            return rows.view(shape)  # sooner found than the other, which matters where one row is decoded
+            return rows.view(whole)  # sooner found than the other, which matters where one row is decoded
         # As F.linear does it: a view of the rows could not be changed in place under FSDP2.
-        return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]
+        return torch.ops.aten._unsafe_view(rows, whole)  # type: ignore[no-any-return]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that the weight stands for, `[out_features, in_features]` of `dtype`."""

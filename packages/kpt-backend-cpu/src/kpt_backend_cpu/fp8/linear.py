@@ -11,7 +11,7 @@ from torch import Tensor
 from kpt_backend_cpu import native
 from kpt_backend_cpu.amx import LEFT_TO_PYTORCH, refusal_for_amx
 from kpt_backend_cpu.structures import NO_BIAS, SCALES_BLOCK, SCALES_N
-from kpt_backend_cpu.tensors import DTYPES, in_memory
+from kpt_backend_cpu.tensors import DTYPES, LOW, in_memory
 from kpt_core import Call, Refusal, get_op
 
 from .products import FORMATS, OF_ROWS, multiply, refusal
@@ -70,9 +70,12 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
     )
     shape, sizes, threads = (count, columns), (count, inner, columns, 1), torch.get_num_threads
     end = c_int32(count)
+    between = (*of_scale, 0, 0, addressof(end), *sizes)
 
     def computed(x: Tensor, weight: Tensor, scale: Tensor, *others: Any) -> Tensor:
-        if not in_memory(x, weight, scale):
+        place, own, factor = x.data_ptr(), weight.data_ptr(), scale.data_ptr()
+        # As `in_memory` does, whose loop takes as long as all else here.
+        if place < LOW or own < LOW or factor < LOW or x.is_neg() or weight.is_neg() or scale.is_neg():
             return forward(make(x, weight, scale, *others, (), None))
         bias = others[0]
         if bias is not None and not (bias.is_contiguous() and in_memory(bias)):
@@ -80,12 +83,12 @@ def prepare(call: Call) -> Callable[..., Tensor] | None:
         out = x.new_empty(shape)
         native.run(
             "kpt_grouped_mm",
-            *(x.data_ptr(), *of_x, out.data_ptr(), *of_out, weight.data_ptr(), *of_weight),
-            *(kind, scale.data_ptr(), *of_scale, 0, 0, addressof(end), *sizes, threads(), 0),
-            *(NO_BIAS if bias is None else (bias.data_ptr(), 0, DTYPES[dtype])),
+            *(place, *of_x, out.data_ptr(), *of_out, own, *of_weight, kind, factor, *between, threads(), 0),
+            *(NO_BIAS if bias is None else (bias.data_ptr(), 0, of_x[1])),
         )
         return out
 
+    computed.end = end  # type: ignore[attr-defined]  # lives as long as its address is used
     return computed
 
 
