@@ -128,7 +128,7 @@ def page() -> str:
     for words, (op, sizes, gradients) in CALLS.items():
         call, cells = call_of(op, sizes, gradients), []
         for chip, target in targets.items():
-            found = served(kpt_core.get_op(op), call, target, fp8=op.startswith("moe.") and "FP8" in words)
+            found = served(kpt_core.get_op(op), call, target)
             cells.append(name_of(found, target.backend.name if target.backend else ""))
             for refused in found.refusals:
                 if "host_memory" not in refused.reason and refused.kernel is not None:

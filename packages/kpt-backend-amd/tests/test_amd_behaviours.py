@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import kpt_core
 from kpt_backend_amd import (
     BACKEND,
     AMDBackend,
@@ -21,8 +20,6 @@ from kpt_backend_amd import (
 )
 from kpt_core import InputError, KptError, UnknownNameError
 from kpt_moe import MoEConfig, MoELayer
-from kpt_triton import chips
-from kpt_triton.moe import refusals
 from simulated_allocator import MIB, simulate_allocator
 from simulated_cuda import GIB, FakeDevice, simulate
 
@@ -121,24 +118,6 @@ def test_hip_that_does_not_start_is_a_sentence_and_not_an_exception(rocm, monkey
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
     assert BACKEND.unavailable() == "HIP can't be initialised: Cannot re-initialize HIP in forked subprocess"
-
-
-@pytest.mark.parametrize(
-    ("chip", "reads"), [("gfx90a", 0), ("gfx942", 0), ("gfx1100", 0), ("gfx950", 1), ("gfx1201", 1)]
-)
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_weights_in_8_bits_are_for_chips_that_read_them(monkeypatch, chip, reads, dtype):
-    monkeypatch.setattr(chips, "chip_of", lambda device: chip)
-    chips.no_float8.cache_clear()
-    offsets = torch.tensor([1, 2], dtype=torch.int32)
-    call = kpt_core.get_op("moe.scaled_grouped_mm").bind(
-        torch.zeros(2, 2), torch.zeros(2, 2, 2, dtype=dtype), torch.ones(2, 2), offsets
-    )
-    try:
-        told = refusals.scaled_grouped_mm(call)
-    finally:
-        chips.no_float8.cache_clear()
-    assert told == (None if reads else f"8-bit numbers need gfx950 or gfx12; this is {chip}")
 
 
 # Configuration

@@ -6,7 +6,7 @@ import torch
 import kpt_core
 from kpt_backend_nvidia import BACKEND, capabilities_of
 from kpt_core.contract import load
-from kpt_triton import chips
+from kpt_triton import chips, launching
 from kpt_triton.moe import configs, refusals
 from kpt_triton.moe import experts as of_experts
 from kpt_triton.moe import grouped_mm as of_products
@@ -107,20 +107,17 @@ def test_what_gating_does_not_take_is_refused():
     assert "float64" in refusals.top_k_gating(gating(torch.zeros(2, 8), torch.zeros(8).double(), top_k=2))
 
 
-@pytest.mark.parametrize(
-    ("chip", "refused"),
-    [(chip, True) for chip in ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100")]
-    + [(chip, False) for chip in ("sm89", "sm90", "sm120", "gfx950", "gfx1201", "interpreter")],
-)
-def test_eight_bit_weights_need_a_chip_that_reads_them(chip, refused, monkeypatch):
-    monkeypatch.setattr(chips, "chip_of", lambda device: chip)
-    chips.no_float8.cache_clear()
-    codes = torch.zeros(2, 2, 2, dtype=torch.float8_e4m3fn)
-    call = kpt_core.get_op("moe.scaled_grouped_mm").bind(
-        torch.zeros(2, 2), codes, torch.ones(2, 2), torch.tensor([1, 2], dtype=torch.int32)
-    )
-    try:
-        assert (refusals.scaled_grouped_mm(call) is not None) is refused
-        assert refusals.scaled_grouped_mm(call._replace(weight=codes.float())) is None
-    finally:
-        chips.no_float8.cache_clear()
+@pytest.mark.parametrize("chip", [*chips.NVIDIA, *chips.AMD, *chips.INTEL, "interpreter"])
+def test_eight_bit_weights_are_converted_or_handed_over_as_integers(chip, monkeypatch):
+    for module in (chips, launching):
+        monkeypatch.setattr(module, "chip_of", lambda device: chip)
+    converts = chip in ("sm89", "sm90", "sm100", "sm120", "gfx950", "gfx1201", "interpreter")
+    for dtype, kind in ((torch.float8_e4m3fn, torch.uint8), (torch.float8_e5m2, torch.int8)):
+        codes = torch.zeros(2, 2, 2, dtype=dtype)
+        assert launching.as_read(codes).dtype is (dtype if converts else kind)
+        for x in (torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.float16)):
+            call = kpt_core.get_op("moe.scaled_grouped_mm").bind(
+                x, codes, torch.ones(2, 2), torch.tensor([1, 2], dtype=torch.int32)
+            )
+            small = chip == "gfx90a" and dtype is torch.float8_e5m2 and x.dtype is torch.float16
+            assert (refusals.scaled_grouped_mm(call) is not None) is small

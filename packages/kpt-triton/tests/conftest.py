@@ -22,6 +22,15 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(params=[True, False], ids=["converted", "as integers"])
+def widening(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the chip convert 8-bit numbers, or integers widen them."""
+    from kpt_triton import launching
+
+    if not request.param:
+        monkeypatch.setattr(launching, "converts_codes", lambda chip: False)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

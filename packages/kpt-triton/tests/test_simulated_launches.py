@@ -121,7 +121,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     monkeypatch.setattr(INTERPRETED, "value", False)
     for kind in {JITFunction, type(schedule_kernel)}:
         monkeypatch.setattr(kind, "run", run)
-    remembered = (chips.chip_of, chips.no_float8, launching._processors)
+    remembered = (chips.chip_of, launching._processors)
     for function in remembered:
         function.cache_clear()
     yield found

@@ -44,12 +44,6 @@ LIMITS = (
     "where the chip does, with activations quantised by 1x128 (kpt_fp8.transformers.load).",
 )
 
-#: Added where experts have 8 bits and no kernel of the chip's backend.
-WIDENED = (
-    "No kernel of KPT multiplies 8-bit experts on this chip: PyTorch widens their codes in memory first. That traffic "
-    "is not counted, so the times of experts are far below what to expect."
-)
-
 
 def _bytes(given: str | None) -> int | None:
     """Return the number of bytes in `192GiB`, `80 GB`, `8g`; powers of 1000 for GB, of 1024 otherwise."""
@@ -110,7 +104,6 @@ def plan(
         return _throughput(each, device, name, fp8, tokens, room)
 
     kernels = _kernels(found, device, fp8)
-    widened = any(row["op"] == "moe.scaled_grouped_mm" and row["backend"] == "torch" for row in kernels)
     document = {
         "model": type(built).__name__,
         "parameters": found.parameters,
@@ -133,7 +126,7 @@ def plan(
         "throughput": [] if train else throughput(),
         "roofline": _roofline(found, device, name, fp8),
         "source": device.peaks and device.peaks.source,
-        "limits": (*LIMITS, WIDENED) if widened else LIMITS,
+        "limits": LIMITS,
     }
     if as_json:
         print_json(document)
@@ -247,16 +240,6 @@ def _within(work: "Work", kernel: "Kernel | None") -> "Iterator[Work]":
             granularity_a=by, granularity_b=call.granularity, out_dtype=call.x.dtype,
         )  # fmt: skip
         yield replace(own, op="fp8.scaled_mm", call=product)
-    elif work.op == "moe.experts" and "moe.scaled_grouped_mm" in kernel.composed_of:
-        pairs, experts = call.top_k_index.numel(), call.gate_up_proj.shape[0]
-        for matrix in (call.gate_up_proj, call.down_proj):
-            inner, outer = matrix.shape[1:] if call.transposed else matrix.mT.shape[1:]
-            weight = empty(experts, outer, inner, dtype=torch.float8_e4m3fn).mT
-            scale = empty(experts, math.ceil(outer / _BLOCK), math.ceil(inner / _BLOCK), dtype=torch.float32).mT
-            x, ends = empty(pairs, inner, dtype=call.x.dtype), empty(experts, dtype=torch.int32)
-            product = get_op("moe.scaled_grouped_mm").bind(x, weight, scale, ends)
-            sizes = (pairs, inner, outer)
-            yield replace(work, op="moe.scaled_grouped_mm", call=product, sizes=sizes, note="", flops=0, nbytes=0)
 
 
 def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, Any]]:
@@ -287,7 +270,7 @@ def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, A
         elif work.call is None:
             row["missing_package"] = f"kpt-{work.op.partition('.')[0]}"
         elif device.missing is None:
-            chosen = served(get_op(work.op), work.call, device, fp8 and work.op == "moe.experts")
+            chosen = served(get_op(work.op), work.call, device)
             function = chosen.kernel.forward if chosen.kernel else "reference"
             proof = levels().get(f"{chosen.backend}/{work.op}/{function}", {})
             here = {

@@ -130,16 +130,15 @@ def test_kernels_are_chosen_by_the_chip_that_is_not_here():
 
 
 @pytest.mark.parametrize(
-    ("target", "made", "fp8", "reason"),
+    ("target", "made", "reason"),
     [
-        ("a0", call(), False, "a0 is too old"),
-        ("a1", call(5), False, "too long"),
-        ("a1", call(dtype=torch.float32), False, "dtype float32; needs bfloat16"),
-        ("a2", call(), True, "needs fp8_e4m3fn, which a2 lacks"),
+        ("a0", call(), "a0 is too old"),
+        ("a1", call(5), "too long"),
+        ("a1", call(dtype=torch.float32), "dtype float32; needs bfloat16"),
     ],
 )
-def test_what_no_kernel_takes_goes_to_the_reference_and_is_told(target, made, fp8, reason):
-    found = served(scale, made, target_of(target), fp8)
+def test_what_no_kernel_takes_goes_to_the_reference_and_is_told(target, made, reason):
+    found = served(scale, made, target_of(target))
     assert (found.backend, found.kernel) == ("reference", None)
     assert found.refusals[-1].reason == reason
 

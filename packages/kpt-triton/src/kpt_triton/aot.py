@@ -4,6 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kpt_triton.chips import converts_codes
+
+#: Where a chip does not convert 8-bit numbers, `launching.as_read` hands them over as these.
+_AS_INTEGERS = {"fp8e4nv": "u8", "fp8e5": "i8"}
+
 #: What kernels without products of matrices must be on each chip.
 NO_SPILLS = {
     **dict.fromkeys(("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"), "no spills, registers <= 255, smem <= 99 KiB"),
@@ -31,6 +36,17 @@ class Program:
     signature: Mapping[str, str]
     contracts: Mapping[str, str]
     launches: Callable[[str], Mapping[str, Mapping[str, Any]]]
+
+    def types(self, chip: str) -> Mapping[str, str]:
+        """The types of the arguments on a chip."""
+        if converts_codes(chip):
+            return self.signature
+        found = {}
+        for name, written in self.signature.items():
+            for kind, other in _AS_INTEGERS.items():
+                written = written.replace(f"*{kind}:", f"*{other}:")
+            found[name] = written
+        return found
 
     def configurations(self, chip: str) -> Mapping[str, Mapping[str, Any]]:
         """What the kernel may be launched with on a chip, by name."""

@@ -74,18 +74,19 @@ def chip_of(device: torch.device) -> str:
     return f"sm{properties.major}{properties.minor}"
 
 
-@cache
-def no_float8(device: torch.device) -> str | None:
-    """Return why a device can't convert float8_e4m3fn and float8_e5m2, or None."""
-    chip = chip_of(device)
-    if chip == INTERPRETER:
-        return None
+def converts_codes(chip: str) -> bool:
+    """Return whether a chip converts float8_e4m3fn and float8_e5m2 itself; elsewhere integers widen them."""
     if chip.startswith("sm"):
-        return None if int(chip[2:]) >= 89 else "8-bit numbers need sm89 or newer"
-    if device.type == "xpu":
-        return f"8-bit numbers are not shown to work on Intel GPUs; this is {chip}"
-    # gfx942 has the fnuz forms alone; CDNA2 and RDNA3 have none.
-    return None if chip.startswith(("gfx95", "gfx12")) else f"8-bit numbers need gfx950 or gfx12; this is {chip}"
+        return int(chip[2:]) >= 89
+    # gfx942 has the fnuz forms alone; CDNA2 and RDNA3 have none; on Intel's nobody saw it work.
+    return chip == INTERPRETER or chip.startswith(("gfx95", "gfx12"))
+
+
+def no_codes(device: torch.device, dtype: torch.dtype, codes: torch.dtype) -> str | None:
+    """Return why 8-bit numbers can't be multiplied beside a type, or None."""
+    if codes is torch.float8_e5m2 and dtype is torch.float16 and chip_of(device) == "gfx90a":
+        return "e5m2 beside float16 on gfx90a, whose products take the small numbers of float16 for zeros"
+    return None
 
 
 def multiplied(chip: str) -> tuple[torch.dtype, ...]:

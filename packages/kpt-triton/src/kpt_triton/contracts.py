@@ -13,17 +13,10 @@ BF16, FP16, FP32, E4M3, E5M2 = "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"
 _TALL = {"sm90": "wgmma", "sm100": "tcgen05"}
 _KIND = {BF16: "bf16", FP16: "f16"}
 
-_NO_E4M3 = "unsupported: fp8 e4m3fn needs sm89"
-_REFUSED_E4M3 = "not offered: kpt_triton.chips.no_float8 refuses 8-bit numbers there"
 _NO_TMA = "not offered: it has no loads by descriptors"
 _NO_OWN_WARPS = {
     "sm90": "not offered: Triton 3.6 and 3.9 leave this loop's warps as they are (8 of them) or fail (4)",
     **dict.fromkeys(("sm80", "sm86", "sm89", *AMD, *INTEL), _NO_TMA),
-}
-
-_WITHOUT_E4M3 = {
-    **dict.fromkeys(("sm80", "sm86"), _NO_E4M3),
-    **dict.fromkeys(("gfx90a", "gfx942", "gfx1100", *INTEL), _REFUSED_E4M3),
 }
 
 #: The tiles of a program on a chip.
@@ -42,14 +35,13 @@ def blocks(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": tile.group}
 
 
-def products(dtype: str, *, tall: bool = True, loads: str = "cp.async", weight: str = "") -> dict[str, str]:
+def products(dtype: str, *, tall: bool = True, loads: str = "cp.async") -> dict[str, str]:
     """The contract of each chip for products of a 16-bit type.
 
     Args:
         dtype: of what is multiplied.
         tall: tiles have 64 rows or more.
         loads: how NVIDIA's chips read the operands.
-        weight: the type of matrices that are widened to `dtype`.
     """
     found = {}
     for chip, memory in MEMORY.items():
@@ -64,7 +56,7 @@ def products(dtype: str, *, tall: bool = True, loads: str = "cp.async", weight: 
             kind = "" if instruction == "tcgen05" else f" of {_KIND[dtype]}"
             clauses = f"{instruction}{kind}, {loads}"
         found[chip] = f"{clauses}, no spills, {memory}"
-    return found | (_WITHOUT_E4M3 if weight == E4M3 else {})
+    return found
 
 
 def products_by_descriptors(dtype: str) -> dict[str, str]:
@@ -77,12 +69,12 @@ def products_with_own_warps(dtype: str) -> dict[str, str]:
     return products(dtype, loads="tma, setmaxnreg") | _NO_OWN_WARPS
 
 
-def lean(loads: str = "", *, weight: str = "") -> dict[str, str]:
+def lean(loads: str = "") -> dict[str, str]:
     """The contract of each chip for code without matrix instructions; `loads` as NVIDIA's chips do them."""
     first = f"{loads}, " if loads else ""
     found = {chip: f"{first if chip in NVIDIA else ''}no spills, {memory}" for chip, memory in MEMORY.items()}
     found |= {chip: MEMORY[chip] for chip in INTEL}  # SPIR-V has no registers that could spill
-    return found | (_WITHOUT_E4M3 if weight == E4M3 else {})
+    return found
 
 
 def tf32(*, tall: bool = True) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from kpt_triton.chips import chip_of, converts_codes
 from kpt_triton.numeric import INTERPRETED
 from kpt_triton.tile import Tile
 
@@ -15,6 +16,8 @@ _R = TypeVar("_R")
 
 #: Bytes to which addresses and strides must be aligned where descriptors are used.
 _ALIGNMENT = 16
+#: As what 8-bit numbers are handed to kernels that widen them by integers: the type says of which format they are.
+_AS_INTEGERS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.int8}
 
 
 def on_its_device(serve: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
@@ -49,6 +52,12 @@ def precision(x: Tensor) -> str:
     if hasattr(matmul, "fp32_precision"):
         return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
     return "tf32" if matmul.allow_tf32 else "ieee"
+
+
+def as_read(x: Tensor) -> Tensor:
+    """Return 8-bit numbers as integers where the chip does not convert them; all else as it is."""
+    kind = _AS_INTEGERS.get(x.dtype)
+    return x if kind is None or converts_codes(chip_of(x.device)) else x.view(kind)
 
 
 def inner_contiguous(x: Tensor) -> Tensor:

@@ -29,9 +29,42 @@ def narrow(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def half_of(code, FORMAT: tl.constexpr):
+    """A code as float16, which has as many bits of exponent or more, about another bias."""
+    SHIFT: tl.constexpr = 7 if FORMAT == "e4m3fn" or FORMAT == "e4m3fnuz" else 8
+    size = (code & 0x7F).to(tl.uint16)
+    bits = (size << SHIFT) | ((code & 0x80).to(tl.uint16) << 8)
+    value = bits.to(tl.float16, bitcast=True)
+    if FORMAT == "e4m3fn":
+        return tl.where(size == 0x7F, float("nan"), value * 256.0).to(tl.float16)
+    elif FORMAT == "e4m3fnuz":
+        return tl.where(code == 0x80, float("nan"), value * 128.0).to(tl.float16)
+    elif FORMAT == "e5m2fnuz":
+        # Half of what float16 takes for infinite is less than its largest number.
+        large = (bits - 0x400).to(tl.float16, bitcast=True)
+        value = tl.where(size >= 0x7C, large, value * 0.5)
+        return tl.where(code == 0x80, float("nan"), value).to(tl.float16)
+    else:
+        return value
+
+
+@triton.jit
+def is_code(dtype: tl.constexpr):
+    """Whether a type is one of 8-bit numbers, as they are or as `launching.as_read` hands them over."""
+    return dtype.is_fp8() or dtype == tl.uint8 or dtype == tl.int8
+
+
+@triton.jit
 def widen(value, dtype: tl.constexpr):
-    """An 8-bit value in a wider type, exactly; the interpreter takes NaN and infinity for numbers."""
-    if INTERPRETED and value.dtype.is_fp8():
+    """An 8-bit value in a wider type, exactly; the interpreter takes NaN and infinity for numbers.
+
+    Codes of float8_e4m3fn may be given as uint8, of float8_e5m2 as int8: then integers widen them.
+    """
+    if value.dtype == tl.uint8:
+        return half_of(value, "e4m3fn").to(dtype)
+    elif value.dtype == tl.int8:
+        return half_of(value.to(tl.uint8, bitcast=True), "e5m2").to(dtype)
+    elif INTERPRETED and value.dtype.is_fp8():
         code = value.to(tl.uint8, bitcast=True)
         magnitude = code & 0x7F
         wide = value.to(tl.float32)

@@ -96,6 +96,7 @@ def test_16_bits(dtype: torch.dtype, error: float, parts: int, device: torch.dev
     check(arguments(dtype=dtype) | {"sinks": torch.randn(_HEADS)}, parts, device, error, error)
 
 
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_caches_of_8_bits(dtype: torch.dtype, device: torch.device) -> None:
     given = arguments()

@@ -41,6 +41,7 @@ def wide_weight(call: LinearCall) -> Tensor:
     return call.weight.double() * scale
 
 
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("rows", [1, 20, 70])
 @pytest.mark.parametrize("granularity", ["tensor", "row", "128x128"])
 def test_result_and_gradients_are_those_of_the_numbers(granularity: str, rows: int) -> None:
@@ -86,3 +87,14 @@ def test_tiles_are_as_narrow_as_it_takes_and_tall_ones_stay() -> None:
 def test_it_says_what_it_leaves_to_others(call: LinearCall, sentence: str | None) -> None:
     said = linear.unsupported(call)
     assert said is None if sentence is None else sentence in str(said)
+
+
+@pytest.mark.usefixtures("widening")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_code_is_widened_to_its_number(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)[:, None]
+    call = call_of("tensor", 1, inner=1, columns=256)._replace(
+        x=torch.ones(1, 1, dtype=x_dtype), weight=codes, scale=torch.ones(()), bias=None
+    )
+    torch.testing.assert_close(linear.forward(call)[0], codes[:, 0].to(x_dtype), rtol=0, atol=0, equal_nan=True)

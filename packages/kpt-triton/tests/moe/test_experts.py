@@ -252,6 +252,7 @@ def test_narrow_types_err_no_more_than_a_loop_in_them(activation, dtype):
         assert 0 < ours <= 1.1 * theirs, name
 
 
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("by_blocks", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
@@ -260,6 +261,7 @@ def test_8_bit_matrices_are_what_their_scales_make_of_them(activation, transpose
     check(layer, None)
 
 
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("by_blocks", [False, True])
 def test_8_bit_matrices_with_interleaved_gates(by_blocks):
     layer = Layer(12, 2, 3, 136, 136, interleaved=True, biased=True).quantise(by_blocks)

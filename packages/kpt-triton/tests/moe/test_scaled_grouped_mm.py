@@ -40,6 +40,7 @@ def check(out, x, weight, scale, offsets, x_scale=None):
     assert_sums(out, want, magnitude, 128 + x.shape[1])
 
 
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("tile", [SMALL, SMALL_BY_DESCRIPTORS, ""])
 @pytest.mark.parametrize("layout", ["NK", "KN"])
 @pytest.mark.parametrize("scales_of", ["n", "1n", "k", "block"])
@@ -50,6 +51,7 @@ def test_weights_are_what_their_scales_make_of_them(scales_of, layout, tile, dev
     check(out, x, weight, scale, offsets)
 
 
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("scales_of", ["n", "k", "block"])
 @pytest.mark.parametrize("weight_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,6 +65,7 @@ def test_all_dtypes(dtype, weight_dtype, scales_of, device):
     check(wider, x, weight, scale, offsets)
 
 
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("x_blocks", [False, True])
 @pytest.mark.parametrize("scales_of", ["n", "k", "block"])
 @pytest.mark.parametrize(("x_dtype", "weight_dtype"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])

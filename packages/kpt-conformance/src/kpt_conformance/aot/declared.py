@@ -49,7 +49,8 @@ class TritonProgram(Program, Protocol):
         function: made by `@triton.jit`.
         signature: the types of its arguments at run time: `*bf16`, `i32`, `tensordesc<bf16[{BLOCK_M}, 64]>`, where
             braces stand for a value of the configuration. `:16` behind a type says that the argument (a pointer: the
-            address) is a multiple of 16, `:1` that it is 1, which is what Triton finds out at launch.
+            address) is a multiple of 16, `:1` that it is 1, which is what Triton finds out at launch. A program may
+            have `types(chip)` beside it.
     """
 
     @property

@@ -82,7 +82,7 @@ def _declared_row(task: Task) -> Row:
                 raise InputError(
                     f"{program.name!r} is not a compiled Triton function: unset TRITON_INTERPRET, use @triton.jit"
                 )
-            split(program, settings)
+            split(program, settings, program.signature)
     except Exception as error:
         return replace(row, detail=why_not_compiled(error))
     return row

@@ -26,7 +26,7 @@ def compile_triton(
     from triton.compiler import ASTSource
 
     kind, read = _TARGETS[chip.vendor]
-    arguments, constants, options = split(program, configuration)
+    arguments, constants, options = split(program, configuration, types_of(program, chip.name))
     target = GPUTarget(kind, chip.target if chip.vendor != "intel" else _prepare_intel(chip), chip.warp)
     if chip.vendor == "intel":
         options["threads_per_warp"] = chip.warp
@@ -80,8 +80,15 @@ def _prepare_intel(chip: Chip) -> dict[str, Any]:
     }
 
 
+def types_of(program: TritonProgram, chip: str) -> Mapping[str, str]:
+    """Return the types of a program's arguments on a chip: its own word for it, or its signature."""
+    types = getattr(program, "types", None)
+    found: Mapping[str, str] = program.signature if types is None else types(chip)
+    return found
+
+
 def split(
-    program: TritonProgram, configuration: Mapping[str, Any]
+    program: TritonProgram, configuration: Mapping[str, Any], types: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any], dict[str, Any]]:
     """Part a program's settings into arguments (type and hint), constexprs and compiler options.
 
@@ -93,22 +100,22 @@ def split(
     options = {name: value for name, value in configuration.items() if name not in parameters}
     constants = {name: value for name, value in configuration.items() if name in parameters}
     known = {*parameters, *_options()}
-    for name in (*program.signature, *options):
-        if name not in (parameters if name in program.signature else known):
+    for name in (*types, *options):
+        if name not in (parameters if name in types else known):
             raise UnknownNameError(f"parameter or option of {program.function.__name__}", name, known)
     for name, parameter in parameters.items():
-        if name in program.signature and name in constants:
+        if name in types and name in constants:
             raise InputError(
                 f"{name} is an argument of {program.name!r} and a constexpr of its configuration; drop one"
             )
-        if name not in program.signature and name not in constants:
+        if name not in types and name not in constants:
             if parameter.default is inspect.Parameter.empty:
                 raise InputError(f"{name} of {program.name!r} has neither a type in the signature nor a value; add one")
             constants[name] = parameter.default
     if "enable_fp_fusion" not in options:
         raise InputError("the configuration does not set enable_fp_fusion; its default differs between Triton versions")
     arguments: dict[str, tuple[str, str | None]] = {}
-    for name, written in program.signature.items():
+    for name, written in types.items():
         filled = written.format_map(configuration)
         kind, _, hint = filled.rpartition(":")
         arguments[name] = (kind, hint) if hint in _HINTS else (filled, None)

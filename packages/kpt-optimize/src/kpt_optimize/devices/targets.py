@@ -150,9 +150,6 @@ def _this_processor() -> Target:
     )
 
 
-_CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
     """What would serve a call on a target: backend and kernel, None for the reference; and the refusals before it."""
@@ -162,31 +159,24 @@ class Served:
     refusals: tuple[Refused, ...]
 
 
-def served(op: Op[..., Any], call: Call, target: Target, fp8: bool = False) -> Served:
+def served(op: Op[..., Any], call: Call, target: Target) -> Served:
     """Choose as dispatch does, without the device: by capabilities, dtype and the kernel's own refusals.
 
     Args:
         op: the op.
         call: of it, on `meta`.
         target: the device.
-        fp8: its weights are of 8 bits, whatever the call's own are. GPUs must be able to convert such tensors; a CPU's
-            kernels do so themselves.
     """
-    fp8 = fp8 or any(getattr(getattr(call, name), "dtype", None) in _CONVERTED for name in op.kinds)
-    # Kernels of `fp8.scaled_mm` say what they need themselves: one widens codes by their bits, on any GPU.
-    converts = fp8 and target.device_type != CPU and op.name != "fp8.scaled_mm"
-    converting = frozenset({"fp8_e4m3fn"} if converts else ())
     refusals: list[Refused] = []
-    more: frozenset[Capability]
     dtype = str(getattr(call, next(iter(op.kinds))).dtype).removeprefix("torch.")
     for backend, kernel in registry.kernels(op.name):
         if backend.name == TORCH:
-            reason, capabilities, more = None, backend.capabilities(torch.device(target.device_type)), frozenset()
+            reason, capabilities = None, backend.capabilities(torch.device(target.device_type))
         elif target.backend is not None and backend.name == target.backend.name:
-            reason, capabilities, more = target.unsupported, target.capabilities, converting
+            reason, capabilities = target.unsupported, target.capabilities
         else:
             continue
-        if reason is None and (missing := sorted((kernel.requires | more) - capabilities)):
+        if reason is None and (missing := sorted(kernel.requires - capabilities)):
             reason = f"needs {', '.join(missing)}, which {target.chip} lacks"
         if reason is None and kernel.dtypes is not None and dtype not in kernel.dtypes:
             reason = f"dtype {dtype}; needs {' or '.join(sorted(kernel.dtypes))}"

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
-from kpt_triton.chips import NVIDIA, chip_of, family_of, no_float8
-from kpt_triton.contracts import BF16, E4M3, FP16, FP32, integers, lean, pointers, products, tf32
-from kpt_triton.launching import on_its_device, precision, programs
+from kpt_triton.chips import NVIDIA, chip_of, family_of, no_codes
+from kpt_triton.contracts import BF16, E4M3, FP16, FP32, integers, lean, pointers, products, spilling, tf32
+from kpt_triton.launching import as_read, on_its_device, precision, programs
 from kpt_triton.numeric import dot, narrow, widen
 
 from .scores import LOWEST, numbers, single, tanh
@@ -49,7 +49,7 @@ def unsupported(call: Any) -> str | None:
     dim = max(call.q.shape[2], call.v_cache.shape[3])
     if dim > _MOST_DIM:
         return f"head_dim {dim}; this kernel holds up to {_MOST_DIM}"
-    return no_float8(call.q.device) if call.k_cache.dtype in _FLOAT8 else None
+    return no_codes(call.q.device, call.q.dtype, call.k_cache.dtype)
 
 
 @triton.jit
@@ -80,7 +80,15 @@ def _finish(
 
 @triton.jit(
     do_not_specialize=[
-        "capacity", "pages", "window", "first", "columns", "stride_tb", "stride_bh", "stride_bt", "stride_mt"
+        "capacity",
+        "pages",
+        "window",
+        "first",
+        "columns",
+        "stride_tb",
+        "stride_bh",
+        "stride_bt",
+        "stride_mt",
     ]
 )
 def _decode_kernel(
@@ -234,7 +242,7 @@ def attend(call: Any, count: int, launch: Mapping[str, Any]) -> tuple[Tensor, Te
         count: parts of each sequence's keys.
         launch: what the first kernel is launched with, from `_launch_of`.
     """
-    q, k_cache, v_cache = call.q.detach(), call.k_cache.detach(), call.v_cache.detach()
+    q, k_cache, v_cache = call.q.detach(), as_read(call.k_cache.detach()), as_read(call.v_cache.detach())
     (tokens, heads, dim), (pages, size, kv_heads, value_dim) = q.shape, v_cache.shape
     table = call.block_table if call.block_table.stride(1) == 1 else call.block_table.contiguous()
     out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads, dtype=torch.float32)
@@ -382,7 +390,8 @@ AOT = (
     _program(FP16, FP16, 2, _few_spills(products(FP16, tall=False), wide=256)),
     _program(FP32, FP32, 4, _few_spills(lean(), wide=512)),
     _program(FP32, FP32, 4, _few_spills(tf32(tall=False)), "tf32"),
-    _program(BF16, E4M3, 2, _few_spills(products(BF16, tall=False, weight=E4M3))),
+    # On RDNA3 integers widen the codes, which costs registers.
+    _program(BF16, E4M3, 2, _few_spills(spilling(products(BF16, tall=False), {"gfx1100": 720}))),
     _merge_program(BF16),
     _merge_program(FP32),
 )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_triton.chips import no_float8
+from kpt_triton.chips import no_codes
 from kpt_triton.contracts import BF16, E4M3, Tiles, products
-from kpt_triton.launching import on_its_device, programs
+from kpt_triton.launching import as_read, on_its_device, programs
 from kpt_triton.moe.contracts.common import usual
 from kpt_triton.moe.contracts.grouped_mm import program
 from kpt_triton.moe.grouped_mm import multiply, product
@@ -42,7 +42,7 @@ def unsupported(call: Any) -> str | None:
         return f"more than {_MOST_ROWS} rows, for which the library's product of a widened weight is faster"
     if not (x.numel() and weight.numel()):
         return "there is nothing to compute"
-    return no_float8(x.device)
+    return no_codes(x.device, x.dtype, weight.dtype)
 
 
 @on_its_device
@@ -87,7 +87,7 @@ def _matrix(call: Any) -> tuple[Tensor, Tensor]:
     scale = call.scale.float()
     if call.granularity == "tensor":
         scale = scale.expand(call.weight.shape[0])
-    return call.weight.t()[None], (scale[None] if scale.dim() == 1 else scale.t())[None]
+    return as_read(call.weight).t()[None], (scale[None] if scale.dim() == 1 else scale.t())[None]
 
 
 def _end(x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _narrow(product: str, width: int) -> Tiles:
 #: Sixteen bytes of spills were seen with 32 columns.
 _CONTRACTS = {
     chip: clauses.replace("no spills", "spills <= 16 B") if chip == "sm100" else clauses
-    for chip, clauses in products(BF16, weight=E4M3, tall=False).items()
+    for chip, clauses in products(BF16, tall=False).items()
 }
 AOT = tuple(
     program(

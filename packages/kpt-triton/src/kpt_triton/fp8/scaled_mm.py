@@ -20,7 +20,7 @@ from kpt_triton.aot import Program
 from kpt_triton.chips import AMD, INTEL, INTERPRETER, MEMORY, NVIDIA, SHORT_SUMS, chip_of, family_of, multiplied
 from kpt_triton.contracts import BF16, FP32, Tiles, blocks, integers, launches, pointers, spilling
 from kpt_triton.launching import inner_contiguous, on_its_device, programs
-from kpt_triton.numeric import INTERPRETED, narrow, widen
+from kpt_triton.numeric import INTERPRETED, half_of, narrow, widen
 from kpt_triton.tile import Tile, narrowed
 
 #: By granularity, how many rows share a scale, and how many numbers of them; 0 where it is all of a row or tensor.
@@ -69,30 +69,10 @@ def multiplies_codes(chip: str, a: torch.dtype, b: torch.dtype, out: torch.dtype
 
 
 @triton.jit
-def _half(code, FORMAT: tl.constexpr):
-    """A code as float16, which has as many bits of exponent or more, about another bias."""
-    SHIFT: tl.constexpr = 7 if FORMAT == "e4m3fn" or FORMAT == "e4m3fnuz" else 8
-    size = (code & 0x7F).to(tl.uint16)
-    bits = (size << SHIFT) | ((code & 0x80).to(tl.uint16) << 8)
-    value = bits.to(tl.float16, bitcast=True)
-    if FORMAT == "e4m3fn":
-        return tl.where(size == 0x7F, float("nan"), value * 256.0).to(tl.float16)
-    elif FORMAT == "e4m3fnuz":
-        return tl.where(code == 0x80, float("nan"), value * 128.0).to(tl.float16)
-    elif FORMAT == "e5m2fnuz":
-        # Half of what float16 takes for infinite is less than its largest number.
-        large = (bits - 0x400).to(tl.float16, bitcast=True)
-        value = tl.where(size >= 0x7C, large, value * 0.5)
-        return tl.where(code == 0x80, float("nan"), value).to(tl.float16)
-    else:
-        return value
-
-
-@triton.jit
 def _product(x, w, acc, FORMAT_X: tl.constexpr, FORMAT_W: tl.constexpr, PROMOTE: tl.constexpr):
     """`acc + x @ w`; PROMOTE names units that add with few bits, which must not add to `acc`."""
     if FORMAT_X != "":
-        return tl.dot(_half(x, FORMAT_X), _half(w, FORMAT_W), acc)
+        return tl.dot(half_of(x, FORMAT_X), half_of(w, FORMAT_W), acc)
     elif INTERPRETED:
         return tl.dot(widen(x, tl.float32), widen(w, tl.float32), acc, input_precision="ieee")
     elif PROMOTE == "wgmma":

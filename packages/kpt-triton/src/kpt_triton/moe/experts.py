@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpt_triton.launching import inner_contiguous, on_its_device
+from kpt_triton.launching import as_read, inner_contiguous, on_its_device
 
 from .combine import combine, segment_sum
 from .decode import decode
@@ -133,7 +133,7 @@ def _matrices(call: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
             return None if scale is None else scale.float().unsqueeze(1)
         return scale.float() if call.transposed else scale.float().mT
 
-    up, down = call.gate_up_proj, call.down_proj
+    up, down = as_read(call.gate_up_proj), as_read(call.down_proj)
     if not call.transposed:
         up, down = up.mT, down.mT
     return up, down, of(call.gate_up_scale), of(call.down_scale)

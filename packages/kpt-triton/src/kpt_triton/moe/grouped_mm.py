@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.chips import chip_of
-from kpt_triton.launching import inner_contiguous, on_its_device, precision, programs, rows_descriptor
+from kpt_triton.launching import as_read, inner_contiguous, on_its_device, precision, programs, rows_descriptor
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
@@ -160,6 +160,7 @@ def product(
     x_in_blocks = x_scale is not None and x_scale.shape[1] > 1
     each_step = "block" if x_in_blocks and codes else kind
     tile = tile_for(product_of(each_step, codes=codes), x, x.shape[0], weight.shape, config)
+    out_dtype, x, weight = out_dtype or x.dtype, as_read(x), as_read(weight)
     return multiply(x, weight, offsets, tile, scale=scale, x_scale=x_scale, out_dtype=out_dtype, zero_rest=True)
 
 

@@ -7,7 +7,7 @@ the experts end: a launch is bounded by shapes, each program finds its tiles, an
 import triton
 import triton.language as tl
 
-from kpt_triton.numeric import INTERPRETED, dot, widen
+from kpt_triton.numeric import INTERPRETED, dot, is_code, widen
 
 #: Rows and columns of quantised weights that share one scale.
 SCALE_BLOCK = tl.constexpr(128)
@@ -70,7 +70,7 @@ def _multiply(acc, x, w, scale, PRECISION: tl.constexpr, SCALE: tl.constexpr):
     That product has more digits than a narrow type, so that its rounded part and the rest are multiplied one by one.
     """
     if SCALE == "k":
-        wide = x.to(tl.float32) * scale[None, :]
+        wide = widen(x, tl.float32) * scale[None, :]
         if x.dtype == tl.float32 or INTERPRETED:
             return dot(wide, widen(w, tl.float32), acc, PRECISION)
         else:
@@ -78,9 +78,9 @@ def _multiply(acc, x, w, scale, PRECISION: tl.constexpr, SCALE: tl.constexpr):
             low = (wide - high.to(tl.float32)).to(tl.bfloat16)
             w = widen(w, tl.bfloat16)
             return dot(low, w, dot(high, w, acc, PRECISION), PRECISION)
-    elif x.dtype.is_fp8():
+    elif is_code(x.dtype):
         return dot(widen(x, tl.bfloat16), widen(w, tl.bfloat16), acc, PRECISION)
-    elif w.dtype.is_fp8():
+    elif is_code(w.dtype):
         return dot(x, widen(w, x.dtype), acc, PRECISION)
     else:
         return dot(x, w, acc, PRECISION)

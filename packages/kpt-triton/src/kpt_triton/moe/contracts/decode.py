@@ -33,7 +33,7 @@ def _program(
         "enable_fp_fusion": True, **defaults, **constants,
     }  # fmt: skip
     written = f"{strip.n}x{strip.k} w{strip.warps} s{strip.stages}"
-    contracts = lean("cp.async", weight=weight)
+    contracts = lean("cp.async")
     function = decode_up_kernel if up else decode_down_kernel
     return Program(name, function, signature, contracts, lambda chip: {written: launch})
 

@@ -18,6 +18,7 @@ from kpt_triton.contracts import (
     pointers,
     products,
     products_by_descriptors,
+    spilling,
     unaligned,
     unaligned_fp32,
 )
@@ -112,7 +113,7 @@ def _activations(make: Callable[..., Program], names: tuple[str, ...], product: 
 
 _FEW = products(BF16, tall=False)
 _FEW_UNALIGNED = unaligned(BF16, tall=False)
-_E4M3 = products(BF16, weight=E4M3)
+_WIDENED = products(BF16)
 _BIASED: dict[str, Any] = {"INTERLEAVED": True, "LIMITED": True, "BIAS": True}
 _UNALIGNED: dict[str, Any] = {"hint": "", "EVEN_K": False, "EVEN_N": False, **_BIASED}
 _BY_DESCRIPTORS = products_by_descriptors(BF16)
@@ -138,8 +139,8 @@ _UPS = (
     ),
     _activations(_up, GATED[1:], "pair"),
     _activations(_up, PLAIN, "crowded"),
-    _up("bf16 by e4m3, columns", BF16, _E4M3, usual("pair"), weight=E4M3, SCALE="n"),
-    _up("bf16 by e4m3, blocks", BF16, _E4M3, usual("pair"), weight=E4M3, SCALE="block"),
+    _up("bf16 by e4m3, columns", BF16, _WIDENED, usual("pair"), weight=E4M3, SCALE="n"),
+    _up("bf16 by e4m3, blocks", BF16, spilling(_WIDENED, {"gfx1100": 120}), usual("pair"), weight=E4M3, SCALE="block"),
     _up("fp16", FP16, products(FP16), usual("pair")),
     _up("fp32", FP32, lean("cp.async"), usual("pair", 16, 1024, itemsize=4)),
     _up("fp32, unaligned", FP32, unaligned_fp32(), usual("pair", 16, 1024, itemsize=4, aligned=False), **_UNALIGNED),
@@ -155,8 +156,8 @@ _SLOPES = (
     _slope("bf16, all but that", BF16, products(BF16), usual("slope"), NEED_H=False),
     _activations(_slope, GATED[1:], "slope"),
     _activations(_slope, PLAIN, "slope"),
-    _slope("bf16 by e4m3, K", BF16, _E4M3, usual("slope"), weight=E4M3, SCALE="k"),
-    _slope("bf16 by e4m3, blocks", BF16, _E4M3, usual("slope"), weight=E4M3, SCALE="block"),
+    _slope("bf16 by e4m3, K", BF16, _WIDENED, usual("slope"), weight=E4M3, SCALE="k"),
+    _slope("bf16 by e4m3, blocks", BF16, _WIDENED, usual("slope"), weight=E4M3, SCALE="block"),
     _slope("fp16", FP16, products(FP16), usual("slope")),
     _slope("fp32", FP32, lean("cp.async"), usual("slope", 16, 1024, itemsize=4)),
     _slope(

@@ -10,13 +10,13 @@ from typing import Any
 
 from kpt_triton.aot import Program
 from kpt_triton.chips import SHORT_SUMS
-from kpt_triton.contracts import BF16, E4M3, E5M2, FP32, Tiles, lean, products
+from kpt_triton.contracts import BF16, E4M3, E5M2, FP32, Tiles, lean, products, spilling
 
 from .common import ROWS, usual
 from .grouped_mm import program
 
-_E4M3, _E5M2 = products(BF16, weight=E4M3), products(BF16, weight=E5M2)
-_FEW = products(BF16, weight=E4M3, tall=False)
+_WIDENED = products(BF16)
+_FEW = products(BF16, tall=False)
 _SCALED_X: dict[str, Any] = {"weight": E4M3, "out": BF16}
 _UNALIGNED: dict[str, Any] = {"hint": "", "EVEN_K": False, "EVEN_N": False}
 _NO_UNITS = "not offered: it has no units for e4m3fn and e5m2; codes are widened there"
@@ -35,7 +35,7 @@ _UNITS = {
 def _of_units(*, tall: bool = True, aligned: bool = True) -> dict[str, str]:
     """Return the contract of each chip for codes that are multiplied as they are."""
     found = {}
-    for chip, clauses in _E4M3.items():
+    for chip, clauses in _WIDENED.items():
         if chip not in _UNITS:
             found[chip] = _NO_UNITS
             continue
@@ -68,15 +68,15 @@ _ROWS: dict[str, Any] = {"SCALE": "n", "X_SCALE": "row"}
 _BLOCKS: dict[str, Any] = {"SCALE": "block", "X_SCALE": "block"}
 
 AOT = (
-    program("bf16 by e4m3, columns", BF16, _E4M3, usual("plain"), weight=E4M3, SCALE="n"),
+    program("bf16 by e4m3, columns", BF16, _WIDENED, usual("plain"), weight=E4M3, SCALE="n"),
     program("bf16 by e4m3, columns, few rows", BF16, _FEW, usual("plain", 16), weight=E4M3, SCALE="n"),
-    program("bf16 by e4m3, blocks", BF16, _E4M3, usual("crowded", 64, 1024), weight=E4M3, SCALE="block"),
+    program("bf16 by e4m3, blocks", BF16, _WIDENED, usual("crowded", 64, 1024), weight=E4M3, SCALE="block"),
     program("bf16 by e4m3, blocks, few rows", BF16, _FEW, usual("crowded", *ROWS[:2]), weight=E4M3, SCALE="block"),
-    program("bf16 by e4m3, K", BF16, _E4M3, usual("crowded"), weight=E4M3, SCALE="k"),
+    program("bf16 by e4m3, K", BF16, spilling(_WIDENED, {"gfx1100": 56}), usual("crowded"), weight=E4M3, SCALE="k"),
     program("bf16 by e4m3, K, few rows", BF16, _FEW, usual("crowded", 32), weight=E4M3, SCALE="k"),
-    program("bf16 by e5m2, columns", BF16, _E5M2, usual("plain"), weight=E5M2, SCALE="n"),
-    program("e4m3 by e4m3, widened, rows and columns", E4M3, _E4M3, usual("plain"), **_SCALED_X, **_ROWS),
-    program("e4m3 by e4m3, widened, blocks", E4M3, _E4M3, usual("crowded"), **_SCALED_X, **_BLOCKS),
+    program("bf16 by e5m2, columns", BF16, _WIDENED, usual("plain"), weight=E5M2, SCALE="n"),
+    program("e4m3 by e4m3, widened, rows and columns", E4M3, _WIDENED, usual("plain"), **_SCALED_X, **_ROWS),
+    program("e4m3 by e4m3, widened, blocks", E4M3, _WIDENED, usual("crowded"), **_SCALED_X, **_BLOCKS),
     _codes("e4m3 by e4m3, rows and columns", usual("codes", *ROWS[2:]), **_ROWS),
     _codes("e4m3 by e4m3, rows and columns, few rows", usual("codes", *ROWS[:2]), tall=False, **_ROWS),
     _codes("e4m3 by e4m3, blocks", usual("crowded_codes", *ROWS[2:]), **_BLOCKS),
@@ -99,7 +99,7 @@ AOT = (
     program(
         "fp32 by e4m3, blocks",
         FP32,
-        lean("cp.async", weight=E4M3),
+        lean("cp.async"),
         usual("crowded", itemsize=4),
         weight=E4M3,
         SCALE="block",
