@@ -49,12 +49,6 @@ def half_of(code, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def is_code(dtype: tl.constexpr):
-    """Whether a type is one of 8-bit numbers, as they are or as `launching.as_read` hands them over."""
-    return dtype.is_fp8() or dtype == tl.uint8 or dtype == tl.int8
-
-
-@triton.jit
 def widen(value, dtype: tl.constexpr):
     """An 8-bit value in a wider type, exactly; the interpreter takes NaN and infinity for numbers.
 

@@ -7,7 +7,7 @@ the experts end: a launch is bounded by shapes, each program finds its tiles, an
 import triton
 import triton.language as tl
 
-from kpt_triton.numeric import INTERPRETED, dot, is_code, widen
+from kpt_triton.numeric import INTERPRETED, dot, widen
 
 #: Rows and columns of quantised weights that share one scale.
 SCALE_BLOCK = tl.constexpr(128)
@@ -78,9 +78,9 @@ def _multiply(acc, x, w, scale, PRECISION: tl.constexpr, SCALE: tl.constexpr):
             low = (wide - high.to(tl.float32)).to(tl.bfloat16)
             w = widen(w, tl.bfloat16)
             return dot(low, w, dot(high, w, acc, PRECISION), PRECISION)
-    elif is_code(x.dtype):
+    elif x.dtype.primitive_bitwidth == 8:
         return dot(widen(x, tl.bfloat16), widen(w, tl.bfloat16), acc, PRECISION)
-    elif is_code(w.dtype):
+    elif w.dtype.primitive_bitwidth == 8:
         return dot(x, widen(w, x.dtype), acc, PRECISION)
     else:
         return dot(x, w, acc, PRECISION)
