@@ -31,7 +31,7 @@ def narrow(value, dtype: tl.constexpr):
 @triton.jit
 def half_of(code, FORMAT: tl.constexpr):
     """A code as float16, which has as many bits of exponent or more, about another bias."""
-    SHIFT: tl.constexpr = 7 if FORMAT == "e4m3fn" or FORMAT == "e4m3fnuz" else 8
+    SHIFT: tl.constexpr = 8 if FORMAT == "e5m2" else 8 if FORMAT == "e5m2fnuz" else 7
     size = (code & 0x7F).to(tl.uint16)
     bits = (size << SHIFT) | ((code & 0x80).to(tl.uint16) << 8)
     value = bits.to(tl.float16, bitcast=True)
@@ -54,9 +54,9 @@ def widen(value, dtype: tl.constexpr):
 
     Codes of float8_e4m3fn may be given as uint8, of float8_e5m2 as int8: then integers widen them.
     """
-    if value.dtype == tl.uint8:
+    if value.dtype.is_int_unsigned():
         return half_of(value, "e4m3fn").to(dtype)
-    elif value.dtype == tl.int8:
+    elif value.dtype.is_int_signed():
         return half_of(value.to(tl.uint8, bitcast=True), "e5m2").to(dtype)
     elif INTERPRETED and value.dtype.is_fp8():
         code = value.to(tl.uint8, bitcast=True)

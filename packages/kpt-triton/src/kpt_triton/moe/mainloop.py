@@ -71,16 +71,23 @@ def _multiply(acc, x, w, scale, PRECISION: tl.constexpr, SCALE: tl.constexpr):
     """
     if SCALE == "k":
         wide = widen(x, tl.float32) * scale[None, :]
-        if x.dtype == tl.float32 or INTERPRETED:
+        if x.dtype == tl.float32:  # noqa: SIM114
+            return dot(wide, widen(w, tl.float32), acc, PRECISION)
+        elif INTERPRETED:
             return dot(wide, widen(w, tl.float32), acc, PRECISION)
         else:
             high = wide.to(tl.bfloat16)
             low = (wide - high.to(tl.float32)).to(tl.bfloat16)
             w = widen(w, tl.bfloat16)
             return dot(low, w, dot(high, w, acc, PRECISION), PRECISION)
-    elif x.dtype.primitive_bitwidth == 8:
+    # Each condition by itself: the oldest of the compilers that are served has no `or` of what it knows of types.
+    elif x.dtype.is_int():  # noqa: SIM114
         return dot(widen(x, tl.bfloat16), widen(w, tl.bfloat16), acc, PRECISION)
-    elif w.dtype.primitive_bitwidth == 8:
+    elif x.dtype.is_fp8():
+        return dot(widen(x, tl.bfloat16), widen(w, tl.bfloat16), acc, PRECISION)
+    elif w.dtype.is_int():  # noqa: SIM114
+        return dot(x, widen(w, x.dtype), acc, PRECISION)
+    elif w.dtype.is_fp8():
         return dot(x, widen(w, x.dtype), acc, PRECISION)
     else:
         return dot(x, w, acc, PRECISION)
