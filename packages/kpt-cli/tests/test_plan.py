@@ -148,6 +148,17 @@ def test_a_checkpoint_has_the_kernels_and_rates_of_the_chip(
         assert (rows["prefill", batch]["bound_by"], rows["prefill", batch]["units"]) == ("arithmetic", "bfloat16")
 
 
+def test_experts_of_8_bits_are_asked_for_as_such(plan, qwen, monkeypatch):
+    """A TPU's kernel of experts takes none, whatever it takes of bfloat16."""
+    tpu = pytest.importorskip("kpt_backend_tpu", reason="its kernels are named").BACKEND
+    monkeypatch.setattr("kpt_core.registry._added", {"tpu": tpu})
+    asked = (qwen, "--target", "v5e", "--dtype", "bfloat16", "--tokens", 64)
+    for words, served in (((), True), (("--weights", "fp8"), False)):
+        rows = [row for row in plan(*asked, *words)["kernels"] if row["op"] == "moe.experts"]
+        assert {row["backend"] == "tpu" for row in rows} == {served}
+        assert all(any("weights of 8 bits" in why for why in row["refused"]) != served for row in rows)
+
+
 def test_memory_is_that_of_a_real_model(plan, mixtral):
     from transformers import AutoModelForCausalLM
 

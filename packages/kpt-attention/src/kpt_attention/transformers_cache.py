@@ -135,9 +135,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 return key_states, value_states
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
-        if (
-            before and self.room and before + new <= self.table.shape[1] * self.page_size
-        ):  # most steps, each layer of them
+        # Most steps, each layer of them.
+        if before and self.room and before + new <= self.table.shape[1] * self.page_size:
             self.length = before + new
             keys, values = self._rows()
             keys.narrow(2, before, new).copy_(key_states)

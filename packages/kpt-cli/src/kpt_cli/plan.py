@@ -169,10 +169,19 @@ def _codes(device: "Target") -> "torch.dtype | None":
     return torch.float8_e4m3fn if known else None
 
 
-def _as_loaded(work: "Work", codes: "torch.dtype | None") -> "Work":
-    """Return an 8-bit layer as `kpt_fp8.transformers.load` makes it: activations are codes where codes multiply."""
+def _as_loaded(work: "Work", codes: "torch.dtype | None", fp8: bool) -> "Work":
+    """Return 8-bit layers as `kpt_fp8.transformers.load` makes them: activations are codes where codes multiply."""
     import torch
 
+    if fp8 and work.op == "moe.experts" and work.call is not None:
+        given: Any = work.call
+        changed = {}
+        for name in ("gate_up", "down"):
+            experts, rows, columns = getattr(given, f"{name}_proj").shape
+            changed[f"{name}_proj"] = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+            sizes = experts, math.ceil(rows / _BLOCK), math.ceil(columns / _BLOCK)
+            changed[f"{name}_scale"] = torch.empty(sizes, device="meta")
+        return replace(work, call=given._replace(**changed))
     if work.op != "fp8.linear" or work.call is None or codes is None:
         return work
     call: Any = work.call
@@ -248,7 +257,7 @@ def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, A
 
     codes, rows = _codes(device), []
     decodes = len(found.steps) == 2
-    waiting = [*(_as_loaded(each, codes) for each in found.calls), *(_of_pages(found) if decodes else ())]
+    waiting = [*(_as_loaded(each, codes, fp8) for each in found.calls), *(_of_pages(found) if decodes else ())]
     while waiting:
         work = waiting.pop(0)
         row: dict[str, Any] = {

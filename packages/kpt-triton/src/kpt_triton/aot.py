@@ -38,7 +38,7 @@ class Program:
     launches: Callable[[str], Mapping[str, Mapping[str, Any]]]
 
     def types(self, chip: str) -> Mapping[str, str]:
-        """The types of the arguments on a chip."""
+        """Return the types of the arguments on a chip."""
         if converts_codes(chip):
             return self.signature
         found = {}
@@ -49,5 +49,5 @@ class Program:
         return found
 
     def configurations(self, chip: str) -> Mapping[str, Mapping[str, Any]]:
-        """What the kernel may be launched with on a chip, by name."""
+        """Return what the kernel may be launched with on a chip, by name."""
         return self.launches(chip)
