@@ -195,3 +195,8 @@ def test_an_array_that_the_protocol_has_not(server, connect):
     with pytest.raises(ValueError, match="complex64; expected one of"):
         connect(server.url).infer("toy", {"x": X.astype(np.complex64)})
     assert server.asked == []
+
+
+def test_any_name_is_one_part_of_the_path(server, connect):
+    connect(server.url).infer("my m\u00f6del/1", {"x": X})
+    assert server.asked[0]["path"] == "/v2/models/my%20m%C3%B6del%2F1/infer"

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,8 @@ class Client:
                 self._connection = made(url.netloc.rpartition("@")[2], timeout=timeout)
             elif self._connection.sock is not None:
                 self._connection.sock.settimeout(timeout)
-            self._connection.request("POST", f"{url.path.rstrip('/')}/v2/models/{name}/infer", body, dict(headers))
+            path = f"{url.path.rstrip('/')}/v2/models/{quote(name, safe='')}/infer"
+            self._connection.request("POST", path, body, dict(headers))
             answer = self._connection.getresponse()
             content, status = answer.read(), answer.status
         except (OSError, http.client.HTTPException) as error:

@@ -112,6 +112,13 @@ def test_tokens_and_imbalance_are_of_the_window(monkeypatch):
     assert served == [a + b for a, b in zip(first.asked, statistics.snapshot()["a.router"].asked, strict=True)]
 
 
+def test_who_scrapes_all_the_time_fills_no_memory():
+    collector = ExpertCollector(nn.ModuleDict({"a": layer()}))
+    for _ in range(20):
+        collector.collect()
+    assert len(collector._past) == 2
+
+
 def test_refused_choices_are_counted():
     from kpt_moe import MoEConfig, MoELayer, TopKRouter
 

@@ -191,7 +191,7 @@ def test_a_client_that_vanished_is_not_computed_for(package: Path) -> None:
 
 
 def test_a_connection_that_asks_nothing_is_closed(package: Path) -> None:
-    before = "import kpt_serve.oip.server as s; s._SILENT = 0.2"
+    before = "import kpt_serve.listening as s; s.SILENT = 0.2"
     with Server(package, before) as server, socket.create_connection(("127.0.0.1", server.port)) as silent:
         silent.settimeout(5)
         assert silent.recv(1) == b""

@@ -58,3 +58,8 @@ def test_the_model_says_what_a_request_does_not(sample):
     found = sample(SCORES, *[(None, None)] * 4000, do_sample=True, temperature=0.5, top_k=2)
     want = torch.tensor([*(SCORES[:2] * 2).softmax(-1).tolist(), 0, 0])
     torch.testing.assert_close(shares(found), want, atol=0.03, rtol=0)
+
+
+def test_the_smallest_temperature_is_nearly_greedy(sample):
+    found = sample(torch.tensor([1.0, 2.0, 0.0, -1.0]), *[(1e-40, None), (1e-38, 0.9), (1e-6, None)] * 20)
+    assert set(found.argmax(-1).tolist()) == {1}

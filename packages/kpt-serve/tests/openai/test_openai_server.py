@@ -1,6 +1,7 @@
 import asyncio
 import json
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    with served(folder, "--token", TOKEN, *BOUNDS, "--max-body", "20000") as (_, found):
+    with served(folder, "--token", TOKEN, *BOUNDS) as (_, found):
         yield found
 
 
@@ -157,6 +158,7 @@ def test_refusals_are_openais_exceptions(client, address):
         ({"max_tokens": 801}, "max_tokens must be from 1 to 800"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}}, "chat_template_kwargs="),
         ({"extra_body": {"generation_config": "{}"}}, "generation_config="),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "chat template takes no tools"),
         ({"text": "x" * 190}, "the prompt has 240 tokens; it must have 1 to 200"),
     ):
         with pytest.raises(openai.BadRequestError, match=reason):
@@ -165,9 +167,12 @@ def test_refusals_are_openais_exceptions(client, address):
         client.chat.completions.create(model="toy", messages=[{"content": "no role"}])
     with pytest.raises(openai.BadRequestError, match="the prompt has 0 tokens"):
         client.completions.create(model="toy", prompt="")
-    with pytest.raises(openai.APIStatusError, match="more than 20000 bytes") as too_large:
+    with pytest.raises(openai.APIStatusError, match="more than 16896 bytes") as too_large:
         chat(client, "x" * 20000)
     assert too_large.value.status_code == 413
+    broken = b'{"prompt": "Hi", "\\ud800": 1}'  # half a surrogate pair
+    found = httpx2.post(f"{address}/v1/completions", content=broken, headers={"authorization": f"bearer  {TOKEN}"})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "\ud800")
     with pytest.raises(openai.AuthenticationError, match="send the server's token"):
         chat(client.with_options(api_key="secreT"))
 
@@ -312,3 +317,13 @@ def test_what_is_no_model_is_told_before_torch_is_imported(tmp_path):
         "is no model; expected a folder with config.json and weights in safetensors"
     )
     assert done.stdout.splitlines()[1] == "[]"
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded(folder):
+    from kpt_serve.errors import ServeError
+    from kpt_serve.openai import OpenAIOptions, serve
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match=f"can't listen on 127.0.0.1:{port}: Address already in use; choose"):
+            serve(folder, OpenAIOptions(port=port))

@@ -88,6 +88,9 @@ class ExpertCollector(Collector):
             # One that is older than the window stays, for those who scrape less often.
             while len(self._past) > 1 and self._past[1][0] <= time - WINDOW:
                 self._past.popleft()
+            # About a hundred are enough, and who scrapes all the time must not fill the memory.
+            if len(self._past) > 1 and time - self._past[-1][0] < WINDOW / 100:
+                time = self._past.pop()[0]
             self._past.append((time, now))
             return self._past[0][1]
 

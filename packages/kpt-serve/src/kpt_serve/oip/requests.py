@@ -119,7 +119,7 @@ def from_numbers(metadata: Metadata, shape: tuple[int, ...], data: Any) -> Tenso
     """Return an input that came as numbers, in one list or in nested ones."""
     name, word = metadata.name, metadata.datatype
     dtype = DTYPES[word]
-    numbers = _flat(data)
+    numbers = _flat(data, len(shape))
     if len(numbers) != math.prod(shape):
         raise invalid(f"input {name!r} has {len(numbers)} numbers; {list(shape)} has {math.prod(shape)}")
     kinds: tuple[type, ...] = (bool,) if dtype == torch.bool else (int, float) if dtype.is_floating_point else (int,)
@@ -135,15 +135,22 @@ def from_numbers(metadata: Metadata, shape: tuple[int, ...], data: Any) -> Tenso
         bounds = torch.iinfo(dtype)
         if min(numbers) < bounds.min or max(numbers) > bounds.max:
             raise invalid(f"input {name!r} holds numbers outside {bounds.min} to {bounds.max}, those of {word}")
+    if dtype.is_floating_point and not _is_finite(made) and all(map(math.isfinite, numbers)):
+        raise invalid(f"input {name!r} holds numbers beyond {torch.finfo(dtype).max:g}, the largest of {word}")
     return made.reshape(shape)
 
 
-def _flat(data: Any) -> list[Any]:
-    """Return the numbers of nested lists; lists of one level, the usual ones, are not copied."""
+def _flat(data: Any, deepest: int) -> list[Any]:
+    """Return the numbers of lists that are nested at most so deep; those of one level, the usual ones, are not copied.
+
+    Each level takes a pass over all numbers, so that more levels than a shape has dimensions could take minutes.
+    """
     if not isinstance(data, list):
         raise invalid(f"'data' is {str(data)[:40]!r}; expected a list of numbers")
     numbers: list[Any] = data
-    while any(type(each) is list for each in numbers):
+    for _ in range(deepest):
+        if not any(type(each) is list for each in numbers):
+            break
         numbers = [each for inner in numbers for each in (inner if type(inner) is list else [inner])]
     return numbers
 

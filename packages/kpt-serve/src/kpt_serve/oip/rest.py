@@ -105,7 +105,8 @@ def application(service: Service, registry: CollectorRegistry, *, largest: int, 
             headers["Connection"] = "close"  # what is left of the body is not read
         if error.status is Status.UNAUTHENTICATED:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse({"error": str(error)}, error.status.http, headers)
+        # Starlette's own JSON fails for half a surrogate pair, which clients may send and a message quotes.
+        return Response(json.dumps({"error": str(error)}), error.status.http, headers, "application/json")
 
     async def nowhere(request: HttpRequest, error: Exception) -> Response:
         code = getattr(error, "status_code", 404)

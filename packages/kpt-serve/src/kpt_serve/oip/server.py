@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kpt_serve.errors import ServeError
-from kpt_serve.listening import warn_of_openness
+from kpt_serve.listening import check_access, impatient_protocol, listener, warn_of_openness
 from kpt_serve.package import Manifest, check, check_machine, verify_signature
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .service import Service
 
 _LOG = logging.getLogger("kpt_serve")
-_SILENT = 10.0  #: seconds in which a new connection must begin a request
 DONE, WRONG = 0, 1
 
 
@@ -75,10 +74,9 @@ class Options:
         for name, least in (("batch", 1), ("queue", 1), ("largest", 1), ("delay", 0), ("settle", 0), ("grace", 0)):
             if not getattr(self, name) >= least:
                 raise ServeError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        if self.token is not None and not self.token.strip():
-            raise ServeError("the token is empty; expected the text that clients send, or no token at all")
-        if (self.certificate is None) != (self.private_key is None):
-            raise ServeError("TLS needs a certificate and its private key; got one of the two")
+        if not self.body_seconds > 0:
+            raise ServeError(f"body_seconds is {self.body_seconds}; expected more than 0")
+        check_access(self.token, self.certificate, self.private_key)
 
 
 def serve(folder: str | os.PathLike[str], options: Options = Options()) -> int:
@@ -243,22 +241,8 @@ async def _drain(
 def _web(service: "Service", registry: Any, options: Options) -> tuple[Any, socket.socket]:
     """Return uvicorn's server and the socket that it will use."""
     import uvicorn
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     from .rest import application
-
-    class Impatient(HttpToolsProtocol):
-        """A connection that is closed if it asks nothing."""
-
-        def connection_made(self, transport: Any) -> None:
-            """Begin to wait."""
-            super().connection_made(transport)
-            self.loop.call_later(_SILENT, self._close_if_silent)
-
-        def _close_if_silent(self) -> None:
-            asked: object = self.cycle  # None before the first request, which its annotation doesn't say
-            if asked is None and not self.transport.is_closing():
-                self.transport.close()
 
     class Server(uvicorn.Server):
         """A server that leaves signals to us."""
@@ -269,7 +253,7 @@ def _web(service: "Service", registry: Any, options: Options) -> tuple[Any, sock
 
     config = uvicorn.Config(
         application(service, registry, largest=options.largest, body_seconds=options.body_seconds),
-        http=Impatient,
+        http=impatient_protocol(),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -279,21 +263,7 @@ def _web(service: "Service", registry: Any, options: Options) -> tuple[Any, sock
         ssl_certfile=options.certificate,
         ssl_keyfile=options.private_key,
     )
-    try:
-        config.load()  # reads the certificate
-    except OSError as error:  # ssl.SSLError is one
-        raise ServeError(f"TLS with {options.certificate} and {options.private_key} fails: {error}") from error
-    return Server(config), _listener(options.host, options.port)
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ServeError(
-            f"can't listen on {host}:{port}: {error.strerror}; choose another by --host or --port"
-        ) from error
+    return Server(config), listener(options.host, options.port, backlog=2048)
 
 
 async def _rpc(service: "Service", options: Options) -> "tuple[grpc.aio.Server | None, int]":

@@ -37,7 +37,7 @@ class Service:
         self.manifest, self.metrics = manifest, metrics
         self.live = True  #: until the model gives wrong results: then the process must be started again
         self.draining = False
-        self._token = token.encode() if token is not None else None
+        self._token = token.strip().encode() if token is not None else None
         self._batcher: Batcher | None = None
         metrics.waiting(lambda: self._batcher.waiting() if self._batcher else 0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kpt_serve.errors import PackageError
-from kpt_serve.listening import warn_of_openness
+from kpt_serve.listening import listener, warn_of_openness
 from kpt_serve.package import Manifest, check, check_machine, verify_signature
 from kpt_serve.package.manifest import NAME
 
@@ -31,11 +31,13 @@ def serve(folder: str | os.PathLike[str], options: OpenAIOptions | None = None) 
     Raises:
         PackageError: The folder is not what its manifest says, this machine lacks what it needs, or it is no language
             model that continuous batching serves.
+        ServeError: The options make no sense, or the port is taken.
 
     Examples:
         >>> serve("SmolLM2-135M", OpenAIOptions(port=8000))
     """
     options = options or OpenAIOptions()
+    options.check()
     place = Path(folder)
     name = _checked(place, options)
     warn_of_openness(options.host, options.token)
@@ -87,13 +89,16 @@ def _run(folder: Path, name: str, options: OpenAIOptions) -> int:
         except Exception as error:  # transformers raises whatever its tokenizers and caches raise
             raise PackageError(f"{folder} can't be served: {(str(error).splitlines() or [''])[0][:400]}") from error
 
-    # In a thread that ends: OpenMP's team of a thread that lives counts as busy, and where more threads are busy than
-    # there are processors those of the model's own thread sleep after each operation. Decoding was 1.6 times slower.
-    with ThreadPoolExecutor(1) as pool:
-        model, tokenizer, generator, registry = pool.submit(prepare).result()
-    server = Server(Api(name, model, tokenizer, generator, options, registry), options)
-    try:
-        server.run()
-    finally:
-        generator.batch.stop(block=True, timeout=10, hard_stop=True)
+    # Before the model, which may take minutes, is loaded. Until it is, connections are refused.
+    with listener(options.host, options.port) as taken:
+        # In a thread that ends: OpenMP's team of a thread that lives counts as busy, and where more threads are busy
+        # than there are processors those of the model's own thread sleep after each operation. Decoding was 1.6 times
+        # slower.
+        with ThreadPoolExecutor(1) as pool:
+            model, tokenizer, generator, registry = pool.submit(prepare).result()
+        server = Server(Api(name, model, tokenizer, generator, options, registry), options)
+        try:
+            server.run(sockets=[taken])
+        finally:
+            generator.batch.stop(block=True, timeout=10, hard_stop=True)
     return 0 if server.started and not server.force_exit else 1

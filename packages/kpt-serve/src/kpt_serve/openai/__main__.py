@@ -5,7 +5,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from kpt_serve.errors import PackageError
+from kpt_serve.errors import PackageError, ServeError
 
 from . import OpenAIOptions, serve
 
@@ -22,7 +22,7 @@ def main() -> int:
     told = vars(parser.parse_args())
     try:
         return serve(told.pop("folder"), OpenAIOptions(**told))
-    except PackageError as error:
+    except (PackageError, ServeError) as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -80,7 +80,8 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         looks = scores.device.type == "cpu"
         if looks and not bool(sampled.any()):
             return scores
-        changed = scores / torch.where(sampled, temperature, 1)
+        # From the largest score down: divided by a tiny temperature, scores would all be infinite, and the same.
+        changed = (scores - scores.amax(-1, keepdim=True)) / torch.where(sampled, temperature, 1)
         if 0 < self.top_k < scores.shape[-1]:
             least = changed.topk(self.top_k, dim=-1).values[:, -1:]
             changed = changed.masked_fill(changed < least, -torch.inf)
@@ -125,7 +126,10 @@ class Manager(ContinuousBatchingManager):
         self.requests.add(asked.id)
         self._metrics.started(len(input_ids))
         kwargs |= {"request_id": asked.id, "record_timestamps": True, **self.sampling.settings(asked)}
-        return super().add_request(input_ids, *args, **kwargs)
+        added: str | None = super().add_request(input_ids, *args, **kwargs)
+        if added is None:  # the batch ends, and nobody would answer
+            raise RequestError(503, "the model stopped; restart the server", code="unavailable")
+        return added
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Register who takes a request's results, and measure the request when it ends."""

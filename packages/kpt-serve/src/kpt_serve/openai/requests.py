@@ -1,7 +1,7 @@
 """Requests of OpenAI's API: what is passed on to transformers, what changes nothing, and what is refused."""
 
-import math
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "stop": ("", []),
     "store": (False,),
-    "stream_options": ({}, {"include_usage": True}),  # usage is in the last part of each stream
+    # Usage is in the last part of each stream, where it harms nobody who did not ask for it.
+    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
     "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("auto",),
     "top_logprobs": (0,),
@@ -114,13 +115,13 @@ def read_request(route: str, document: object, *, id: str, model: str, max_token
         raise RequestError(400, f"{_NEEDED[route]} is missing", param=_NEEDED[route])
     if not isinstance(fields.get("stream", False), bool):
         raise RequestError(400, "stream must be true or false", param="stream")
-    for name in ("messages", "input"):
-        _check_texts(fields.get(name), name)
+    _check_texts(fields.get("messages"), "messages")
+    _check_input(fields)
+    _check_tools(fields.get("tools", []))
     asked = Asked(id, _number(fields, "temperature", 0, 2), _number(fields, "top_p", 0, 1), None)
-    for name in bounds:
+    for name in reversed(bounds):  # the first one counts, and no other is wrong
         if name in fields:
             asked.max_tokens = _count(fields[name], name, max_tokens)
-            break
     fields.setdefault("stream", False)  # transformers streams some routes by default
     return {name: fields[name] for name in _SERVED[route] - {"temperature", "top_p"} if name in fields}, asked
 
@@ -134,10 +135,10 @@ def _number(fields: Mapping[str, Any], name: str, least: float, most: float) -> 
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(400, f"{name} must be a number; got {str(value)[:100]!r}", param=name)
-    if not least <= value <= most or (name == "top_p" and value == 0):
-        raise RequestError(400, f"{name} must be from {least} to {most}; got {value}", param=name)
+    if not least <= value <= most or (name == "top_p" and value == 0):  # NaN is in no range
+        raise RequestError(400, f"{name} must be from {least} to {most}; got {str(value)[:100]}", param=name)
     return float(value)
 
 
@@ -149,13 +150,69 @@ def _count(value: object, name: str, most: int) -> int:
 
 def _check_texts(items: object, param: str) -> None:
     """Raise for parts of a message that are no text, which transformers would drop without a word."""
-    for item in items if isinstance(items, list) else ():
-        if not isinstance(item, dict):
-            raise RequestError(400, f"{param} must be a list of objects", param=param)
-        parts = [item] if "role" not in item and str(item.get("type")).startswith("input_") else item.get("content")
-        for part in parts if isinstance(parts, list) and item.get("type") != "reasoning" else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in _TEXTS:
-                raise RequestError(
-                    400, f"content of type {str(kind)[:100]!r} is not supported; only text is", param=param
-                )
+    if items is None or (isinstance(items, str) and param == "input"):
+        return
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise RequestError(400, f"{param} must be a list of objects", param=param)
+    # What begins with no message is for transformers the content of one, of which it drops all but texts.
+    if param == "input" and items and "role" not in items[0]:
+        items = [{"content": items}]
+    for item in items:
+        for content in (item.get("content") if item.get("type") != "reasoning" else None, item.get("output")):
+            if not isinstance(content, list | str | None):
+                raise RequestError(400, "content must be a text or a list of texts", param=param)
+            for part in content if isinstance(content, list) else ():
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind not in _TEXTS:
+                    raise RequestError(
+                        400, f"content of type {str(kind)[:100]!r} is not supported; only text is", param=param
+                    )
+                if not isinstance(part.get("text"), str):
+                    raise RequestError(400, f"content of type {kind!r} must have a text", param=param)
+
+
+def _check_input(fields: Mapping[str, Any]) -> None:
+    """Raise for what transformers' route of responses would drop without a word."""
+    items, instructions = fields.get("input"), fields.get("instructions", "")
+    _check_texts(items, "input")
+    if not isinstance(instructions, str):
+        raise RequestError(400, "instructions must be a text", param="instructions")
+    if instructions and isinstance(items, list) and items and items[0].get("role") == "system":
+        raise RequestError(
+            400, "instructions would replace the system message of input; send one of them", param="instructions"
+        )
+
+
+def _check_tools(tools: object) -> None:
+    """Raise for tools that are no functions, which transformers would show to the model as functions."""
+    for tool in tools if isinstance(tools, list) else [None]:
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RequestError(400, "tools must be a list of objects of type 'function'", param="tools")
+
+
+def conversation(messages: Sequence[Mapping[str, Any]], modality: object = None) -> list[dict[str, Any]]:
+    """Return messages as a chat template has them: content is one text, and arguments of calls are objects.
+
+    It stands for transformers' own, which drops names, reasoning, and a text that comes with calls of tools.
+
+    Args:
+        messages: OpenAI's.
+        modality: Text, whatever it says.
+    """
+    return [_message(each) for each in messages]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
+    made["role"], content = message["role"], made.get("content", "")
+    made["content"] = content if isinstance(content, str) else " ".join(part["text"] for part in content)
+    if calls := made.pop("tool_calls", []):
+        made["tool_calls"] = [_call(each) for each in calls]
+    return made
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}

@@ -23,10 +23,11 @@ from transformers.cli.serving.model_manager import ModelManager  # noqa: TID253
 from transformers.cli.serving.response import ResponseHandler  # noqa: TID253
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState, Modality  # noqa: TID253
 
+from kpt_serve.listening import impatient_protocol
 from kpt_serve.metrics import RequestMetrics, exposition
 
 from .batching import ASKED, Generator
-from .requests import Asked, RequestError, read_request
+from .requests import Asked, RequestError, conversation, read_request
 
 if TYPE_CHECKING:
     from .options import OpenAIOptions
@@ -89,6 +90,10 @@ class Api:
     ) -> None:
         one, batch = _OneModel(name, model, tokenizer), _OneBatch(generator)
         self._handlers: dict[str, Any] = {route: handler(one, batch) for route, handler in _HANDLERS.items()}
+        for each in self._handlers.values():
+            each.get_processor_inputs_from_messages = conversation
+        template = getattr(tokenizer, "chat_template", None) or ""
+        self._shows_tools = "tools" in (template if isinstance(template, str) else "".join(template.values()))
         self._name, self._generator, self._options, self._registry = name, generator, options, registry
         self._metrics = RequestMetrics(registry)
         self._metrics.waiting(lambda: len(generator.batch.requests) - generator.batch.running())
@@ -142,12 +147,14 @@ class Api:
 
     def _authorize(self, request: Request) -> None:
         token = self._options.token
-        given = request.headers.get("authorization", "").encode()
-        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if token is not None and not (
+            kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.strip().encode())
+        ):
             raise RequestError(401, "send the server's token as Authorization: Bearer TOKEN", code="invalid_api_key")
 
     async def _body(self, request: Request) -> Any:
-        most, body = self._options.max_body, bytearray()
+        most, body = self._options.largest, bytearray()
         try:
             async with asyncio.timeout(_SENDING):
                 async for part in request.stream():
@@ -174,6 +181,8 @@ class Api:
             fields, found = read_request(
                 route, document, id=asked.id, model=self._name, max_tokens=self._options.max_tokens
             )
+            if fields.get("tools") and not self._shows_tools:
+                raise RequestError(400, "this model's chat template takes no tools; leave them out", param="tools")
             gone = asyncio.create_task(_disconnected(receive))
             response = await self._unless(gone, self._handle(route, fields, found))
             if response is not None:
@@ -219,7 +228,9 @@ def _refusal(error: RequestError) -> Response:
         error.status, "server_error" if error.status >= 500 else "invalid_request_error"
     )
     body = {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-    return JSONResponse(body, error.status, headers={"retry-after": "1"} if error.status == 503 else None)
+    # Starlette's own JSON fails for half a surrogate pair, which clients may send and a message quotes.
+    headers = {"retry-after": "1"} if error.status == 503 else None
+    return Response(json.dumps(body), error.status, headers, "application/json")
 
 
 async def _stream(parts: AsyncIterable[Any], *, ends: bool) -> AsyncIterator[str]:
@@ -265,8 +276,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 api,
-                host=options.host,
-                port=options.port,
+                http=impatient_protocol(),
                 ssl_certfile=options.tls_certificate,
                 ssl_keyfile=options.tls_key,
                 lifespan="off",
