@@ -36,15 +36,15 @@ FAULTS = {
     "heads share the first plan": ("dense", "stride_ib + head * stride_ih", "stride_ib"),
     "sequences share the first lists": ("dense", "place = batch * stride_lb + head", "place = head"),
     "heads of keys in another order": ("dense", "(head // groups) * stride_kh", "(head % groups) * stride_kh"),
-    "sums of two tiles do not fade": ("dense", "total = total * fading + tl.sum", "total = total + tl.sum"),
-    "what was added does not fade": ("dense", "acc * fading[:, None]", "acc"),
-    "rows that see nothing are not zero": ("dense", "base = tl.maximum(higher, LOWEST)", "base = higher"),
+    "sums of two tiles do not fade": ("scores", "total = total * fading + tl.sum", "total = total + tl.sum"),
+    "what was added does not fade": ("scores", "acc * fading[:, None]", "acc"),
+    "rows that see nothing are not zero": ("scores", "base = tl.maximum(higher, LOWEST)", "base = higher"),
     "a sink is not in units of log 2": ("dense", "tl.maximum(top, sink)", "tl.maximum(top, sink * LN2)"),
     "a bias is not in units of log 2": ("scores", "other=0.0).to(tl.float32) * LOG2E", "other=0.0).to(tl.float32)"),
     "slopes rise with distance": ("scores", "scores -= slope *", "scores += slope *"),
     "the cap comes after what is added": ("scores", "scores = scores * cap", "scores = scores"),
     "the log-sum-exp is in units of log 2": ("dense", "tl.log2(total)) * LN2", "tl.log2(total))"),
-    "values that nobody sees are read": ("dense", "at_v, mask=some[", "at_v, mask=(key < keys)["),
+    "values that nobody sees are read": ("scores", "at_v, mask=some[", "at_v, mask=(key < keys)["),
 }  # fmt: skip
 #: The same of the gradients' kernels.
 FAULTS_OF_GRADIENTS = {
@@ -78,7 +78,7 @@ def planted(folder: Path, file: str, old: str, new: str) -> ModuleType:
     package = f"faulty_{abs(hash((file, old)))}"
     (folder / package).mkdir()
     (folder / package / "__init__.py").touch()
-    for name in ("mask", "scores", "backward", "dense"):
+    for name in ("mask", "scores", "backward", "few", "dense"):
         text = (Path(real.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         if name == file:
             assert text.count(old) >= 1, f"{old!r} is not in {name}.py"

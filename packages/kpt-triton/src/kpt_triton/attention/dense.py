@@ -1,8 +1,9 @@
 """`attention.dense` under any mask, with whatever changes scores, sinks and the log-sum-exp; its gradients beside it.
 
 A program has a tile of the queries of one head. It goes through the tiles of keys that no mask touches, then through
-those that one does; of a plan with tensors, a first launch lists which these are (`kpt_triton.attention.mask`). Nothing
-is read on the host, so that a launch may be captured and replayed.
+those that one does; of a plan with tensors, a first launch lists which these are (`kpt_triton.attention.mask`). Where
+such programs would leave most of a chip idle, keys are split over more of them (`kpt_triton.attention.few`). Nothing is
+read on the host, so that a launch may be captured and replayed.
 """
 
 from collections.abc import Mapping
@@ -17,10 +18,11 @@ from kpt_triton.aot import NO_SPILLS, Program
 from kpt_triton.chips import INTERPRETER, chip_of
 from kpt_triton.contracts import BF16, FP16, FP32, integers, pointers, products, spilling
 from kpt_triton.launching import on_its_device
-from kpt_triton.numeric import dot, narrow
+from kpt_triton.numeric import narrow
 
 from . import backward as gradients
-from .mask import OF_TOKENS, allowed, schedule, schedule_kernel, schedule_options, tensors_of, tiles_of
+from . import few
+from .mask import OF_TOKENS, schedule, schedule_kernel, schedule_options, tensors_of, tiles_of
 from .scores import (
     LN2,
     LOG2E,
@@ -28,18 +30,16 @@ from .scores import (
     PLAIN,
     USUAL,
     bias_of,
-    modified,
     narrow_family_of,
     numbers,
     options_of,
     padded,
     scales_of,
+    with_tile,
 )
 
 #: The gradients of what `forward` gives.
 backward = gradients.backward
-#: Queries below which a program for each head is too few of them.
-_LEAST_QUERIES = 16
 #: Rows, keys, stages and warps of a tile by a chip's family, for heads of up to 64, 128 and 256.
 _TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "sm80": ((128, 32, 3, 8), (128, 32, 3, 8), (64, 32, 2, 8)),
@@ -62,8 +62,8 @@ def unsupported(call: Any) -> str | None:
     dim = max(call.q.shape[3], call.v.shape[3])
     if dim > (most := _most_dim(chip := chip_of(call.q.device))):
         return f"head_dim {dim}; this kernel holds up to {most} on {chip}"
-    if call.q.shape[2] < _LEAST_QUERIES:
-        return f"{call.q.shape[2]} queries; this kernel does not split keys, which few of them need"
+    if call.needs and call.q.shape[2] < few.LEAST_QUERIES:
+        return f"{call.q.shape[2]} queries; with gradients this kernel does not split keys, which few of them need"
     if call.dropout:
         return "dropout; this kernel drops nothing"
     if call.relative_bias is not None:
@@ -73,52 +73,12 @@ def unsupported(call: Any) -> str | None:
     if call.intervals is not None and not call.intervals.shape[3]:
         return "a plan of no intervals, by which nobody sees anything"
     changed = (call.alibi_slopes, call.sinks, call.intervals, call.blocks)
-    more = call.softcap or call.return_lse or (call.causal and call.bias is not None)
+    # For few queries and a bias PyTorch repeats the keys for each head, and splits none.
+    biased = call.bias is not None and (call.causal or call.q.shape[2] < few.LEAST_QUERIES)
+    more = call.softcap or call.return_lse or biased
     if not more and all(each is None for each in changed):
         return "nothing but causality or a bias, which scaled_dot_product_attention of torch is for"
     return None
-
-
-@triton.jit
-def _tile(
-    acc, total, top, rows, k, v, stride_kn, stride_kd, stride_vn, stride_vd, start, row, inside, queries, keys,
-    position, scale, cap, slope, bias, stride_bm, stride_bn, intervals, table, bits,
-    DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BITS: tl.constexpr, CAPPED: tl.constexpr,
-    SLOPES: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Add what one tile of keys brings; `top` and scores are in units of log 2."""
-    key = start + tl.arange(0, KEYS)
-    dims = tl.arange(0, DIMS)
-    values = tl.arange(0, VALUES)
-    at_k = k + key.to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
-    at_v = v + key.to(tl.int64)[:, None] * stride_vn + values[None, :] * stride_vd
-    if MASKED:
-        seen = allowed(row, inside, start, keys, position, intervals, table, bits, KEYS, CAUSAL, INTERVALS, BITS, False)
-        # What no row sees has no influence, NaN neither.
-        some = tl.max(seen.to(tl.int32), 0) > 0
-        k_tile = tl.load(at_k, mask=some[:, None] & (dims < DIM)[None, :], other=0.0)
-        v_tile = tl.load(at_v, mask=some[:, None] & (values < VALUE_DIM)[None, :], other=0.0)
-    elif DIM == DIMS and VALUE_DIM == VALUES:
-        k_tile = tl.load(at_k)
-        v_tile = tl.load(at_v)
-    else:
-        k_tile = tl.load(at_k, mask=(dims < DIM)[None, :], other=0.0)
-        v_tile = tl.load(at_v, mask=(values < VALUE_DIM)[None, :], other=0.0)
-    scores, _ = modified(
-        dot(rows, k_tile.T, tl.zeros((rows.shape[0], KEYS), tl.float32), "ieee"), row[:, None], key[None, :],
-        inside[:, None] & (key < keys)[None, :], position, scale, cap, slope, bias, stride_bm, stride_bn,
-        CAPPED, SLOPES, BIAS,
-    )  # fmt: skip
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.maximum(higher, LOWEST)
-    weights = tl.exp2(scores - base[:, None])
-    fading = tl.exp2(top - base)
-    total = total * fading + tl.sum(weights, 1)
-    acc = dot(narrow(weights, v_tile.dtype), v_tile, acc * fading[:, None], "ieee")
-    return acc, total, higher
 
 
 @triton.jit(do_not_specialize=OF_TOKENS)
@@ -166,7 +126,7 @@ def _forward_kernel(
         start = i * KEYS
         if LISTED:
             start = tl.load(lists + i) * KEYS
-        acc, total, top = _tile(
+        acc, total, top = with_tile(
             acc, total, top, rows, k, v, stride_kn, stride_kd, stride_vn, stride_vd, start, row, inside, queries, keys,
             position, scale, cap, slope, bias, stride_bm, stride_bn, intervals, table, bits, DIM, DIMS, VALUE_DIM,
             VALUES, KEYS, False, CAUSAL, INTERVALS, BITS, CAPPED, SLOPES, BIAS,
@@ -175,7 +135,7 @@ def _forward_kernel(
         start = i * KEYS
         if LISTED:
             start = tl.load(lists + i) * KEYS
-        acc, total, top = _tile(
+        acc, total, top = with_tile(
             acc, total, top, rows, k, v, stride_kn, stride_kd, stride_vn, stride_vd, start, row, inside, queries, keys,
             position, scale, cap, slope, bias, stride_bm, stride_bn, intervals, table, bits, DIM, DIMS, VALUE_DIM,
             VALUES, KEYS, True, CAUSAL, INTERVALS, BITS, CAPPED, SLOPES, BIAS,
@@ -197,7 +157,11 @@ def _forward_kernel(
 @on_its_device
 def forward(call: Any) -> Any:
     """Return the output and, where it is asked for, the log-sum-exp; and what the gradients need."""
-    return attend(call, _launch_of(call))
+    launch = _launch_of(call)
+    batch, heads, queries, _ = call.q.shape
+    if few.serves(call, triton.cdiv(queries, launch["ROWS"]) * heads * batch, launch["num_warps"]):
+        return few.forward(call)
+    return attend(call, launch)
 
 
 def attend(call: Any, launch: Mapping[str, Any]) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...]]:
@@ -299,5 +263,6 @@ AOT = (
     _program("forward bf16, wide", BF16, (256,), ("documents", "everything"), _SPILLED_OF_WIDE, hot=80),
     _program("forward fp16", FP16, (128,), ("documents",), _SPILLED),
     Program("schedule", schedule_kernel, _OF_SCHEDULE, NO_SPILLS, _schedule_launches),
+    *few.AOT,
     *gradients.AOT,
 )

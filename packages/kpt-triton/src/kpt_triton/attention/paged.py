@@ -14,23 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kpt_triton.aot import NO_SPILLS, Program
-from kpt_triton.chips import NVIDIA, chip_of, family_of, no_codes
+from kpt_triton.chips import NVIDIA, chip_of, no_codes
 from kpt_triton.contracts import BF16, E4M3, FP16, FP32, integers, lean, pointers, products, spilling, tf32
 from kpt_triton.launching import as_read, on_its_device, precision, programs
 from kpt_triton.numeric import dot, narrow, widen
 
-from .scores import LOWEST, numbers, single, tanh
+from .scores import LOWEST, numbers, single, step_of, tanh
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: The largest head_dim, which is padded to a power of two.
 _MOST_DIM = 256
 #: Rows of a program: products of matrices have 16 or more.
 _LEAST_ROWS, _MOST_ROWS = 16, 32
-#: Keys of a step.
-_LEAST_KEYS, _MOST_KEYS = 16, 64
-#: Bytes of a step's keys, steps that are under way, and warps, by a chip's family; the last for NVIDIA's.
-_TILES = {"gfx9": (16384, 2, 4), "gfx11": (4096, 1, 8), "xe": (16384, 2, 8)}
-_USUAL_TILE = (16384, 3, 4)
 _RDNA = ("gfx1100", "gfx1201")
 #: Parts of a sequence's keys, and the least steps that one has where keys are as many as they may be.
 _MOST_PARTS, _LEAST_STEPS = 128, 2
@@ -296,14 +291,12 @@ def _launch_of(call: Any) -> dict[str, Any]:
 def _sizes(chip: str, itemsize: int, page: int, groups: int, dim: int, value_dim: int) -> dict[str, Any]:
     """Return what the first kernel is compiled for by shapes, and how; `itemsize` is the queries'."""
     dims, values = (max(16, triton.next_power_of_2(each)) for each in (dim, value_dim))
-    step, stages, warps = _TILES.get(family_of(chip), _USUAL_TILE)
-    keys = step // (max(dims, values) * itemsize)
+    keys, stages, warps = step_of(chip, itemsize, max(dims, values))
     return {
         "PAGE": page, "DIM": dim, "DIMS": dims, "VALUE_DIM": value_dim, "VALUES": values,
         # More rows of float32 are more than registers hold.
         "ROWS": _LEAST_ROWS if itemsize == 4 or groups <= _LEAST_ROWS else _MOST_ROWS,
-        "KEYS": min(max(keys, _LEAST_KEYS), _MOST_KEYS), "STAGES": stages,
-        "num_warps": warps, "enable_fp_fusion": True,
+        "KEYS": keys, "STAGES": stages, "num_warps": warps, "enable_fp_fusion": True,
     }  # fmt: skip
 
 
