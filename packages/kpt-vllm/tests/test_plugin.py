@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import ModuleType
 
 import pytest
 
@@ -36,4 +37,22 @@ def test_a_vllm_without_the_hook_runs_its_own_experts(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.logger", None)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.warns(PluginWarning, match=r"vLLM runs experts itself, not KPT: .* does not fit this vLLM \(.*vllm"):
+        kpt_vllm.register()
+
+
+def test_a_vllm_whose_method_has_no_hook_runs_its_own_experts(monkeypatch):
+    monkeypatch.delitem(sys.modules, "kpt_vllm.experts", raising=False)
+    monkeypatch.delattr(kpt_vllm, "experts", raising=False)
+    layers = "vllm.model_executor.layers.fused_moe"
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", layers, f"{layers}.experts"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, attribute, value in (
+        ("vllm.logger", "init_logger", lambda name: None),
+        (f"{layers}.experts.cpu_moe", "CPUUnquantizedExperts", type("Experts", (), {})),
+        (f"{layers}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", type("Method", (), {})),
+    ):
+        module = ModuleType(name)
+        setattr(module, attribute, value)
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.warns(PluginWarning, match=r"does not fit this vLLM \(.*register_oot"):
         kpt_vllm.register()

@@ -42,3 +42,10 @@ def test_usual_layers_are_served(activation):
 )
 def test_other_layers_are_refused_with_the_reason(changed, reason):
     assert reason in unsupported(config(**changed))
+
+
+@pytest.mark.parametrize("name", ["activation", "swiglu_alpha", "moe_parallel_config"])
+def test_a_vllm_of_other_names_keeps_its_layers(name):
+    other = config()
+    delattr(other, name)
+    assert f"does not fit this vLLM ('types.SimpleNamespace' object has no attribute '{name}')" in unsupported(other)

@@ -30,7 +30,7 @@ def register() -> None:
         raise InputError(f"{KPT_VLLM}={asked!r}: expected 0, which leaves experts to vLLM, or 1")
     try:
         from . import experts  # noqa: F401  its class registers itself
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # a module, or the hook in one, is gone
         warn_caller(
             f"vLLM runs experts itself, not KPT: kpt-vllm does not fit this vLLM ({describe_error(error)}); install "
             f"vLLM 0.32, or set {KPT_VLLM}=0 to be told no more",

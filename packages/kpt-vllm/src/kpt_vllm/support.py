@@ -15,6 +15,13 @@ def unsupported(moe: Any) -> str | None:
     Args:
         moe: vLLM's `FusedMoEConfig`.
     """
+    try:
+        return _reason(moe)
+    except AttributeError as error:
+        return f"kpt-vllm does not fit this vLLM ({error})"
+
+
+def _reason(moe: Any) -> str | None:
     parallel = moe.moe_parallel_config
     reasons = {
         f"activation {moe.activation.value!r} is none of {', '.join(ACTIVATIONS)}": (
