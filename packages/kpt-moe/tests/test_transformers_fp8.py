@@ -23,6 +23,7 @@ from kpt_fp8 import quantize_to_fp8
 from kpt_fp8.transformers import load as load_fp8
 from kpt_moe.rewrites import Bfloat16Experts
 from kpt_moe.transformers import NAME, kpt_fp8_experts_forward
+from kpt_moe.transformers import experts as of_transformers
 
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 if not hasattr(fp8, "ALL_FP8_EXPERTS_FUNCTIONS"):
@@ -258,6 +259,34 @@ def test_set_back_to_eager_gives_the_same(small):
     want = logits(model)
     model.set_experts_implementation("eager")
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("held", "named"),
+    [
+        ({}, "1x128"),
+        ({"activations": "row"}, "row"),
+        ({"activations": "tensor"}, "none"),
+        ({"activations": "none"}, "none"),
+        ({"activations": "1x128", "input_bound": 4.0}, "none"),
+        ({"activation_scheme": "static"}, "none"),
+        ({"gate_up_proj_activation_scale": torch.ones(4, 2)}, "none"),
+    ],
+    ids=str,
+)
+def test_kernels_may_round_what_the_checkpoint_rounds(held, named, small, monkeypatch):
+    model = load(small.path)
+    experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj_scale_inv"))
+    del experts.activations
+    for name, value in ({"activation_scheme": "dynamic"} | held).items():
+        setattr(experts, name, value)
+    asked = []
+    real = of_transformers.experts
+    monkeypatch.setattr(
+        of_transformers, "experts", lambda *a, **more: asked.append(more["activations"]) or real(*a, **more)
+    )
+    logits(model)
+    assert asked[0] == named
 
 
 def test_copies_and_files_of_torch(small):

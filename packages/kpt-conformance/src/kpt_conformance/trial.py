@@ -280,8 +280,14 @@ class Trial:
             runs = (reference._nearby(widened, draw, **how) for draw in range(_DRAWS))
             return terms_of(oracle, list(runs))
 
+        left = self.table.leave if not self.differentiable else None
         return baseline, replace(
-            oracle, reduction=reduction, terms=terms, exact=self.table.exact, tolerances=self.table.tolerances
+            oracle,
+            reduction=reduction,
+            terms=terms,
+            exact=self.table.exact,
+            tolerances=self.table.tolerances,
+            leave=0.0 if left is None else left(arguments),
         )
 
     def _nearby(

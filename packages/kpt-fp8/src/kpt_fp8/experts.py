@@ -29,8 +29,8 @@ _KPT, _EAGER = "kpt", "eager"
 class NativeFP8Experts(nn.Module):
     """The fused experts of a Hugging Face model with frozen 8-bit weights.
 
-    They are called as the model's own are, and run by op `moe.experts` of kpt-moe, with activations as they come; or
-    one after the other by op `fp8.linear`, which may quantise activations. Gradients reach tokens, routing weights and
+    They are called as the model's own are, and run by op `moe.experts` of kpt-moe, whose kernels may quantise dynamic
+    activations; or one after the other by op `fp8.linear`, which does. Gradients reach tokens, routing weights and
     biases. Sizes, activation and biases are those of the model's own module. Whatever the layout there, `gate_up_proj`
     (`up_proj` without a gate) is `[experts, width, hidden_size]` with the gate's rows above the up projection's, and
     `down_proj` `[experts, hidden_size, intermediate_size]`.
@@ -43,7 +43,8 @@ class NativeFP8Experts(nn.Module):
         experts: the model's own; not changed. Codes and scales are on the meta device: see `from_experts`.
         granularity: `tensor`, `row` or `128x128`.
         dtype: of the codes.
-        activations: what op `fp8.linear` quantises activations by where it runs them; `none` leaves them as they are.
+        activations: what op `fp8.linear` quantises activations by where it runs them, and kernels of `moe.experts` may
+            (`row` and `1x128`, without static scales and bounds); `none` leaves them as they are.
         static: there are static scales of activations.
         input_bound: the largest magnitude of activations before they are quantised.
         config: of the text model, for experts that have none.

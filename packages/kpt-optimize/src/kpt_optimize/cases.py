@@ -169,6 +169,8 @@ class CaseTable:
         estimated: whether, for given arguments, the gradient is an estimate by convention, as where a number that is
             rounded to 8 bits counts as if it were not (straight-through, arXiv:1308.3432): finite differences of a
             staircase are no measure then. None: it never is.
+        leave: for given arguments, the part of its size by which a result without gradients may be off beyond rounding,
+            as where kernels may round arguments to 8 bits. None: nothing.
         linear_in: dimensions of which the op says that memory is linear in them: kernels take twice as much where all
             of them are twice as large, forward and backward, and not four times. Empty: it says nothing.
     """
@@ -188,6 +190,7 @@ class CaseTable:
     tolerances: Mapping[str, Accuracy] = field(default_factory=dict)
     specified: Callable[[Arguments], bool] | None = None
     estimated: Callable[[Arguments], bool] | None = None
+    leave: Callable[[Arguments], float] | None = None
     linear_in: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ _DEFAULTS: dict[ModuleType, dict[str, Any]] = {
     of_experts: {
         "gate_up_proj_bias": None, "down_proj_bias": None, "activation": "swiglu", "transposed": False,
         "interleaved": False, "alpha": 1.0, "beta": 0.0, "limit": None, "gate_up_scale": None, "down_scale": None,
+        "activations": "none",
     },
     of_scaled_products: {"x_scale": None, "out_dtype": None},
     gating: {

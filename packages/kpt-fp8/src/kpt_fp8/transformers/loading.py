@@ -28,15 +28,15 @@ def load(
     """Load an FP8 checkpoint of a Hugging Face model; weights stay 8-bit on every device.
 
     Linear layers become `NativeFP8Linear`, experts stay stacked in 8 bits. They are frozen. Experts are run by kpt-moe
-    where it is installed, with activations as they come; by `fp8.linear`, one after the other, where activations are
-    to be quantised or `experts_implementation="eager"` is given.
+    where it is installed; by `fp8.linear`, one after the other, where activations are to be quantised always or `experts_implementation="eager"` is given.
 
     Args:
         path: a folder with config.json and weights in safetensors, in one of the formats of `convert_checkpoint`.
         model_class: what has `from_pretrained`; None: the class that the checkpoint names.
         quantize_activations: quantise activations as the checkpoint says, those of experts too; False leaves them as
             they are, which is more exact and, where no device multiplies 8-bit numbers, faster. None: those of linear
-            layers where the device that `device_map` names multiplies 8-bit numbers, which no CPU does.
+            layers where the device that `device_map` names multiplies 8-bit numbers, which no CPU does; there kernels
+            of experts may round those of many tokens, see `activations` of kpt-moe's `experts`.
         arguments: of `from_pretrained`: device_map, dtype, attn_implementation, experts_implementation and so on.
             `"kpt"` needs no import of kpt_attention.transformers or kpt_moe.transformers.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kpt_core import UnknownNameError
 from kpt_moe.activations import GATED, PLAIN, Activation
 from kpt_moe.expert_networks.quantized import SCHEMES
+from kpt_moe.experts import ACTIVATIONS
 from kpt_optimize.cases import Arguments, CaseTable, Domain, Sizes, WrongInput
 
 from .common import MANY, WIDE, WIDER, case, normal, quantised, wrong
@@ -134,6 +135,8 @@ def _allowed(values: Mapping[str, Any]) -> bool:
         return False
     if values["load"] == "far" and values["ids"] is torch.int32:
         return False
+    if values["activations"] != "none" and None in (values["up_scheme"], values["down_scheme"]):
+        return False
     quantised = values["up_scheme"] is not None or values["down_scheme"] is not None
     pairs = values.get("tokens", 1) * values.get("num_experts", 1) if values["top_k"] == "every" else 1
     hidden, inner = values.get("hidden", 1), values.get("inner", 1)
@@ -162,6 +165,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "top_k": 8,
         "up_scheme": "128x128",
         "down_scheme": "128x128",
+        "activations": "1x128",
     },
     "DeepSeek-V3 of one rank": {"tokens": 40, "hidden": 640, "inner": 60, "num_experts": 16, "load": "partly away"},
     "Llama 4": {"tokens": 9, "hidden": 320, "inner": 160, "num_experts": 16, "top_k": 1, "transposed": True},
@@ -190,6 +194,7 @@ _DOMAIN = Domain(
         "alpha": (1.0, 1.702, 1.5),
         "beta": (0.0, 1.0, -0.5),
         "limit": (None, 0.7, 7.0),
+        "activations": ACTIVATIONS,
         "ids": (torch.int64, torch.int32),
     },
     sized=("up_scheme", "down_scheme", "transposed"),
@@ -239,6 +244,10 @@ EXPERTS = CaseTable(
         case("8-bit blocks", tokens=13, hidden=136, inner=136, up_scheme="128x128", down_scheme="128x128"),
         case("8-bit, transposed", hidden=136, inner=72, up_scheme="128x128", down_scheme="128x128", transposed=True,
             biases=_BOTH),
+        case("8-bit, activations too", tokens=160, hidden=136, inner=136, top_k=2, num_experts=4, up_scheme="128x128",
+            down_scheme="128x128", activations="1x128"),
+        case("8-bit, rows of activations too", tokens=160, top_k=2, num_experts=4, up_scheme="row", down_scheme="row",
+            activations="row"),
         case("granite-3.1-1b-a400m", tokens=63, hidden=1024, inner=512, num_experts=32, top_k=8, model=True),
         case("olmoe-1b-7b decode", tokens=1, hidden=2048, inner=1024, num_experts=64, top_k=8, model=True, large=True),
         case("mixtral-8x7b", tokens=1024, hidden=4096, inner=14336, num_experts=8, top_k=2, model=True, large=True),
@@ -261,6 +270,14 @@ EXPERTS = CaseTable(
             down_proj=Tensor.double),
         _wrong("weights on another device", r"down_proj must have x's dtype and device.*got torch\.float32 on meta",
             down_proj=lambda t: t.to("meta")),
+        _wrong("activations beside weights of x's dtype", r"activations='row' is for weights of 8 bits.*; got "
+            r"torch\.float32 and torch\.float32: leave it out", activations=lambda _: "row"),
+        WrongInput(
+            name="unknown granularity",
+            change=lambda a: {**a, "activations": "token"},
+            message=r"unknown granularity of activations 'token'",
+            error=UnknownNameError,
+        ),
         WrongInput(
             name="unknown activation",
             change=lambda a: {**a, "activation": "swigloo"},
@@ -274,5 +291,6 @@ EXPERTS = CaseTable(
     rare=(torch.float64,),
     domain=_DOMAIN,
     kept=frozenset({"gate_up_scale", "down_scale"}),
+    leave=lambda arguments: 0.03 if arguments.get("activations", "none") != "none" else 0.0,
 )
 # fmt: on

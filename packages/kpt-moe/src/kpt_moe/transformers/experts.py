@@ -1,4 +1,4 @@
-"""The experts of Hugging Face models, by KPT's ops; of FP8 ones, weights stay 8-bit, activations are not quantised."""
+"""The experts of Hugging Face models, by KPT's ops; of FP8 ones, weights stay 8-bit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from kpt_moe._pairs import SortedPairs
 from kpt_moe._scales import SCALE_BLOCK, SCALE_DTYPES, dequantise, in_blocks
 from kpt_moe.composed_experts import composed_experts
 from kpt_moe.conversion.experts import options_of
-from kpt_moe.experts import experts
+from kpt_moe.experts import ACTIVATIONS, experts
 from kpt_moe.hf_modules import has_post_norm, parameter_names
 from kpt_moe.routing import Routing
 from kpt_moe.scaled_grouped_mm import scaled_grouped_mm
@@ -65,9 +65,10 @@ def kpt_fp8_experts_forward(
 ) -> Tensor:
     """Run as `kpt_experts_forward` does, for transformers' `FP8Experts`.
 
-    Products are those of the dequantised weights, with activations as they come: neither dynamic nor static activation
-    scales are applied, which transformers' own kernels do to multiply 8-bit numbers. Weights are frozen: gradients
-    reach the tokens and the routing.
+    Products are those of the dequantised weights. Where the checkpoint asks for dynamic activation scales, a kernel of
+    a device that multiplies 8-bit numbers may round activations to them, of many tokens and without gradients; else
+    activations stay as they come. Static scales are not applied. Weights are frozen: gradients reach the tokens and the
+    routing.
 
     Weights are float8_e4m3fn with scales of blocks of 128 by 128, rows, or one for each matrix, float32 or powers of
     two in float8_e8m0fnu; or they were dequantised. In checkpoints, the gate's and the up projection's matrix have
@@ -117,6 +118,7 @@ def kpt_fp8_experts_forward(
             **options_of(activation),
             gate_up_scale=up_scale,
             down_scale=down_scale,
+            activations=_roundable(module),
         )
         return out.to(hidden_states.dtype)
     pairs = SortedPairs.of(Routing(top_k_index, top_k_weights, logits=top_k_weights), up.shape[0])
@@ -126,6 +128,15 @@ def kpt_fp8_experts_forward(
     h = _biased(torch.cat([_product(rows, *part, pairs) for part in products], 1), up_bias, pairs)
     y = _product(module._apply_gate(h) if module.has_gate else module.act_fn(h), down, down_scale, pairs)
     return pairs.combine(_biased(y, down_bias, pairs), hidden_states).to(hidden_states.dtype)
+
+
+def _roundable(module: Any) -> str:
+    """What activations may be rounded by, see `moe.experts`: kpt-fp8's experts name it, transformers' say when."""
+    if any(getattr(module, f"{name}_activation_scale", None) is not None for name in ("gate_up_proj", "down_proj")):
+        return "none"
+    dynamic = getattr(module, "activation_scheme", None) == "dynamic"
+    named = getattr(module, "activations", ("1x128" if module.block_size else "row") if dynamic else "none")
+    return named if named in ACTIVATIONS and getattr(module, "input_bound", None) is None else "none"
 
 
 def refuse_widened(module: Any, name: str) -> None:

@@ -107,10 +107,13 @@ def _stored(scale, POWERS: tl.constexpr):
 def _rows_kernel(
     x, scale, codes, stride, columns, width, groups, total,
     GIVEN: tl.constexpr, POWERS: tl.constexpr, ROUNDING: tl.constexpr, LOG: tl.constexpr, LARGEST: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, SATURATE: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr, MAGIC: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS runs of `width` numbers of a row, a scale each; WHOLE: a run fits into WIDTH."""
+    """GROUPS runs of `width` numbers of a row, a scale each.
+
+    WHOLE: a run fits into WIDTH. SATURATE: an infinity becomes the largest number, else NaN.
+    """
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     row, first = group // groups, group % groups * width
     end = tl.minimum(first + width, columns)[:, None]
@@ -133,6 +136,8 @@ def _rows_kernel(
                 largest = tl.max(_sizes(values), 1)
             own = _scale_of(largest, tl.full((GROUPS,), LARGEST, tl.float32), LOG, ROUNDING)
         spread = tl.broadcast_to(own[:, None], values.shape)
+        if not SATURATE:
+            values = tl.where(tl.abs(values) < float("inf"), values, float("nan"))
         code = codes_of(values, spread, MANTISSA, BIAS, MOST, MAGIC, FNUZ)
         tl.store(codes + row[:, None] * columns + column, code, mask=inside)
     if not GIVEN:
@@ -243,6 +248,31 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     return codes, found
 
 
+def quantize_rows(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    """Quantise rows for a product that is to show where a number of theirs overflowed: an infinity becomes NaN.
+
+    Args:
+        x: `[rows, K]`.
+        granularity: `row` or `1x128`.
+
+    Returns:
+        Codes `[rows, K]` of float8_e4m3fn, and float32 scales `[rows, 1]` or `[rows, ceil(K / 128)]`.
+    """
+    x = inner_contiguous(x)
+    rows, columns = x.shape
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    width = _WIDTHS[granularity] or columns
+    groups = triton.cdiv(columns, width)
+    scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    if x.numel():
+        launch = _rows_launch(width) | {"SATURATE": False}
+        _rows_kernel[(triton.cdiv(rows * groups, launch["GROUPS"]),)](
+            x, scale, codes.view(torch.uint8), x.stride(0), columns, width, groups, rows * groups, **launch,
+            **_settings(codes.dtype, "none", False, torch.float32),
+        )  # fmt: skip
+    return codes, scale
+
+
 def _shape(shape: torch.Size, by: str) -> list[int]:
     """Return the shape of the scales."""
     *others, last = shape
@@ -278,7 +308,7 @@ def _settings(dtype: torch.dtype, rounding: str, given: bool, scale_dtype: torch
 def _rows_launch(width: int) -> dict[str, Any]:
     held = min(triton.next_power_of_2(width), _MOST)
     warps = _EIGHT if held > _HELD else _FOUR
-    return {"WIDTH": held, "GROUPS": max(1, _HELD // held), "WHOLE": width <= _MOST, **warps}
+    return {"WIDTH": held, "GROUPS": max(1, _HELD // held), "WHOLE": width <= _MOST, "SATURATE": True, **warps}
 
 
 _NUMBERS = {"stride": "i32:16", "columns": "i32:16"}

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kpt_triton.chips import chip_of
 from kpt_triton.launching import inner_contiguous, precision, programs
 from kpt_triton.numeric import narrow
 from kpt_triton.tile import Tile
 
 from .activation import GATED, activate
-from .launching import check_scales, most_tiles, padded, scales_of, weight_descriptor
+from .launching import check_scales, codes_of, most_tiles, padded, scales_of, weight_descriptor
 from .mainloop import accumulate, last_tiles, place_of, rows_of
 
 
@@ -43,6 +45,11 @@ class Gating:
         """The kind of product that makes the pre-activation, for `kpt_triton.moe.tiles`."""
         return "pair" if self.gated else "crowded"
 
+    @property
+    def product_of_codes(self) -> str:
+        """Likewise where x is of 8 bits, too."""
+        return f"{self.product}_codes"
+
     def numbers(self) -> tuple[float, float, float]:
         """The parameters, as a launch takes them."""
         return self.alpha, self.beta, 0.0 if self.limit is None else self.limit
@@ -56,16 +63,18 @@ class Gating:
 
 @triton.jit(do_not_specialize=["rows"])
 def up_kernel(
-    x, w, out, h, offsets, order, bias, scale, rows, N, K, width, experts, top_k, alpha, beta, limit,
+    x, w, out, h, offsets, order, bias, scale, x_scale, rows, N, K, width, experts, top_k, alpha, beta, limit,
     stride_xr, stride_we, stride_wk, stride_wn, stride_or, stride_hr, stride_be, stride_se, stride_sk, stride_sn,
+    stride_xsr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, NAME: tl.constexpr, IS_GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, SCALE: tl.constexpr, LAYOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LIMITED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, SCALE: tl.constexpr, X_SCALE: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = act(x[order[r] // top_k] @ w[e] * scale + bias[e])`, and with SAVE the product in `h`, without bias.
 
-    N is the size of the activation, width that of the pre-activation: 2 N for gate and up.
+    N is the size of the activation, width that of the pre-activation: 2 N for gate and up. Of an 8-bit x, scales are
+    of rows ("row") or of 128 numbers of one ("block"); CODES says how it is multiplied, see `accumulate`.
     """
     PAIR: tl.constexpr = IS_GATED and not INTERLEAVED
     SPAN: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
@@ -82,9 +91,15 @@ def up_kernel(
         inside = columns < (width if INTERLEAVED else N)
         acc, other = accumulate(
             x, source.to(tl.int64), stride_xr, first, w, expert, stride_we, stride_wk, stride_wn,
-            scale, stride_se, stride_sk, stride_sn, scale, 0, column, N + column, inside, width, K, K,
-            BLOCK_M, SPAN, BLOCK_K, EVEN_K, EVEN_N, PAIR, False, LAYOUT, SCALE, False, PRECISION, False, "",
+            scale, stride_se, stride_sk, stride_sn, x_scale, stride_xsr, column, N + column, inside, width, K, K,
+            BLOCK_M, SPAN, BLOCK_K, EVEN_K, EVEN_N, PAIR, False, LAYOUT, SCALE, X_SCALE == "block", PRECISION, False,
+            CODES,
         )  # fmt: skip
+        if X_SCALE == "row":
+            of_rows = tl.load(x_scale + source.to(tl.int64) * stride_xsr)
+            acc *= of_rows[:, None]
+            if PAIR:
+                other *= of_rows[:, None]
         if SCALE == "n":
             scales = scale + expert.to(tl.int64) * stride_se + columns * stride_sn
             acc *= tl.load(scales, mask=inside, other=0.0)[None, :]
@@ -120,6 +135,8 @@ def multiply_and_activate(
     *,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     save: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel.
@@ -134,6 +151,8 @@ def multiply_and_activate(
         tile: the configuration; of gate and up there are n columns each.
         bias: `[experts, width]`, its last dimension contiguous.
         scale: float32 `[experts, a, b]`, scales of 8-bit weights, of columns or blocks.
+        x_scale: float32 `[tokens, 1 or blocks]`, scales of an 8-bit x.
+        out_dtype: of the result; None is x's.
         save: keep the pre-activation.
 
     Returns:
@@ -141,13 +160,15 @@ def multiply_and_activate(
         x's dtype. Rows of no expert are left as they are.
     """
     kind = scales_of(scale, weight)
-    check_scales(kind, tile)
+    x_scales = "" if x_scale is None else "row" if x_scale.shape[1] == 1 else "block"
+    for each in (kind, x_scales):
+        check_scales(each, tile)
     x = inner_contiguous(x)
     experts, inner, width = weight.shape
     columns = width // 2 if act.gated else width
     rows = order.shape[0]
-    out = x.new_empty(rows, columns)
-    h = x.new_empty(rows if save else 0, width)
+    out = x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
+    h = out.new_empty(rows if save else 0, width)
     if out.numel() == 0:
         return out, h
     constants = act.constants()
@@ -157,10 +178,12 @@ def multiply_and_activate(
     tiles = most_tiles(rows, experts, tile.m) * triton.cdiv(columns, tile.n)
     up_kernel[(programs(x.device, tiles, tile.warps),)](
         x, matrices, out, h if save else out, offsets, order, bias if bias is not None else out,
-        scale if scale is not None else out, rows, columns, inner, width, experts, top_k, *act.numbers(),
-        x.stride(0), *weight.stride(), out.stride(0), width, 0 if bias is None else bias.stride(0), *strides,
+        scale if scale is not None else out, x_scale if x_scale is not None else out, rows, columns, inner, width,
+        experts, top_k, *act.numbers(), x.stride(0), *weight.stride(), out.stride(0), width,
+        0 if bias is None else bias.stride(0), *strides, 0 if x_scale is None else x_scale.stride(0),
         EXPERTS=padded(experts), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=tile.group,
         EVEN_K=inner % tile.k == 0, EVEN_N=columns % tile.n == 0, **constants, BIAS=bias is not None, SAVE=save,
-        SCALE=kind, LAYOUT=layout, PRECISION=precision(x), **tile.options(),
+        SCALE=kind, X_SCALE=x_scales, LAYOUT=layout, PRECISION=precision(x),
+        CODES=codes_of(x.dtype, weight.dtype, kind, out.dtype, chip_of(x.device)), **tile.options(),
     )  # fmt: skip
     return out, h

@@ -139,7 +139,7 @@ def multiply(
         EVEN_K=inner % tile.k == 0, EVEN_N=columns % tile.n == 0, GATHER=gather, TAIL=zero_rest, BIAS=bias is not None,
         WEIGHTS=weights is not None, SCALE=kind, X_SCALE=x_scales, X_DESCRIPTOR=source is not None, LAYOUT=layout,
         PRECISION=precision(x), SPECIALIZE=tile.specialize and source is not None and layout != "",
-        CODES=codes_of(x, weight, kind, out.dtype, chip_of(x.device)), **tile.options(),
+        CODES=codes_of(x.dtype, weight.dtype, kind, out.dtype, chip_of(x.device)), **tile.options(),
     )  # fmt: skip
     return out
 
@@ -156,7 +156,7 @@ def product(
 ) -> Tensor:
     """`multiply` with the tile of a configuration, or the default; rows of no expert are zero."""
     kind = scales_of(scale, weight)
-    codes = codes_of(x, weight, kind, out_dtype or x.dtype, chip_of(x.device)) != ""
+    codes = codes_of(x.dtype, weight.dtype, kind, out_dtype or x.dtype, chip_of(x.device)) != ""
     x_in_blocks = x_scale is not None and x_scale.shape[1] > 1
     each_step = "block" if x_in_blocks and codes else kind
     tile = tile_for(product_of(each_step, codes=codes), x, x.shape[0], weight.shape, config)

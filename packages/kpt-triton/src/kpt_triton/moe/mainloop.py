@@ -96,7 +96,7 @@ def _multiply(acc, x, w, scale, PRECISION: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit
 def _add_codes(
     acc, x, w, scales, stride_sn, x_scales, column, inside, SCALE: tl.constexpr, X_SCALE: tl.constexpr,
-    CODES: tl.constexpr,
+    CODES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """`acc + (x @ w) * scale * x_scale` of two 8-bit operands, multiplied as they are by matrix units for them.
 
@@ -105,6 +105,7 @@ def _add_codes(
         x_scales: `[BLOCK_M]`, pointers to those of x in this step.
         CODES: "promoted" where the units add with fewer bits than float32 has: they then add up the products of a step
             alone, whose sum is added to `acc` in float32. Otherwise "native".
+        ALIGNED: `column` is a multiple of the tile's columns.
     """
     if INTERPRETED:
         x = widen(x, tl.float32)
@@ -114,7 +115,7 @@ def _add_codes(
     # Without a limit the compiler would have the units of sm90 add up the whole row.
     part = tl.dot(x, w, input_precision="ieee", max_num_imprecise_acc=x.shape[1])
     if SCALE == "block":
-        if w.shape[1] <= SCALE_BLOCK:
+        if ALIGNED and w.shape[1] <= SCALE_BLOCK:
             # All columns are of one block. Its scale, as often as there are rows, goes into that of x.
             same = tl.zeros((x.shape[0],), tl.int32)
             factor = tl.load(scales + column // SCALE_BLOCK * stride_sn + same)
@@ -145,7 +146,7 @@ def accumulate(
         w: pointer, or with LAYOUT a descriptor of `[experts * N, K]` ("NK") or `[experts * K, N]` ("KN").
         scale: float32 scales of 8-bit weights. SCALE "block" has one for each 128 by 128, "k" one for each of K; ""
             leaves them out.
-        CODES: how two 8-bit operands are multiplied: widened for "", else see `_add_codes`; not with PAIR or SCALE "k".
+        CODES: how two 8-bit operands are multiplied: widened for "", else see `_add_codes`; not with SCALE "k".
         x_scale: float32 `[rows, blocks of 128 along K]` of an 8-bit x with X_SCALE.
         column: the first column.
         second: the first column of the others.
@@ -185,7 +186,14 @@ def accumulate(
         if CODES != "":
             scales = scale + expert.to(tl.int64) * stride_se + (k // SCALE_BLOCK) * stride_sk
             x_scales = x_scale + x_rows * stride_xsr + k // SCALE_BLOCK
-            acc = _add_codes(acc, x_tile, w_tile, scales, stride_sn, x_scales, column, inside, SCALE, X_SCALE, CODES)
+            acc = _add_codes(
+                acc, x_tile, w_tile, scales, stride_sn, x_scales, column, inside, SCALE, X_SCALE, CODES, True
+            )
+            if PAIR:
+                # The others begin anywhere where the number of columns is no multiple of a tile's.
+                other = _add_codes(
+                    other, x_tile, w_other, scales, stride_sn, x_scales, second, inside, SCALE, X_SCALE, CODES, EVEN_N
+                )
         elif SCALE == "block" or X_SCALE:
             part = _multiply(tl.zeros_like(acc), x_tile, w_tile, factor, PRECISION, SCALE)
             if X_SCALE:

@@ -4,14 +4,12 @@ A weight beside a wider x is widened to what it is, bfloat16 or float32. Two 8-b
 chips without units for them, and for a result with more digits than those give.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kpt_triton.aot import Program
-from kpt_triton.chips import SHORT_SUMS
 from kpt_triton.contracts import BF16, E4M3, E5M2, FP32, Tiles, lean, products, spilling
 
+from .codes import multiplying_codes, of_units
 from .common import ROWS, usual
 from .grouped_mm import program
 
@@ -19,32 +17,6 @@ _WIDENED = products(BF16)
 _FEW = products(BF16, tall=False)
 _SCALED_X: dict[str, Any] = {"weight": E4M3, "out": BF16}
 _UNALIGNED: dict[str, Any] = {"hint": "", "EVEN_K": False, "EVEN_N": False}
-_NO_UNITS = "not offered: it has no units for e4m3fn and e5m2; codes are widened there"
-#: What multiplies codes in tiles of 64 rows and more, and in those of fewer.
-_UNITS = {
-    "sm89": ("mma.sync of e4m3", "mma.sync of e4m3"),
-    # Triton widens the codes itself, to float16, where tiles are too small for these.
-    "sm90": ("wgmma of e4m3", "mma.sync of f16"),
-    "sm100": ("tcgen05 of f8f6f4", "mma.sync of f16"),
-    "sm120": ("mma.sync of e4m3", "mma.sync of e4m3"),
-    "gfx950": ("v_mfma of f8f6f4", "v_mfma of f8f6f4"),
-    "gfx1201": ("v_wmma of fp8", "v_wmma of fp8"),
-}
-
-
-def _of_units(*, tall: bool = True, aligned: bool = True) -> dict[str, str]:
-    """Return the contract of each chip for codes that are multiplied as they are."""
-    found = {}
-    for chip, clauses in _WIDENED.items():
-        if chip not in _UNITS:
-            found[chip] = _NO_UNITS
-            continue
-        units = _UNITS[chip][not tall]
-        if chip == "gfx950" and not aligned:  # steps are too short for f8f6f4
-            units = "v_mfma of fp8"
-        loads = "cp.async, " if chip.startswith("sm") and aligned else ""
-        found[chip] = f"{units}, {loads}{clauses[clauses.index('no spills') :]}"
-    return found
 
 
 def _codes(
@@ -52,16 +24,8 @@ def _codes(
 ) -> Program:
     """Return a program that multiplies the codes themselves, as each chip does."""
     more = {} if aligned else _UNALIGNED
-    contracts = _of_units(tall=tall, aligned=aligned)
-    given = program(name, E4M3, contracts, tiles, weight=weight, out=BF16, **constants, **more)
-
-    def launches(chip: str) -> Mapping[str, Mapping[str, Any]]:
-        if chip not in _UNITS:
-            return {}
-        how = {"CODES": "promoted" if chip in SHORT_SUMS else "native"}
-        return {tile: {**launch, **how} for tile, launch in given.launches(chip).items()}
-
-    return replace(given, launches=launches)
+    contracts = of_units(tall=tall, aligned=aligned)
+    return multiplying_codes(program(name, E4M3, contracts, tiles, weight=weight, out=BF16, **constants, **more))
 
 
 _ROWS: dict[str, Any] = {"SCALE": "n", "X_SCALE": "row"}
