@@ -11,6 +11,8 @@ from in_float64 import experts as reference
 from kpt_triton import launching
 from kpt_triton.moe import experts as module
 from kpt_triton.moe.activation import GATED, PLAIN
+from kpt_triton.moe.experts_backward import parts_of
+from kpt_triton.tile import Tile
 
 # By descriptors a tile also reads rows that are not its own, and may not be written yet; NumPy, by which the
 # interpreter multiplies, warns where they happen to hold infinity.
@@ -140,6 +142,22 @@ def test_tiles_by_descriptors_and_of_other_sizes(interleaved, transposed):
     for text in (SMALL_BY_DESCRIPTORS, "32x64x16 w4 s1 g1 tma"):
         check(layer, dict.fromkeys(PRODUCTS, text))
     check(layer, None)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("tile", "parts", "of_interleaved"),
+    [("16x64x16 w1 s1 g2", 2, 4), ("16x128x16 w1 s1 g2", 4, 8), ("16x128x16 w1 s1 g2 r128 tma", 8, 8)],
+)
+def test_what_follows_the_product_is_computed_in_parts(tile, parts, of_interleaved, interleaved, name):
+    """Of two tiles of columns, the second ends within a part."""
+    read = Tile.parse(tile)
+    assert (parts_of(read, False), parts_of(read, True)) == (parts, of_interleaved)
+    interleaved = interleaved and name in GATED
+    inner = 2 * read.n - 28
+    layer = Layer(tokens=9, hidden=16, inner=inner, activation=name, interleaved=interleaved, biased=True)
+    check(layer, TILES | {"slope": tile})
 
 
 @pytest.mark.parametrize(

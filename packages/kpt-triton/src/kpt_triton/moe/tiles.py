@@ -34,7 +34,7 @@ _HOPPER = {
     "plain": ("128x256x64 w8 s3 g8", "64x128x64 w4 s4 g8"),
     "crowded": ("128x128x64 w8 s3 g8", "64x128x64 w8 s3 g8"),
     "pair": ("128x64x64 w8 s3 g8", "64x64x64 w4 s4 g8"),
-    "slope": ("64x64x64 w8 s3 g8", "64x64x64 w8 s3 g8"),
+    "slope": ("128x128x64 w8 s3 g8", "64x128x64 w4 s4 g8"),
     "wgrad": ("128x256x64 w8 s3 g8", ""),
 }
 _CDNA = {
@@ -92,7 +92,9 @@ _MORE: dict[str, dict[str, tuple[str, ...]]] = {
             "64x128x64 w4 s4 g8 tma",
         ),
         "pair": ("64x128x64 w8 s3 g8", "64x32x64 w4 s4 g8", "128x64x64 w8 s4 g8 tma", "64x64x64 w4 s4 g8 tma"),
-        "slope": ("128x32x64 w8 s3 g8", "64x32x64 w4 s4 g8", "64x64x64 w8 s4 g8 tma"),
+        "slope": (
+            "64x64x64 w8 s3 g8", "64x32x64 w4 s4 g8", "64x64x64 w8 s4 g8 tma", "128x128x64 w8 s3 g8 tma",
+        ),
         "wgrad": ("128x128x64 w8 s4 g8", "64x128x64 w4 s4 g8"),
     },
     "sm120": {

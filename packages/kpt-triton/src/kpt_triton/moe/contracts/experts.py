@@ -24,8 +24,9 @@ from kpt_triton.contracts import (
 )
 from kpt_triton.moe import combine, sorting
 from kpt_triton.moe.activation import GATED, PLAIN
-from kpt_triton.moe.experts_backward import slope_kernel
+from kpt_triton.moe.experts_backward import parts_of, slope_kernel
 from kpt_triton.moe.experts_forward import up_kernel
+from kpt_triton.tile import Tile
 
 from . import decode, grouped_mm, grouped_mm_wgrad
 from .common import ROWS, every, usual, weight_descriptor, weight_strides
@@ -88,7 +89,12 @@ def _slope(
         **weight_strides(layout, hint),
         **(types or {}),
     }
-    return Program(f"slope {name}", slope_kernel, signature, contracts, launches(tiles, blocks, _SLOPE | constants))
+    fixed: dict[str, Any] = {**_SLOPE, **constants}
+
+    def of_tile(tile: Tile) -> dict[str, int]:
+        return {**blocks(tile), "PARTS": parts_of(tile, fixed["INTERLEAVED"])}
+
+    return Program(f"slope {name}", slope_kernel, signature, contracts, launches(tiles, of_tile, fixed))
 
 
 def _activations(make: Callable[..., Program], names: tuple[str, ...], product: str) -> Program:
