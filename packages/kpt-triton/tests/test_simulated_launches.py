@@ -146,13 +146,14 @@ def experts(tokens: int, **more: Any) -> Any:
         "down_proj": empty(EXPERTS, HIDDEN, INNER), "gate_up_proj_bias": empty(EXPERTS, 2 * INNER),
         "down_proj_bias": empty(EXPERTS, HIDDEN), "activation": "swiglu", "transposed": False, "interleaved": False,
         "alpha": 1.0, "beta": 0.0, "limit": None, "gate_up_scale": None, "down_scale": None,
+        "activations": "none",
     }  # fmt: skip
     return record(**given | more)
 
 
-def experts_in_8_bits(tokens: int) -> Any:
+def experts_in_8_bits(tokens: int, **more: Any) -> Any:
     return experts(
-        tokens, gate_up_proj=empty(EXPERTS, 2 * INNER, HIDDEN, dtype=E4M3),
+        tokens, **more, gate_up_proj=empty(EXPERTS, 2 * INNER, HIDDEN, dtype=E4M3),
         down_proj=empty(EXPERTS, HIDDEN, INNER, dtype=E4M3),
         gate_up_scale=empty(EXPERTS, 2 * INNER // 128, HIDDEN // 128, dtype=FP32),
         down_scale=empty(EXPERTS, HIDDEN // 128, INNER // 128, dtype=FP32),
@@ -237,6 +238,8 @@ CASES = {
     "moe.experts": Case(experts),
     "moe.experts, trained": Case(experts, _OF_EXPERTS),
     "moe.experts, weights of 8 bits": Case(experts_in_8_bits),
+    "moe.experts, activations of 8 bits": Case(lambda tokens: experts_in_8_bits(tokens, activations="1x128")),
+    "moe.experts, rows of activations of 8 bits": Case(lambda tokens: experts_in_8_bits(tokens, activations="row")),
     "moe.grouped_mm": Case(
         lambda rows: record(
             x=empty(rows, HIDDEN), weight=empty(EXPERTS, HIDDEN, INNER), offsets=empty(EXPERTS, dtype=torch.int32)

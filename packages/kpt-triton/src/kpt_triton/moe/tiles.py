@@ -20,8 +20,8 @@ from kpt_triton.tile import Tile
 #: or an activation without a gate.
 PRODUCTS = ("plain", "crowded", "pair", "slope", "wgrad")
 #: Products of 8-bit numbers on both sides, multiplied as they are, where the chip does. `crowded_codes` have scales by
-#: 128, for which the sums of a step have registers of their own.
-PRODUCTS_OF_CODES = ("codes", "crowded_codes")
+#: 128, for which the sums of a step have registers of their own, or an activation; `pair_codes` have a gate.
+PRODUCTS_OF_CODES = ("codes", "crowded_codes", "pair_codes")
 
 _AMPERE = {
     "plain": ("128x128x32 w8 s4 g8", "64x128x32 w4 s4 g8"),
@@ -46,7 +46,9 @@ _CDNA = {
 }
 #: A step of codes is as long as scales are of, 128: they take half the room, and what they sum up to is multiplied and
 #: added once a step.
-_CODES = dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x128 w8 s3 g8", "64x128x128 w4 s3 g8"))
+_CODES = dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x128 w8 s3 g8", "64x128x128 w4 s3 g8")) | {
+    "pair_codes": ("128x64x128 w8 s3 g8", "64x64x128 w4 s3 g8")
+}
 #: Warps of Intel's chips are of 16 threads.
 _XE = {
     "plain": ("128x128x32 w32 s2 g8", "64x128x32 w16 s2 g8"),
@@ -61,9 +63,14 @@ _TALL = {
     "sm86": _AMPERE | _CODES,
     "sm90": _HOPPER | _CODES,
     "sm100": _HOPPER | _CODES | {"codes": ("128x256x128 w8 s3 g8", "64x128x128 w4 s3 g8")},
-    "sm120": _AMPERE | _CODES,
-    "gfx9": _CDNA | dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x128 w8 s2 g8", "64x128x128 w4 s2 g8")),
-    "gfx11": _CDNA | dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x64 w8 s2 g8", "64x128x64 w4 s2 g8")),
+    # Operands lie in registers there: two sums leave room for half a step of them.
+    "sm120": _AMPERE | _CODES | {"pair_codes": ("128x64x64 w8 s4 g8", "64x64x64 w4 s4 g8")},
+    "gfx9": _CDNA
+    | dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x128 w8 s2 g8", "64x128x128 w4 s2 g8"))
+    | {"pair_codes": ("128x64x128 w8 s2 g8", "64x64x128 w4 s2 g8")},
+    "gfx11": _CDNA
+    | dict.fromkeys(PRODUCTS_OF_CODES, ("128x128x64 w8 s2 g8", "64x128x64 w4 s2 g8"))
+    | {"pair_codes": ("128x64x64 w8 s2 g8", "64x64x64 w4 s2 g8")},
     "xe": _XE,
 }
 #: By family: n, k and stages for 16 and 32 rows, where reading the weights is what takes time.
@@ -145,7 +152,7 @@ def default_tile(product: str, chip: str, itemsize: int, rows: int, experts: int
         return _INTERPRETED
     family = family_of(chip)
     height = _height(rows / max(experts, 1)) if product != "wgrad" else 128
-    halved = product in ("pair", "slope")
+    halved = product in ("pair", "slope", "pair_codes")
     if itemsize == 4 or not aligned:
         n = 32 if halved or family == "gfx11" else 64
         return _small(height, n if aligned or itemsize < 4 else n // 2, 3 if aligned and family.startswith("sm") else 2)

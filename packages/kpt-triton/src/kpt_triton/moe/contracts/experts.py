@@ -29,13 +29,14 @@ from kpt_triton.moe.experts_forward import up_kernel
 from kpt_triton.tile import Tile
 
 from . import decode, grouped_mm, grouped_mm_wgrad
+from .codes import multiplying_codes, of_units
 from .common import ROWS, every, usual, weight_descriptor, weight_strides
 
 _ALWAYS = {
     "EXPERTS": 128, "EVEN_K": True, "EVEN_N": True, "NAME": "swiglu", "IS_GATED": True, "INTERLEAVED": False,
     "LIMITED": False, "BIAS": False, "SCALE": "", "LAYOUT": "", "PRECISION": "ieee",
 }  # fmt: skip
-_UP = {**_ALWAYS, "SAVE": True}
+_UP = {**_ALWAYS, "SAVE": True, "X_SCALE": "", "CODES": ""}
 _SLOPE = {**_ALWAYS, "NEED_H": True, "NEED_WEIGHTED": True, "NEED_DOTS": True}
 _ACTIVATION = dict.fromkeys(("alpha", "beta", "limit"), "fp32")
 
@@ -47,23 +48,30 @@ def _up(
     tiles: Tiles,
     *,
     weight: str = "",
+    out: str = "",
     layout: str = "NK",
     hint: str = ":16",
     types: Mapping[str, str] | None = None,
     **constants: Any,
 ) -> Program:
     signature = {
-        **pointers("x out h bias", dtype),
+        **pointers("x", dtype),
+        **pointers("out h bias", out or dtype),
         **pointers("w", weight or dtype),
-        **pointers("scale", FP32),
+        **pointers("scale x_scale", FP32),
         **pointers("offsets order", "i32"),
         **integers("N K width stride_xr stride_or stride_hr stride_be", hint),
-        **integers("rows experts top_k stride_se stride_sk stride_sn", ""),
+        **integers("rows experts top_k stride_se stride_sk stride_sn stride_xsr", ""),
         **_ACTIVATION,
         **weight_strides(layout, hint),
         **(types or {}),
     }
     return Program(f"up {name}", up_kernel, signature, contracts, launches(tiles, blocks, _UP | constants))
+
+
+def _up_of_codes(name: str, tiles: Tiles, spills: Mapping[str, int] | None = None, **constants: Any) -> Program:
+    contracts = spilling(of_units(aligned=constants.get("hint") != ""), spills or {})
+    return multiplying_codes(_up(f"e4m3 by e4m3, {name}", E4M3, contracts, tiles, out=BF16, SAVE=False, **constants))
 
 
 def _slope(
@@ -123,6 +131,8 @@ _WIDENED = products(BF16)
 _BIASED: dict[str, Any] = {"INTERLEAVED": True, "LIMITED": True, "BIAS": True}
 _UNALIGNED: dict[str, Any] = {"hint": "", "EVEN_K": False, "EVEN_N": False, **_BIASED}
 _BY_DESCRIPTORS = products_by_descriptors(BF16)
+_ROWS: dict[str, Any] = {"SCALE": "n", "X_SCALE": "row"}
+_BLOCKS: dict[str, Any] = {"SCALE": "block", "X_SCALE": "block"}
 _NK: dict[str, Any] = {"types": weight_descriptor("NK", BF16), "LAYOUT": "NK"}
 _KN: dict[str, Any] = {"types": weight_descriptor("KN", BF16), "LAYOUT": "KN"}
 _WEIGHTED: dict[str, Any] = {"TAIL": False, "WEIGHTS": True}
@@ -147,6 +157,12 @@ _UPS = (
     _activations(_up, PLAIN, "crowded"),
     _up("bf16 by e4m3, columns", BF16, _WIDENED, usual("pair"), weight=E4M3, SCALE="n"),
     _up("bf16 by e4m3, blocks", BF16, spilling(_WIDENED, {"gfx1100": 120}), usual("pair"), weight=E4M3, SCALE="block"),
+    _up_of_codes("blocks", usual("pair_codes", 64, 1024), **_BLOCKS),
+    _up_of_codes("rows and columns", usual("pair_codes", 64, 1024), **_ROWS),
+    _up_of_codes("blocks, partial tiles", usual("pair_codes"), {"sm120": 72}, EVEN_K=False, EVEN_N=False, **_BLOCKS),
+    _up_of_codes("blocks, interleaved, biases", usual("pair_codes"), layout="KN", **_BIASED, **_BLOCKS),
+    _up_of_codes("blocks, unaligned", usual("pair_codes", aligned=False), **_UNALIGNED, **_BLOCKS),
+    _up_of_codes("blocks, without a gate", usual("crowded_codes"), NAME="silu", IS_GATED=False, **_BLOCKS),
     _up("fp16", FP16, products(FP16), usual("pair")),
     _up("fp32", FP32, lean("cp.async"), usual("pair", 16, 1024, itemsize=4)),
     _up("fp32, unaligned", FP32, unaligned_fp32(), usual("pair", 16, 1024, itemsize=4, aligned=False), **_UNALIGNED),
