@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kpt_optimize.forecast import Forecast, Step, Work
 
 DEFAULT_TOKENS = 4096
+#: Rows of an expert from which kernels round activations to 8 bits, as `kpt_triton.moe.experts` has it.
+ROWS_TO_ROUND = 32
 #: Sequences at a time for which rates are told, beside those that are asked for.
 BATCHES = (1, 64)
 #: Of a paged cache, as `kpt_attention.transformers_cache` makes it.
@@ -40,8 +42,9 @@ LIMITS = (
     "Attention is KPT's in a model that is loaded with attn_implementation='kpt' (import kpt_attention.transformers), "
     "linear layers where their weights have 8 bits (kpt convert). Routers, norms and the rest are transformers' own.",
     "Decoding is with KPT's PagedKVCache; transformers' DynamicCache copies the cache in every step.",
-    "Experts multiply in the activations' dtype: 8-bit codes are widened first. 8-bit linear layers multiply codes "
-    "where the chip does, with activations quantised by 1x128 (kpt_fp8.transformers.load).",
+    "8-bit linear layers multiply codes where the chip does, with activations quantised by 1x128 "
+    "(kpt_fp8.transformers.load); experts likewise where they have 32 rows each or more, of e4m3fn alone. Elsewhere "
+    "codes are widened to the activations' dtype first.",
 )
 
 
@@ -181,7 +184,8 @@ def _as_loaded(work: "Work", codes: "torch.dtype | None", fp8: bool) -> "Work":
             changed[f"{name}_proj"] = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
             sizes = experts, math.ceil(rows / _BLOCK), math.ceil(columns / _BLOCK)
             changed[f"{name}_scale"] = torch.empty(sizes, device="meta")
-        return replace(work, call=given._replace(**changed))
+        rounded = f"1x{_BLOCK}" if codes is torch.float8_e4m3fn else "none"
+        return replace(work, call=given._replace(**changed, activations=rounded))
     if work.op != "fp8.linear" or work.call is None or codes is None:
         return work
     call: Any = work.call
@@ -293,13 +297,21 @@ def _kernels(found: "Forecast", device: "Target", fp8: bool) -> list[dict[str, A
 
 
 def _roofline(found: "Forecast", device: "Target", dtype: str, fp8: bool) -> list[dict[str, Any]]:
-    codes = _codes(device) if fp8 else None
+    codes = str(_codes(device)).removeprefix("torch.") if fp8 else "None"
+    calls: list[Any] = [work.call for work in found.calls if work.op == "moe.experts" and work.call is not None]
+    # The first step has all tokens, the second, of decoding, the fewest.
+    rows_of_experts = [
+        most(each.top_k_index.numel() / each.gate_up_proj.shape[0] for each in calls) if calls else 0
+        for most in (max, min)
+    ]
 
-    def row(step: "Step") -> dict[str, Any]:
-        parts = [row(part) for part in step.parts]
-        # Linear layers multiply codes where the chip does. Attention and experts multiply what layers hand on, which
-        # has the activations' dtype whatever the weights'.
-        units = str(codes).removeprefix("torch.") if codes and step.name == "linear layers" else dtype
+    def row(step: "Step", rows: float) -> dict[str, Any]:
+        parts = [row(part, rows) for part in step.parts]
+        # Linear layers multiply codes where the chip does, experts those of many rows. Attention multiplies what layers
+        # hand on, which has the activations' dtype whatever the weights'.
+        coded = step.name == "linear layers" and codes != "None"
+        coded |= step.name == "experts" and codes == "float8_e4m3fn" and rows >= ROWS_TO_ROUND
+        units = codes if coded else dtype
         rate = _rate(device, units)
         if parts and rate is not None:
             # Parts take their time one after the other, each at its own rate; what is in none has the activations'.
@@ -317,7 +329,7 @@ def _roofline(found: "Forecast", device: "Target", dtype: str, fp8: bool) -> lis
             "parts": parts,
         }
 
-    return [row(step) for step in found.steps]
+    return [row(step, rows) for step, rows in zip(found.steps, rows_of_experts, strict=False)]
 
 
 def _rate(device: "Target", dtype: str) -> float | None:

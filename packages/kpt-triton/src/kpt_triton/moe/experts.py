@@ -26,7 +26,7 @@ from .transposed import gradient_of
 _FEW_TOKENS = 8
 #: From so many rows an expert on, activations are rounded to 8 bits where a call allows it. With fewer, what takes time
 #: is reading weights, of which no bit is saved: 32 rows are 64 operations a byte, and chips do 100 to 600.
-_ROWS_TO_ROUND = 32
+ROWS_TO_ROUND = 32
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -39,7 +39,7 @@ def rounds(call: Any) -> bool:
     """Whether activations of a call are rounded to 8 bits: where that is allowed, and units multiply them faster so."""
     if call.activations == "none" or call.needs or call.x.dtype is not torch.bfloat16:
         return False
-    if call.top_k_index.numel() < _ROWS_TO_ROUND * call.gate_up_proj.shape[0]:
+    if call.top_k_index.numel() < ROWS_TO_ROUND * call.gate_up_proj.shape[0]:
         return False
     chip = chip_of(call.x.device)
     return all(
