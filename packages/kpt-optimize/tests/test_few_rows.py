@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 import kpt_core
 from kpt_core import Backend, InputError, Kernel
@@ -106,6 +107,34 @@ def test_a_pruned_weight_is_the_one_that_is_used(layer):
     with torch.no_grad():
         assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
     assert CALLS == [(2, 24)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda weight: TwoTensor(weight, weight.clone()), lambda weight: weight.to(torch.complex64),
+     lambda weight: weight.to(torch.int32)],
+    ids=["a tensor with rules of its own", "complex", "integer"],
+)  # fmt: skip
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_no_kernel_knows_stay_torch_s(layer, change, compiled):
+    weight = change(torch.randint(-5, 5, (10, 24)).float())
+    layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), None
+    x = torch.randint(-5, 5, (2, 24)).to(weight.dtype)
+    with torch.no_grad():
+        found = (torch.compile(layer, backend="eager") if compiled else layer)(x)
+        assert torch.equal(found, nn.functional.linear(x, weight))
+    assert CALLS == []
+
+
+def test_a_twin_and_its_layer_stay_one_in_hooks_and_parameters():
+    layer, seen = nn.Linear(8, 8), []
+    handle = layer.register_forward_hook(lambda *_: seen.append(1))
+    twin = FewRowsLinear.from_linear(layer)
+    handle.remove()
+    twin.load_state_dict({name: torch.ones_like(value) for name, value in layer.state_dict().items()}, assign=True)
+    x = torch.randn(2, 8)
+    assert torch.equal(twin(x), layer(x))
+    assert seen == []
 
 
 def test_gradients_are_those_of_the_layer(layer):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kpt_core.errors import InputError
 from kpt_optimize.rewrite import check_model
@@ -15,6 +16,8 @@ from .linear import linear
 MOST_ROWS = 16
 #: In bfloat16 with AMX, which multiplies more in the same time, of long rows more yet.
 MOST_BF16_ROWS, MOST_LONG_ROWS, LONG = 32, 64, 1024
+#: Weights that the op takes: quantised and distributed ones are tensors with rules of their own.
+_PLAIN = (nn.Parameter, Tensor)
 #: Whether this processor has it. Elsewhere the op would leave so many rows to torch after 30 µs of asking.
 _AMX = bool(torch.cpu._is_amx_tile_supported())
 
@@ -25,13 +28,13 @@ class FewRowsLinear(nn.Linear):
     In bfloat16 up to 32 do on a processor with AMX, or 64 of at least 1,024 numbers.
 
     Parameters, their names and the state dict are those of the layer that it was made of. A layer that trains, lies on
-    an accelerator, or gets more rows computes as `nn.Linear` does; in a compiled graph, so does one of which the graph
-    doesn't know that there are so few.
+    an accelerator, has a quantised, distributed, complex or integer weight, or gets more rows computes as `nn.Linear`
+    does; in a compiled graph, so does one of which the graph doesn't know that there are so few.
     """
 
     @classmethod
     def from_linear(cls, layer: nn.Linear) -> "FewRowsLinear":
-        """Return a twin that shares parameters and hooks so far.
+        """Return a twin that shares parameters and hooks, those to come too: either may take the other's place.
 
         Raises:
             InputError: the layer is no plain `nn.Linear`.
@@ -40,8 +43,7 @@ class FewRowsLinear(nn.Linear):
             raise InputError(f"FewRowsLinear: expected an nn.Linear; got {type(layer).__name__}")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        for name, value in vars(layer).items():
-            vars(made)[name] = value.copy() if isinstance(value, dict | set) else value
+        vars(made).update(vars(layer))  # the dictionaries themselves: a copy would keep a hook that its handle removes
         return made
 
     def forward(self, input: Tensor) -> Tensor:
@@ -58,7 +60,8 @@ class FewRowsLinear(nn.Linear):
         if _AMX and input.dtype is torch.bfloat16:
             most = MOST_LONG_ROWS if inner >= LONG else MOST_BF16_ROWS
         if torch.compiler.is_compiling():
-            if statically_known_true(rows > 0) and statically_known_true(rows <= most):
+            known = statically_known_true(rows > 0) and statically_known_true(rows <= most)
+            if known and self.weight.is_floating_point() and not is_traceable_wrapper_subclass(self.weight):
                 return linear(input, self.weight, self.bias)
         elif 0 < rows <= most:
             # As a module has them: a step of decoding asks each layer, and `self.weight` takes four times as long.
@@ -66,7 +69,8 @@ class FewRowsLinear(nn.Linear):
             weight, bias = own.get("weight"), own.get("bias")
             if weight is None or (bias is None and "bias" not in own):  # pruned, for instance
                 weight, bias = self.weight, self.bias
-            return linear(input, weight, bias)
+            if type(weight) in _PLAIN and weight.is_floating_point():  # else torch's own layer may know what it is
+                return linear(input, weight, bias)
         return super().forward(input)
 
 
