@@ -215,6 +215,33 @@ def test_numbers_of_8_bits_are_near(family: str, implementation: str, dtype: tor
         assert cache.nbytes <= 2 * 2 * 2 * 16 * 2 * 8  # a byte a number: layers, keys and values, rows, tokens, heads
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("implementation", ["kpt", "sdpa"])
+@pytest.mark.filterwarnings("ignore:PagedKVCache. what does not know pages")
+def test_encoder_decoders_keep_what_the_encoder_gave_in_pages(implementation: str, beams: int) -> None:
+    kinds: Any = transformers
+    config = kinds.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, decoder_start_token_id=0,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = kinds.T5ForConditionalGeneration._from_config(config, attn_implementation=implementation).eval()
+    for dtype in (None, torch.float8_e4m3fn):
+        cross = PagedKVCache(config, dtype=dtype, page_size=4)
+        cache = transformers.EncoderDecoderCache(PagedKVCache(config, page_size=4), cross)
+        assert cross.layers[0].keys is None
+        inputs = prompt(padded=True)
+        ours, theirs = (
+            model.generate(**inputs, past_key_values=each, max_new_tokens=6, min_new_tokens=6, num_beams=beams,
+                           do_sample=False, output_logits=True, return_dict_in_generate=True)
+            for each in (cache, None)
+        )  # fmt: skip
+        assert cross.get_seq_length() == inputs["input_ids"].shape[1]
+        if dtype is None:
+            assert torch.equal(ours.sequences, theirs.sequences)
+        torch.testing.assert_close(ours.logits[1], theirs.logits[1], rtol=0, atol=1e-5 if dtype is None else 0.1)
+
+
 def test_wrong_input_gets_a_sentence() -> None:
     model, ids = decoder("Llama"), prompt()["input_ids"]
     for told, message in (

@@ -101,6 +101,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype, device and shapes from the first keys and values."""
         self.device, batch = key_states.device, key_states.shape[0]
+        self._dtypes = key_states.dtype, value_states.dtype
         self.k, self.v = (
             torch.empty(
                 (0, self.page_size, each.shape[1], each.shape[3]), dtype=self.stored or each.dtype, device=self.device
@@ -157,7 +158,33 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.room:
             keys, values = (each.narrow(2, 0, self.length) for each in self._rows())
             return keys, values
-        return self._states(key_states, first, True), self._states(value_states, first, False)
+        return self._states(key_states.dtype, first, True), self._states(value_states.dtype, first, False)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Return all keys that a query may see: encoder-decoders read those of the encoder's output here."""
+        return self._all(True)
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        """Do nothing: transformers' constructor says so that there are none."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """Return all values that a query may see."""
+        return self._all(False)
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        """Do nothing, likewise."""
+
+    def _all(self, keys: bool) -> Tensor | None:
+        """Return what was written, as a view or `PagedStates`; None before anything was."""
+        if not self.length:
+            return None
+        if self.room:
+            return self._rows()[0 if keys else 1].narrow(2, 0, self.length)
+        return self._states(self._dtypes[0 if keys else 1], self.get_mask_sizes(0)[1], keys)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         rows, (batch, heads, _, dim), (batch_of_v, heads_of_v, _, value_dim) = len(self.table), keys.shape, values.shape
@@ -169,9 +196,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"{want[0]} and {want[1]}: call reset() before another batch, and give each model a cache of its own"
             )
 
-    def _states(self, like: Tensor, first: int, keys: bool) -> Tensor:
-        shape = like.shape[0], like.shape[1], self.length - first, like.shape[3]
-        made = Tensor._make_wrapper_subclass(PagedStates, shape, dtype=like.dtype, device=like.device)
+    def _states(self, dtype: torch.dtype, first: int, keys: bool) -> Tensor:
+        _, _, heads, dim = (self.k if keys else self.v).shape
+        shape = len(self.table), heads, self.length - first, dim
+        made = Tensor._make_wrapper_subclass(PagedStates, shape, dtype=dtype, device=self.device)
         made.layer, made.first, made.past, made.keys, made._made = self, first, self.length, keys, None
         return made
 
