@@ -67,6 +67,18 @@ def hooked():
     return made
 
 
+def backward_hooked():
+    made = LlamaRMSNorm(24)
+    made.register_full_backward_hook(lambda module, given, out: None)
+    return made
+
+
+class ThreeDimensionsRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        batch, length, width = hidden_states.shape
+        return super().forward(hidden_states.view(batch, length, width))
+
+
 @pytest.fixture(autouse=True)
 def _counted(add):
     add(Counting())
@@ -107,9 +119,11 @@ def test_where_gradients_are_wanted_or_a_graph_is_made_it_is_torch_s_own():
 @pytest.mark.parametrize(
     "make",
     [lambda: GemmaRMSNorm(24), lambda: GatedRMSNorm(24), lambda: HiddenEpsRMSNorm(24), biased, hooked,
-     lambda: nn.LayerNorm(24), lambda: nn.RMSNorm((2, 24), eps=1e-6), lambda: nn.RMSNorm(24, elementwise_affine=False),
+     backward_hooked, lambda: ThreeDimensionsRMSNorm(24), lambda: nn.LayerNorm(24),
+     lambda: nn.RMSNorm((2, 24), eps=1e-6), lambda: nn.RMSNorm(24, elementwise_affine=False),
      lambda: LlamaRMSNorm(24).to("meta")],
-    ids=["1 + weight", "a gate", "another eps", "a bias", "a hook", "LayerNorm", "two dimensions", "no weight", "meta"],
+    ids=["1 + weight", "a gate", "another eps", "a bias", "a hook", "a backward hook", "three dimensions alone",
+         "LayerNorm", "two dimensions", "no weight", "meta"],
 )  # fmt: skip
 def test_what_computes_something_else_stays(make):
     module = make()
@@ -119,6 +133,13 @@ def test_what_computes_something_else_stays(make):
     assert model[0] is module
     with pytest.raises(InputError, match="something else than a root mean square norm"):
         RMSNorm.from_norm(module)
+
+
+def test_a_norm_is_replaced_under_both_names_of_one_parent():
+    model = nn.Module()
+    model.first = model.second = LlamaRMSNorm(24)
+    assert serve_norms(model) == ["first"]
+    assert model.first is model.second
 
 
 def test_the_op_has_gradients():

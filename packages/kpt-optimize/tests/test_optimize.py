@@ -275,6 +275,19 @@ def test_training_mode_of_every_module_is_restored(
         assert {path: module.training for path, module in result.model.named_modules()} == flags
 
 
+@pytest.mark.parametrize("path", ["first", None])
+def test_an_original_comes_back_in_the_mode_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor, path: str | None
+) -> None:
+    install(monkeypatch, Swap())
+    model.first.inside = nn.Dropout()
+    result = optimize(model, example_inputs=(x,), inplace=True)
+    model.eval()
+    result.revert(path)
+    assert type(model.first) is Slow
+    assert not any(module.training for module in model.modules())
+
+
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
     install(monkeypatch, Swap())
     seen: list[tuple[int, int, str]] = []

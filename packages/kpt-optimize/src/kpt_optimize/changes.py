@@ -58,13 +58,14 @@ class Changes:
             if first or any(_overlap(p, q) for other in gone for p in other.paths for q in change.paths):
                 gone.append(change)
         for change in reversed(gone):
-            self._put(change, change.before)
+            self._put_back(change)
         self._done = [change for change in self._done if change not in gone]
         return gone
 
     def revert(self) -> None:
         """Take back everything."""
-        self.show_original()
+        for change in reversed(self._done):
+            self._put_back(change)
         self._done.clear()
 
     def show_original(self) -> None:
@@ -92,6 +93,13 @@ class Changes:
             module.training = training
         # It would keep alive what was rolled back.
         self._training.clear()
+
+    def _put_back(self, change: Change) -> None:
+        """Put an original in its place, in the mode that its replacement was set to meanwhile, if it was."""
+        # Without a change of mode each module inside keeps its own flag.
+        if change.before.training is not change.after.training:
+            change.before.train(change.after.training)
+        self._put(change, change.before)
 
     def _put(self, change: Change, module: nn.Module) -> None:
         for path in change.paths:

@@ -61,8 +61,9 @@ class FewRowsLinear(nn.Linear):
             most = MOST_LONG_ROWS if inner >= LONG else MOST_BF16_ROWS
         if torch.compiler.is_compiling():
             known = statically_known_true(rows > 0) and statically_known_true(rows <= most)
-            if known and self.weight.is_floating_point() and not is_traceable_wrapper_subclass(self.weight):
-                return linear(input, self.weight, self.bias)
+            held: Any = self.weight
+            if known and held.is_floating_point() and not is_traceable_wrapper_subclass(held):
+                return linear(input, held, self.bias)
         elif 0 < rows <= most:
             # As a module has them: a step of decoding asks each layer, and `self.weight` takes four times as long.
             own: dict[str, Any] = self._parameters
