@@ -105,6 +105,33 @@ def test_no_model_makes_it_dense(family: str, how: str, monkeypatch: pytest.Monk
         compare(ours, eager, **inputs)
 
 
+def test_wrappers_of_layers_leave_it_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = decoder("Llama", "kpt").eval(), tokens(2, 40)
+    wanted = model(ids, attention_mask=left_padded(ids)).logits
+
+    def hook(module: Any, args: Any, told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        mask = told["attention_mask"]
+        assert not torch.is_floating_point(mask)  # FSDP with mixed precision asks
+        return args, told | {"attention_mask": mask.to("cpu", non_blocking=True)}  # accelerate moves
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelMask, "whole", lambda _: pytest.fail("made dense"))
+        assert torch.equal(model(ids, attention_mask=left_padded(ids)).logits, wanted)
+
+
+def test_a_mask_on_another_device_is_lowered_once_there() -> None:
+    made = kpt_attention_mask(batch_size=1, q_length=32, kv_length=32, allow_is_causal_skip=False)
+    moved = made.to("meta")
+    assert isinstance(moved, ModelMask)
+    assert moved.device.type == "meta"
+    assert moved is made.to(torch.device("meta"), non_blocking=True)
+    assert moved.whole().shape == made.shape
+    assert made.to(torch.float32).dtype is torch.float32
+    assert made[0, 0, 9].sum() == 10
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(reentrant: bool) -> None:
     ours, eager, ids = decoder("Llama", "kpt").train(), decoder("Llama", "eager").train(), tokens(2, 40)

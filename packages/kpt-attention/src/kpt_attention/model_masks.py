@@ -16,10 +16,10 @@ from .mask_algebra import Mask
 from .masks import causal, document, everything, padding, window
 from .plan import Plan
 
-#: What tells of a mask without looking into it.
+#: What tells of a mask without looking into it. Wrappers ask (FSDP each layer's arguments for their kind of number).
 _OUTSIDE = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")
-) | {Tensor.size, Tensor.dim, Tensor.is_inference, Tensor.numel}
+) | {Tensor.size, Tensor.dim, Tensor.is_inference, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
 
 
 class ModelMask(Tensor):
@@ -35,9 +35,12 @@ class ModelMask(Tensor):
     _offset: int
     _made: Tensor | None
     _plan: Plan | None
+    _elsewhere: "dict[torch.device, ModelMask]"
 
     @staticmethod
-    def of(mask: Mask, sizes: tuple[int, int, int], offset: int, device: Any, dense: Callable[[], Tensor]) -> Tensor:
+    def of(
+        mask: Mask, sizes: tuple[int, int, int], offset: int, device: Any, dense: Callable[[], Tensor]
+    ) -> "ModelMask":
         """Return the stand-in.
 
         Args:
@@ -49,14 +52,8 @@ class ModelMask(Tensor):
         """
         shape = sizes[0], 1, *sizes[1:]
         made = Tensor._make_wrapper_subclass(ModelMask, shape, dtype=torch.bool, device=device)
-        made._mask, made._sizes, made._offset, made._made, made._plan, made.dense = (
-            mask,
-            sizes,
-            offset,
-            None,
-            None,
-            dense,
-        )
+        made._mask, made._sizes, made._offset, made.dense = mask, sizes, offset, dense
+        made._made, made._plan, made._elsewhere = None, None, {}
         return made
 
     def plan(self, queries: int, keys: int) -> Plan | None:
@@ -73,10 +70,28 @@ class ModelMask(Tensor):
             self._made = self.dense()
         return self._made
 
+    def _moved(self, device: Any = None, **told: Any) -> Tensor | None:
+        """Return the stand-in for another device, as the hooks of accelerate ask before each layer; else None."""
+        if not isinstance(device, (str, int, torch.device)) or told.keys() - {"non_blocking"}:
+            return None
+        target = torch.device(device)
+        if target == self.device:
+            return self
+        known = self._elsewhere.get(target)
+        if known is None or known._made is not None:  # it may have been written to
+            dense = self.dense
+            known = ModelMask.of(self._mask, self._sizes, self._offset, target, lambda: dense().to(target))
+            self._elsewhere[target] = known
+        return known
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _OUTSIDE:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if function is Tensor.to and isinstance(args[0], ModelMask) and args[0]._made is None:
+            moved = args[0]._moved(*args[1:], **kwargs or {})
+            if moved is not None:
+                return moved
         args, kwargs = tree_map_only(ModelMask, ModelMask.whole, (args, kwargs or {}))
         return function(*args, **kwargs)
 
