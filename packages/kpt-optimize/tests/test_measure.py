@@ -134,3 +134,9 @@ def test_noise_is_twice_the_standard_error_as_a_share(before, after, gain, share
 def test_a_busy_machine_has_one_note(monkeypatch, others, noisy, said) -> None:
     monkeypatch.setattr(measure.Load, "others", lambda load: others)
     assert measure.Load().note(noisy=noisy) == said
+
+
+def test_complex_numbers_are_compared():
+    value = torch.tensor([3 + 4j])
+    assert measure.relative_error(value.conj(), value) == 2.0
+    assert measure.rounding(value) == measure.rounding(value.real)

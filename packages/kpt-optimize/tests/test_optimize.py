@@ -288,6 +288,33 @@ def test_an_original_comes_back_in_the_mode_of_the_model(
     assert not any(module.training for module in model.modules())
 
 
+@dataclass
+class Output:
+    made: object
+
+
+class Wrapping(nn.Module):
+    def __init__(self, wrap: type) -> None:
+        super().__init__()
+        self.inner, self.wrap = nn.Sequential(Slow(8, 8)), wrap
+
+    def forward(self, x: Tensor) -> object:
+        return self.wrap(self.inner(x))
+
+
+def test_the_error_of_numbers_in_a_dataclass_is_told(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    install(monkeypatch, Swap(scale=1.01, lossless=False))
+    result = optimize(Wrapping(Output), "aggressive", example_inputs=x)
+    assert result.plan.kept
+    assert 1e-3 < result.plan.error < 1e-1
+
+
+def test_an_output_without_numbers_is_refused(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    install(monkeypatch, Swap())
+    with pytest.raises(InputError, match=r"of type str, has no floating tensors to compare"):
+        optimize(Wrapping(str), example_inputs=x)
+
+
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor) -> None:
     install(monkeypatch, Swap())
     seen: list[tuple[int, int, str]] = []

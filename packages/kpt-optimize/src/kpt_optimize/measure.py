@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,11 @@ def describe_gain(gain: float | None, noise: float, what: str = "faster") -> str
 
 
 def relative_error(after: Any, before: Any) -> float:
-    """Return `max |after - before| / max |before|` of all floating tensors of two outputs; inf if they don't match."""
-    got, wanted = tree_leaves(_plain(after)), tree_leaves(_plain(before))
+    """Return `max |after - before| / max |before|` of the numbers of two outputs; inf if they don't match.
+
+    Numbers are floating and complex tensors, those in dataclasses too.
+    """
+    got, wanted = _leaves(after), _leaves(before)
     if len(got) != len(wanted):
         return math.inf
     return max((_error(a, b) for a, b in zip(got, wanted, strict=True) if _is_floating(b)), default=0.0)
@@ -197,8 +201,13 @@ def rounding(output: Any) -> float:
     An intermediate result that is rounded is off by at most half an `eps`. Four `eps` are eight of them in one
     direction, or many more that partly cancel: 3.1e-2 in bfloat16, 3.9e-3 in float16, 4.8e-7 in float32.
     """
-    leaves = [leaf for leaf in tree_leaves(_plain(output)) if _is_floating(leaf)]
+    leaves = [leaf for leaf in _leaves(output) if _is_floating(leaf)]
     return 4 * max((torch.finfo(leaf.dtype).eps for leaf in leaves), default=0.0)
+
+
+def has_numbers(output: Any) -> bool:
+    """Tell whether an output has numbers that `relative_error` compares."""
+    return any(map(_is_floating, _leaves(output)))
 
 
 def _is_floating(leaf: object) -> bool:
@@ -226,6 +235,19 @@ def _plain(output: Any) -> Any:
     if hasattr(output, "last_hidden_state"):
         return output.last_hidden_state
     return output
+
+
+def _leaves(output: Any) -> list[Any]:
+    """List what an output holds; complex tensors as pairs of real ones, and dataclasses, of which torch knows none."""
+    found: list[Any] = []
+    for leaf in tree_leaves(_plain(output)):
+        if isinstance(leaf, Tensor):
+            found.append(torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf)
+        elif is_dataclass(leaf):
+            found += _leaves([getattr(leaf, each.name) for each in fields(leaf)])
+        else:
+            found.append(leaf)
+    return found
 
 
 def parameter_bytes(module: nn.Module) -> int:

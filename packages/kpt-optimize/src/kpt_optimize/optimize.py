@@ -96,7 +96,8 @@ def optimize(
         The model, its plan, and the way back.
 
     Raises:
-        InputError: no model, no example, a negative budget, or the example does not run, or not twice the same.
+        InputError: no model, no example, a negative budget, or the example does not run, or not twice the same, or
+            gives no floating tensors that could be compared.
         UnknownNameError: no such level or objective.
     """
     check_model(model)

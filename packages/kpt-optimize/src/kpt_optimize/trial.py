@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kpt_core.errors import InputError
 
-from .measure import describe_gain, gain_of, noise_share, relative_error, rounding
+from .measure import describe_gain, gain_of, has_numbers, noise_share, relative_error, rounding
 
 Candidate = TypeVar("Candidate")
 Compared = TypeVar("Compared", contravariant=True)
@@ -204,10 +204,15 @@ def repeatable(run: Callable[[], Any], inputs: str) -> Any:
         inputs: what they are called, `example` or `sample`.
 
     Raises:
-        InputError: it fails, the first time or the second.
+        InputError: it fails, the first time or the second, or gives no numbers to compare.
         UnsteadyError: the two results differ, whatever level and budget allow.
     """
     expected = first_run(run, inputs)
+    if not has_numbers(expected):
+        raise InputError(
+            f"the model's output on the {inputs} inputs, of type {type(expected).__name__}, has no floating tensors to "
+            "compare, so no error could be told: let it return tensors, or a tuple, dictionary or dataclass of them"
+        )
     advice = "pass inputs without a cache, and switch dropout off"
     try:
         difference = relative_error(run(), expected)
