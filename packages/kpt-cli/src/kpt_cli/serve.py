@@ -14,7 +14,7 @@ from .errors import CliError
 
 #: What of serving is imported before anything is loaded, by the option that asks for it.
 _NEEDED = {False: "uvicorn", True: "fastapi"}
-_GRACE = "30s"
+_GRACE, _DELAY = "30s", "2ms"
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -43,9 +43,16 @@ def serve(
     batch: Annotated[
         int, typer.Option(min=1, help="Most rows that run in one call; with --openai most requests.")
     ] = 32,
-    delay: Annotated[str, typer.Option(metavar="TIME", help="Most time that a request waits for others.")] = "2ms",
+    delay: Annotated[str, typer.Option(metavar="TIME", help="Most time that a request waits for others.")] = _DELAY,
     queue: Annotated[int, typer.Option(min=1, help="Most requests that wait; more get 503.")] = 256,
-    max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Most megabytes of a request.")] = 64,
+    max_body: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="MB",
+            help="Most megabytes of a request; with --openai at most 64 bytes a token of --max-prompt and 4 KiB too.",
+        ),
+    ] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="With --openai: most tokens of an answer.")] = 1024,
     max_prompt: Annotated[int, typer.Option(min=1, help="With --openai: most tokens of a prompt.")] = 4096,
     settle: Annotated[
@@ -77,8 +84,10 @@ def serve(
         raise CliError(f"kpt serve needs what is not installed: pip install 'kpt-serve[{extras}]'")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, level="WARNING")
     logging.getLogger("kpt_serve").setLevel("INFO")
-    if openai and (grpc_port is not None or batch_invariant or unsigned or grace != _GRACE):
-        raise CliError("--grpc-port, --grace, --unsigned and --batch-invariant are not for --openai: leave them out")
+    if openai and (grpc_port is not None or batch_invariant or unsigned or (grace, delay) != (_GRACE, _DELAY)):
+        raise CliError(
+            "--grpc-port, --delay, --grace, --unsigned and --batch-invariant are not for --openai: leave them out"
+        )
     token = _token(token_file)
     for path in (tls_certificate, tls_key, key):
         if path is not None and not path.is_file():
