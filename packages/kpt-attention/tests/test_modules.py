@@ -1,6 +1,7 @@
 """Layers and `flex_attention`: beside PyTorch's own attention, with and without caches."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -219,6 +220,8 @@ def test_a_pattern_hides_what_its_mask_says(pattern):
     mask = layer.pattern.dense(12)
     assert pattern == "full" or not mask.all()
     torch.testing.assert_close(layer(X), expected(layer, X, mask)[0])
+    again = pickle.loads(pickle.dumps(layer))  # as torch.save does, and processes that are spawned
+    assert torch.equal(again(X), layer(X))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

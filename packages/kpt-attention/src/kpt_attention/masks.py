@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -349,11 +350,12 @@ def _looks_at(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> t
 def dilated(size: int, step: int) -> Mask:
     """Return the mask of each `step`-th of the last `size * step` keys, from a query's own position backwards."""
     size, step = integer("dilated", "size", size, 1), integer("dilated", "step", step, 1)
+    return Predicate(partial(_in_steps, step)) & Window((size - 1) * step, 0)
 
-    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q - k) % step == 0
 
-    return Predicate(allows) & Window((size - 1) * step, 0)
+# Functions of modules, unlike those within others, can be pickled, as layers that hold a mask are.
+def _in_steps(step: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q - k) % step == 0
 
 
 def block_sparse(layout: Tensor, block: int) -> Mask:
@@ -366,24 +368,27 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
             f"{layout.dtype} {list(layout.shape)}"
         )
     table = layout if layout.dim() == 3 else layout[None]
+    return Predicate(
+        partial(_in_layout, table, block), per_head=len(table) > 1, fits=partial(_fits_layout, table, block)
+    )
 
-    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        here = table.to(q.device)
-        rows, columns = q // block, k // block
-        inside = (rows < here.shape[1]) & (columns < here.shape[2])
-        rows, columns = rows.clamp(max=here.shape[1] - 1), columns.clamp(max=here.shape[2] - 1)
-        return here[h if len(here) > 1 else torch.zeros_like(h), rows, columns] & inside
 
-    def fits(extent: Extent) -> None:
-        heads, rows, columns = table.shape
-        if heads not in (1, extent.heads) or extent.keys > columns * block:
-            raise InputError(
-                f"block_sparse: the layout has {heads} heads and {columns * block} keys; got {extent.heads} heads and "
-                f"{extent.keys} keys"
-            )
-        _check_places("block_sparse", extent, 0, rows * block)
+def _in_layout(table: Tensor, block: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    here = table.to(q.device)
+    rows, columns = q // block, k // block
+    inside = (rows < here.shape[1]) & (columns < here.shape[2])
+    rows, columns = rows.clamp(max=here.shape[1] - 1), columns.clamp(max=here.shape[2] - 1)
+    return here[h if len(here) > 1 else torch.zeros_like(h), rows, columns] & inside
 
-    return Predicate(allows, per_head=len(table) > 1, fits=fits)
+
+def _fits_layout(table: Tensor, block: int, extent: Extent) -> None:
+    heads, rows, columns = table.shape
+    if heads not in (1, extent.heads) or extent.keys > columns * block:
+        raise InputError(
+            f"block_sparse: the layout has {heads} heads and {columns * block} keys; got {extent.heads} heads and "
+            f"{extent.keys} keys"
+        )
+    _check_places("block_sparse", extent, 0, rows * block)
 
 
 def natten(height: int, width: int, kernel: int) -> Mask:
@@ -395,22 +400,23 @@ def natten(height: int, width: int, kernel: int) -> Mask:
     height, width, kernel = (integer("natten", name, size, 1) for name, size in sizes)
     if kernel > min(height, width):
         raise InputError(f"natten: kernel ({kernel}) must not exceed height ({height}) and width ({width})")
+    return Predicate(partial(_is_neighbour, height, width, kernel), fits=partial(_fits_picture, height, width))
 
-    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        found = (q >= 0) & (k >= 0)
-        for of_q, of_k, size in ((q // width, k // width, height), (q % width, k % width, width)):
-            first = (of_q - kernel // 2).clamp(0, size - kernel)
-            found = found & (of_k >= first) & (of_k < first + kernel)
-        return found
 
-    def fits(extent: Extent) -> None:
-        if extent.keys != height * width:
-            raise InputError(
-                f"natten: a picture of {height} by {width} has {height * width} pixels; got {extent.keys} keys"
-            )
-        _check_places("natten", extent, 0, height * width)
+def _is_neighbour(height: int, width: int, kernel: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    found = (q >= 0) & (k >= 0)
+    for of_q, of_k, size in ((q // width, k // width, height), (q % width, k % width, width)):
+        first = (of_q - kernel // 2).clamp(0, size - kernel)
+        found = found & (of_k >= first) & (of_k < first + kernel)
+    return found
 
-    return Predicate(allows, fits=fits)
+
+def _fits_picture(height: int, width: int, extent: Extent) -> None:
+    if extent.keys != height * width:
+        raise InputError(
+            f"natten: a picture of {height} by {width} has {height * width} pixels; got {extent.keys} keys"
+        )
+    _check_places("natten", extent, 0, height * width)
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:
@@ -431,17 +437,16 @@ def tree(parents: Tensor, prefix: int = 0) -> Mask:
             raise InputError(f"tree: the parent of token {token} is {parent}; expected -1 or a token before it")
         if parent >= 0:
             seen[token] |= seen[parent]
+    return Predicate(partial(_is_ancestor, seen, prefix), fits=partial(_fits_tree, len(places), prefix))
 
-    def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if not len(places):
-            return (q == q) & (k < prefix)
-        return (k < prefix) | seen.to(q.device)[(q - prefix).clamp(min=0), (k - prefix).clamp(min=0)]
 
-    def fits(extent: Extent) -> None:
-        if extent.keys != prefix + len(places):
-            raise InputError(
-                f"tree: {len(places)} tokens behind {prefix} keys are {prefix + len(places)} keys; got {extent.keys}"
-            )
-        _check_places("tree", extent, prefix, extent.keys)
+def _is_ancestor(seen: Tensor, prefix: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    if not len(seen):
+        return (q == q) & (k < prefix)
+    return (k < prefix) | seen.to(q.device)[(q - prefix).clamp(min=0), (k - prefix).clamp(min=0)]
 
-    return Predicate(allows, fits=fits)
+
+def _fits_tree(tokens: int, prefix: int, extent: Extent) -> None:
+    if extent.keys != prefix + tokens:
+        raise InputError(f"tree: {tokens} tokens behind {prefix} keys are {prefix + tokens} keys; got {extent.keys}")
+    _check_places("tree", extent, prefix, extent.keys)
