@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -343,6 +344,15 @@ def test_caches_of_fewer_bits_hold_what_these_can_say(dtype):
     assert cache.k.element_size() == dtype.itemsize
 
 
+@pytest.mark.parametrize("count", [np.int64(3), torch.tensor(3)])
+def test_counts_may_be_of_numpy_and_torch(count):
+    cache = PagedCache(layers=1, pages=4, kv_heads=1, head_dim=4)
+    one = cache.add()
+    with cache.step({one: count}) as step:
+        assert step.positions.tolist() == [0, 1, 2]
+    assert cache.length(one) == 3
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
@@ -364,6 +374,7 @@ def test_caches_of_fewer_bits_hold_what_these_can_say(dtype):
         (lambda cache: cache.truncate(0, 9), "sequence 0 has 5 keys; it can't be cut to 9"),
         (lambda cache: cache.truncate(0, 1), "can't be cut to 1 keys: those in the window of 2 before are given back"),
         (lambda cache: cache.step({0: -1}).__enter__(), "new tokens must be counts or lists of ids"),
+        (lambda cache: cache.step({0: 1.5}).__enter__(), "new tokens without ids must be an integer; got 1.5"),
         (lambda cache: cache.step({0: 50}).__enter__(), "needs 12 pages of 4 tokens, and 3 of 4 are free: free"),
         (
             lambda cache: [step := cache.step({0: 1}), step.__enter__(), cache.free(0)],

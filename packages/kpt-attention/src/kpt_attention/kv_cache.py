@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kpt_core import InputError, KptError
 
+from .arguments import integer
 from .dense import DTYPES
 from .paged import FP8, paged, update_cache
 
@@ -364,6 +365,7 @@ class PagedCache:
             InputError: a sequence is not there, or a count is negative.
         """
         self._outside_of_steps("step")
+        new = {number: _count_or_ids(each) for number, each in new.items()}
         before = {number: self._of(number).copy() for number in new}
         counts = {number: each if isinstance(each, int) else len(each) for number, each in new.items()}
         if any(count < 0 for count in counts.values()):
@@ -504,6 +506,16 @@ class PagedCache:
     def _outside_of_steps(self, action: str) -> None:
         if self._in_step:
             raise InputError(f"PagedCache: {action} inside of a step: end the step first")
+
+
+def _count_or_ids(new: Any) -> int | Sequence[int]:
+    """Return ids as they are, and a count as an int, of numpy and torch too."""
+    try:
+        len(new)
+    except TypeError:
+        return integer("PagedCache", "new tokens without ids", new)
+    ids: Sequence[int] = new
+    return ids
 
 
 def _digests(known: Sequence[bytes], tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
