@@ -242,6 +242,15 @@ def test_encoder_decoders_keep_what_the_encoder_gave_in_pages(implementation: st
         torch.testing.assert_close(ours.logits[1], theirs.logits[1], rtol=0, atol=1e-5 if dtype is None else 0.1)
 
 
+def test_zeros_at_first_do_not_cut_what_follows() -> None:
+    layer = PagedKVCache(decoder("Llama").config, dtype=torch.float8_e4m3fn).layers[0]
+    layer.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
+    ones = torch.ones(1, 2, 1, 8)
+    for states in layer.update(ones, 3 * ones):
+        assert states.whole()[0, 0, :, 0].tolist()[:3] == [0, 0, 0]
+        assert states.whole()[0, 0, 3, 0] in (1, 3)
+
+
 def test_wrong_input_gets_a_sentence() -> None:
     model, ids = decoder("Llama"), prompt()["input_ids"]
     for told, message in (

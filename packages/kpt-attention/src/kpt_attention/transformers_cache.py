@@ -621,7 +621,9 @@ class PagedKVCache(Cache):
 def _scale(states: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each head's scale, float32 `[Hkv]`."""
     largest = states.detach().abs().amax((0, 2, 3)).float()
-    return (largest * (_ROOM / torch.finfo(dtype).max)).clamp(min=1e-12).contiguous()
+    scale = (largest * (_ROOM / torch.finfo(dtype).max)).clamp(min=1e-12)
+    # Zeros, as padding that stands alone in the first part of a prompt may give, tell nothing of what follows.
+    return torch.where(largest == 0, 1.0, scale)
 
 
 def _longer(cache: Tensor, pages: int) -> Tensor:
