@@ -276,15 +276,16 @@ def test_training_mode_of_every_module_is_restored(
 
 
 @pytest.mark.parametrize("path", ["first", None])
-def test_an_original_comes_back_in_the_mode_of_the_model(
+def test_an_original_comes_back_in_the_mode_and_on_the_device_of_the_model(
     monkeypatch: pytest.MonkeyPatch, model: Model, x: Tensor, path: str | None
 ) -> None:
     install(monkeypatch, Swap())
     model.first.inside = nn.Dropout()
     result = optimize(model, example_inputs=(x,), inplace=True)
-    model.eval()
+    model.eval().to("meta")
     result.revert(path)
     assert type(model.first) is Slow
+    assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(module.training for module in model.modules())
 
 

@@ -1,5 +1,6 @@
 """Plans as files."""
 
+import json
 import math
 import os
 import stat
@@ -112,6 +113,24 @@ def test_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode
 def test_what_is_no_plan_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("kept", "false", "kept is 'false', and no bool"),
+        ("rewrite", ["a"], r"rewrite is \['a'\], and no str"),
+        ("gain", True, "gain is True, and no float"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tmp_path: Path, part: str, value: object, message: str) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    plan = json.loads(path.read_text())
+    plan["entries"][0][part] = value
+    path.write_text(json.dumps(plan))
     with pytest.raises(InputError, match=message):
         Plan.load(path)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .measure import device_of
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
@@ -95,10 +97,13 @@ class Changes:
         self._training.clear()
 
     def _put_back(self, change: Change) -> None:
-        """Put an original in its place, in the mode that its replacement was set to meanwhile, if it was."""
+        """Put an original in its place, in the mode and on the device that its replacement was moved to meanwhile."""
         # Without a change of mode each module inside keeps its own flag.
         if change.before.training is not change.after.training:
             change.before.train(change.after.training)
+        place = device_of(change.after)
+        if device_of(change.before) != place:
+            change.before.to(place)
         self._put(change, change.before)
 
     def _put(self, change: Change, module: nn.Module) -> None:

@@ -42,7 +42,9 @@ class Optimized:
     _changes: Changes | None = field(default=None, repr=False)
 
     def revert(self, module: str | None = None) -> None:
-        """Put the original of one module back, or those of all.
+        """Put the original of one module back, or those of all, in the mode and on the device of what stands there.
+
+        Values that a rewrite did not share (those of lossy ones) are what they were before, in the dtype of then.
 
         Raises:
             UnknownNameError: that module was not changed.

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,10 @@ class Plan:
                 part["error"] = math.inf if part["error"] is None else part["error"]
             entries = tuple(PlanEntry(**entry) for entry in data.pop("entries"))
             budgets = tuple(Budget(**each) for each in data.pop("budgets", ()))
-            return cls(entries=entries, budgets=budgets, **data)
+            plan = cls(entries=entries, budgets=budgets, **data)
+            for made in (plan, *entries, *budgets):
+                _check_types(made)
+            return plan
         except (KeyError, TypeError) as error:
             raise InputError(f"{path} is not a complete plan: {error}") from error
 
@@ -174,6 +177,17 @@ class Plan:
             f"error {self.error:.1e} of at most {self.max_error:.1e}"
         )
         return "\n".join(filter(None, (self.note, *table(head, *rows), told, self.outlook())))
+
+
+def _check_types(made: Any) -> None:
+    """Raise `TypeError` for a text, number or flag of a file that is none: "false" would count as kept."""
+    for each in fields(made):
+        value = getattr(made, each.name)
+        wanted: Any = (float, int) if each.type is float else each.type
+        if each.type in (str, bool, int, float) and (
+            not isinstance(value, wanted) or isinstance(value, bool) is not (each.type is bool)
+        ):
+            raise TypeError(f"{each.name} is {value!r:.60}, and no {each.type.__name__}")
 
 
 def _rounded_up(error: float) -> str:
