@@ -152,9 +152,9 @@ def test_a_checkpoint_has_the_kernels_and_rates_of_the_chip(
         assert (rows["prefill", batch]["bound_by"], rows["prefill", batch]["units"]) == ("arithmetic", longest)
 
 
-def test_experts_are_rounded_from_the_rows_on_that_their_kernel_says():
+def test_experts_are_rounded_above_the_rows_that_their_kernel_says():
     kernels = pytest.importorskip("kpt_triton.moe.experts", reason="it is the kernel")
-    assert kernels.ROWS_TO_ROUND == planning.ROWS_TO_ROUND
+    assert kernels.MOST_ROWS_EXACT == planning.MOST_ROWS_EXACT
 
 
 def test_experts_of_8_bits_are_asked_for_as_such(plan, qwen, monkeypatch):

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kpt_optimize.forecast import Forecast, Step, Work
 
 DEFAULT_TOKENS = 4096
-#: Rows of an expert from which kernels round activations to 8 bits, as `kpt_triton.moe.experts` has it.
-ROWS_TO_ROUND = 32
+#: Rows of an expert above which kernels round activations to 8 bits, as `kpt_triton.moe.experts` has it.
+MOST_ROWS_EXACT = 32
 #: Sequences at a time for which rates are told, beside those that are asked for.
 BATCHES = (1, 64)
 #: Of a paged cache, as `kpt_attention.transformers_cache` makes it.
@@ -43,7 +43,7 @@ LIMITS = (
     "linear layers where their weights have 8 bits (kpt convert). Routers, norms and the rest are transformers' own.",
     "Decoding is with KPT's PagedKVCache; transformers' DynamicCache copies the cache in every step.",
     "8-bit linear layers multiply codes where the chip does, with activations quantised by 1x128 "
-    "(kpt_fp8.transformers.load); experts likewise where they have 32 rows each or more, of e4m3fn alone. Elsewhere "
+    "(kpt_fp8.transformers.load); experts likewise where they have more than 32 rows each, of e4m3fn alone. Elsewhere "
     "codes are widened to the activations' dtype first.",
 )
 
@@ -310,7 +310,7 @@ def _roofline(found: "Forecast", device: "Target", dtype: str, fp8: bool) -> lis
         # Linear layers multiply codes where the chip does, experts those of many rows. Attention multiplies what layers
         # hand on, which has the activations' dtype whatever the weights'.
         coded = step.name == "linear layers" and codes != "None"
-        coded |= step.name == "experts" and codes == "float8_e4m3fn" and rows >= ROWS_TO_ROUND
+        coded |= step.name == "experts" and codes == "float8_e4m3fn" and rows > MOST_ROWS_EXACT
         units = codes if coded else dtype
         rate = _rate(device, units)
         if parts and rate is not None:

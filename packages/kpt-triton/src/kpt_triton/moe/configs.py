@@ -6,7 +6,7 @@ from kpt_triton.chips import chip_of
 
 from .activation import GATED
 from .experts import is_few, rounds
-from .tiles import candidate_tiles, product_of
+from .tiles import candidate_tiles
 
 
 def experts(call: Any) -> list[dict[str, str]]:
@@ -14,9 +14,7 @@ def experts(call: Any) -> list[dict[str, str]]:
     tokens, top_k = call.top_k_index.shape
     products = {"up": "pair" if call.activation in GATED else "crowded", "down": "plain"}
     if rounds(call):
-        up = "pair_codes" if call.activation in GATED else "crowded_codes"
-        blocks = call.activations == "1x128" or call.down_scale.dim() == 3
-        products = {"up": up, "down": product_of("block" if blocks else "", codes=True)}
+        products = {"up": "pair_codes" if call.activation in GATED else "crowded_codes", "down": "crowded_codes"}
     if call.needs:
         products |= {"slope": "slope", "wgrad": "wgrad"}
     elif is_few(tokens, top_k, call.gate_up_proj.shape[0]):

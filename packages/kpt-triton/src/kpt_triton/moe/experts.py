@@ -24,9 +24,9 @@ from .transposed import gradient_of
 
 #: Up to so many tokens are computed pair by pair, unless several of them are likely to share an expert.
 _FEW_TOKENS = 8
-#: From so many rows an expert on, activations are rounded to 8 bits where a call allows it. With fewer, what takes time
-#: is reading weights, of which no bit is saved: 32 rows are 64 operations a byte, and chips do 100 to 600.
-ROWS_TO_ROUND = 32
+#: With more rows an expert than this, activations are rounded to 8 bits where a call allows it. With fewer, what takes
+#: time is reading weights, of which no bit is saved: 32 rows are 64 operations a byte, and chips do 100 to 600.
+MOST_ROWS_EXACT = 32
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -39,7 +39,7 @@ def rounds(call: Any) -> bool:
     """Whether activations of a call are rounded to 8 bits: where that is allowed, and units multiply them faster so."""
     if call.activations == "none" or call.needs or call.x.dtype is not torch.bfloat16:
         return False
-    if call.top_k_index.numel() < ROWS_TO_ROUND * call.gate_up_proj.shape[0]:
+    if call.top_k_index.numel() <= MOST_ROWS_EXACT * call.gate_up_proj.shape[0]:
         return False
     chip = chip_of(call.x.device)
     return all(
@@ -79,8 +79,8 @@ def forward(call: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         save=save,
     )  # fmt: skip
     activated, of_rows = quantize_rows(activated, call.activations) if rounding else (activated, None)
-    kind = "block" if rounding and call.activations == "1x128" else scales_of(down_scale, down)
-    tile = tile_for(product_of(kind, codes=rounding), x, rows, down.shape, call.config, "down")
+    product = "crowded_codes" if rounding else product_of(scales_of(down_scale, down))
+    tile = tile_for(product, x, rows, down.shape, call.config, "down")
     y = multiply(
         activated, down, offsets, tile, order=order, weights=weights, bias=down_bias, scale=down_scale,
         x_scale=of_rows, out_dtype=x.dtype,

@@ -22,8 +22,9 @@ _NARROWEST, _NARROWEST_OF_FEW = 32, 16
 
 def parts_of(tile: Tile, interleaved: bool) -> int:
     """Return into how many parts the columns of a tile are cut for what follows the product: 1, 2, 4 or 8."""
-    wanted = min(8, tile.m * tile.n // (32 * tile.warps * _AT_A_TIME))
     # Where gate and up alternate, a column of the product has two of h.
+    numbers = tile.m * tile.n * (2 if interleaved else 1)
+    wanted = min(8, numbers // (32 * tile.warps * _AT_A_TIME))
     narrowest = _NARROWEST_OF_FEW if tile.registers or interleaved else _NARROWEST
     return max(1, min(wanted, tile.n // narrowest))
 

@@ -74,6 +74,14 @@ def _up_of_codes(name: str, tiles: Tiles, spills: Mapping[str, int] | None = Non
     return multiplying_codes(_up(f"e4m3 by e4m3, {name}", E4M3, contracts, tiles, out=BF16, SAVE=False, **constants))
 
 
+def _down_of_codes(name: str, tiles: Tiles, **constants: Any) -> Program:
+    contracts = spilling(of_units(), {"sm120": 8, "gfx1201": 16})
+    given = grouped_mm.program(
+        f"down e4m3 by e4m3, {name}", E4M3, contracts, tiles, weight=E4M3, out=BF16, **_WEIGHTED, **constants
+    )
+    return multiplying_codes(given)
+
+
 def _slope(
     name: str,
     dtype: str,
@@ -192,6 +200,8 @@ _DOWNS = (
     grouped_mm.program(
         "down bf16, gathered", BF16, products(BF16), usual("plain"), **_WEIGHTED, BIAS=True, GATHER=True
     ),
+    _down_of_codes("blocks", usual("crowded_codes", 64, 1024), **_BLOCKS),
+    _down_of_codes("rows and columns, biases", usual("crowded_codes", 64, 1024), BIAS=True, **_ROWS),
     grouped_mm.program("down fp32, biases", FP32, lean("cp.async"), usual("plain", itemsize=4), **_WEIGHTED, BIAS=True),
 )
 _WGRADS = (
