@@ -323,6 +323,13 @@ def test_what_is_excluded_is_added_to_what_is_always_left(source, tmp_path):
     assert set(config_of(tmp_path / "out")["quantization_config"]["ignored_layers"]) == left
 
 
+def test_excluding_a_module_leaves_all_in_it(source, tmp_path):
+    report = convert_checkpoint(source, tmp_path / "out", to="fp8", exclude="model.0")
+    assert [each.name for each in report.tensors] == ["model.1.q_proj.weight"]
+    # What is always left may be named, whether or not the files have it.
+    convert_checkpoint(source, tmp_path / "again", to="fp8", exclude=("lm_head", "score", "*.norm"))
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
     "router",

@@ -35,10 +35,17 @@ def refused(expected, tmp_path, source, **options):
         ({"dtype": torch.float8_e5m2}, "dtype must be float8_e4m3fn"),
         ({"scale_dtype": torch.float16}, "scale_dtype must be"),
         ({"exclude": "*"}, "no matrix is left"),
+        ({"exclude": ["*.o_proj", "*.q_porj"]}, r"exclude has '\*\.q_porj', which describes no module of the files"),
+        ({"to": "fbgemm_fp8", "input_scales": {"model.0.q_proj": 1.0}}, "input_scales are for static scales"),
     ],
 )
 def test_wrong_arguments_are_a_sentence(options, expected, source, tmp_path):
     refused(expected, tmp_path, source, **options)
+
+
+def test_what_is_8_bit_can_not_be_excluded(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "first", to="fp8")
+    refused("is quantised already, .*convert the original", tmp_path, tmp_path / "first", exclude="*.o_proj")
 
 
 def test_targets_that_are_taken_are_refused(source, tmp_path):

@@ -162,6 +162,15 @@ def test_patterns():
         convert_model_to_fp8(model, include=[3])
 
 
+def test_excluding_a_module_leaves_all_layers_in_it():
+    model = nn.ModuleDict({"vision": stack(64, 64, 64), "text": stack(64, 64)})
+    model["lm_head"] = nn.ModuleDict({"dense": nn.Linear(64, 64)})
+    # `lm_head` is left without being asked for only where it is the layer itself.
+    assert converted(convert_model_to_fp8(model, exclude="vision")) == ["text.0", "lm_head.dense"]
+    assert converted(convert_model_to_fp8(model, exclude=("vision", "lm_head"))) == ["text.0"]
+    assert conversion_report(convert_model_to_fp8(model, exclude="vis*")).skipped["vision.1"] == "excluded by 'vis*'"
+
+
 def test_a_second_conversion_adds_to_the_report():
     model = stack(64, 64, 64)
     changed = convert_model_to_fp8(convert_model_to_fp8(model, include="0"), include="1", granularity="tensor")

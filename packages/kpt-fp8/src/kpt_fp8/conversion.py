@@ -108,7 +108,7 @@ def convert_model_to_fp8(
         include: shell patterns of module names; only layers that one of them describes are converted. None: all but
             `lm_head`, which loses most; `"*"`: that too. A pattern describes a whole name or its end after a dot:
             `lm_head` describes `model.lm_head`.
-        exclude: patterns of layers that are left as they are, too.
+        exclude: patterns of modules that are left as they are, too, with all layers in them.
         min_features: layers with fewer inputs or outputs are left as they are.
         input_scales: by name of the layer, what its activations are divided by, as `calibrate` gives it (static); with
             `activations="tensor"` alone. None: what they ask for themselves at each call (dynamic).

@@ -68,6 +68,12 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def covers(name: str, pattern: str) -> bool:
+    """Match a module's name, or that of a module around it: `vision` covers `model.vision.layers.0.fc`."""
+    parts = name.split(".")
+    return any(matches(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
 def trained(module: nn.Module) -> nn.Module:
     """Return the layer that one of FP8 training stands for, of the same parameters; others as they are."""
     plain = getattr(module, "without_fp8_training", None)
@@ -96,9 +102,8 @@ def chosen_layers(
     Those that train in FP8 are `trained` of themselves for `take_trained`; else they are left as they are.
     """
     wanted, unwanted = patterns(owner, "include", include), patterns(owner, "exclude", exclude) or ()
-    if wanted is None:
-        unwanted += EXCLUDED
-    found = select(owner, model, wanted, unwanted, min_features, take_trained)
+    usual = EXCLUDED if wanted is None else ()
+    found = select(owner, model, wanted, unwanted, min_features, take_trained, usual)
     require_some(owner, found)
     return found
 
@@ -120,8 +125,9 @@ def select(
     exclude: tuple[str, ...],
     min_features: int,
     take_trained: bool = False,
+    usual: tuple[str, ...] = (),
 ) -> Selection:
-    """Choose the layers."""
+    """Choose the layers; what `exclude` describes is left with all in it, of `usual` the layer of that name alone."""
     least: object = min_features
     if not isinstance(least, int) or least < 1:
         raise InputError(f"{owner}: min_features must be a positive integer; got {min_features!r}: 64 is usual")
@@ -139,7 +145,7 @@ def select(
         if own is not module and not take_trained:
             reason = "it trains in FP8 already"
         else:
-            reason = _left(own, names, include, exclude, min_features)
+            reason = _left(own, names, include, exclude, usual, min_features)
         reason = reason or ties.get(id(module), "")
         if reason:
             found.skipped[names[0]] = reason
@@ -153,7 +159,12 @@ def select(
 
 
 def _left(
-    module: nn.Module, names: list[str], include: tuple[str, ...] | None, exclude: tuple[str, ...], min_features: int
+    module: nn.Module,
+    names: list[str],
+    include: tuple[str, ...] | None,
+    exclude: tuple[str, ...],
+    usual: tuple[str, ...],
+    min_features: int,
 ) -> str:
     """Say why a layer is left as it is; empty where it isn't."""
     if isinstance(module, FP8Module | NativeFP8Experts):
@@ -165,9 +176,10 @@ def _left(
         return f"it is a {type(module).__name__}, a subclass of nn.Linear, which may use its weight in its own way"
     if include is not None and not any(matches(name, pattern) for name in names for pattern in include):
         return "no pattern of include describes it"
-    for pattern in exclude:
-        if any(matches(name, pattern) for name in names):
-            return f"excluded by {pattern!r}"
+    for patterns_left, describes in ((exclude, covers), (usual, matches)):
+        for pattern in patterns_left:
+            if any(describes(name, pattern) for name in names):
+                return f"excluded by {pattern!r}"
     for name, weight in _weights(module):
         rows, columns = weight.shape[-2:]
         if min(rows, columns) < min_features:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kpt_core import InputError, UnknownNameError
 from kpt_fp8.conversion import Progress
 from kpt_fp8.scales import LEAST
-from kpt_fp8.selection import matches, patterns
+from kpt_fp8.selection import covers, matches, patterns
 
 from .changing import ConvertedTensor, Inexact, quantized_anew, same_numbers
 from .contents import Contents, describe
@@ -125,9 +125,10 @@ def convert_checkpoint(
             if the format takes that; else what is usual there.
         dtype: of the codes, float8_e4m3fn or float8_e4m3fnuz. None: as in the source, or float8_e4m3fn.
         scale_dtype: of the scales in the file: float32, bfloat16 or float8_e8m0fnu. None: float32.
-        exclude: patterns of modules whose weights stay as they are, where the source is not quantised; beside
+        exclude: patterns of modules that stay as they are, with all in them, where the source is not quantised; beside
             embeddings, norms, routers and output layers, which no argument converts.
-        input_scales: static scales of activations by the module's name, as `calibrate` finds them.
+        input_scales: static scales of activations by the module's name, as `calibrate` finds them; for schemes that
+            have such scales.
         requantize: where the same numbers can't be written, quantise them anew instead of raising an error.
         max_shard_bytes: of a file that is written.
         progress: called before each tensor with the number done, of all, and its name.
@@ -137,7 +138,7 @@ def convert_checkpoint(
 
     Raises:
         InputError: the source is damaged or can't be understood, the target is taken, the format can't hold such
-            weights, weights hold NaN, or the same numbers can't be written and `requantize` is not given. Nothing is
+            weights or scales, `exclude` describes nothing, weights hold NaN, or the same numbers can't be written and `requantize` is not given. Nothing is
             written.
         UnknownNameError: no such format.
     """
@@ -155,13 +156,30 @@ def convert_checkpoint(
         found = write_plain(_OWNER, contents, real, to, max_shard_bytes, progress)
         return CheckpointReport(contents.format.name if contents.format else "unquantised", to, None, *found)
     form = format_named(to)
-    excluded = LEFT + (patterns(_OWNER, "exclude", exclude) or ())
+    excluded = patterns(_OWNER, "exclude", exclude) or ()
     folder = CheckpointFolder(source)
     real = check_target(folder.path, Path(target))
     contents = describe(folder)
     contents.require_good()
     chosen = _scheme(contents, form, granularity, activations, dtype, scale_dtype, input_scales is not None)
-    stacks = cut_stacks(contents, lambda each: _taken(each, excluded)) if contents.scheme is None else {}
+    if contents.scheme is not None and excluded:
+        raise InputError(
+            f"{_OWNER}: {folder.path} is quantised already, so that exclude={excluded[0]!r} could leave nothing in 16 "
+            "bits: convert the original checkpoint, or leave exclude out"
+        )
+    if input_scales is not None and not chosen.static:
+        raise InputError(
+            f"{_OWNER}: input_scales are for static scales of activations; got {form.name}, {chosen}: choose another "
+            "format, granularity or activations='tensor', or leave input_scales out"
+        )
+    known: set[str] = set()
+
+    def takes(each: Stored) -> bool:
+        known.add(module_of(each.name))
+        return _taken(each, excluded)
+
+    stacks = cut_stacks(contents, takes) if contents.scheme is None else {}
+    _require_use(excluded, [*map(module_of, contents.plain), *sorted(known)])
     anew = _to_quantize(contents, excluded)
     report = CheckpointReport(contents.format.name if contents.format else "unquantised", to, chosen)
     report.notes.extend(_notes(contents, chosen))
@@ -351,8 +369,22 @@ def _to_quantize(contents: Contents, excluded: tuple[str, ...]) -> dict[str, Sto
 
 def _taken(stored: Stored, excluded: tuple[str, ...]) -> bool:
     """Tell whether a tensor is a matrix of numbers whose module is not excluded."""
-    kind = len(stored.shape) == 2 and stored.dtype in NUMBERS
-    return kind and not any(matches(module_of(stored.name), pattern) for pattern in excluded)
+    name = module_of(stored.name)
+    if len(stored.shape) != 2 or stored.dtype not in NUMBERS or any(matches(name, pattern) for pattern in LEFT):
+        return False
+    return not any(covers(name, pattern) for pattern in excluded)
+
+
+def _require_use(excluded: tuple[str, ...], names: Sequence[str]) -> None:
+    """Raise `InputError` for a pattern that describes nothing: what it was meant for would be quantised."""
+    for pattern in excluded:
+        # An output layer that is tied is in no file.
+        if pattern not in LEFT and not any(covers(name, pattern) for name in names):
+            shown = ", ".join(map(repr, names[:5]))
+            raise InputError(
+                f"{_OWNER}: exclude has {pattern!r}, which describes no module of the files; the first of these are "
+                f"{shown}: correct the pattern, or leave it out"
+            )
 
 
 def _stacked(contents: Contents, cut: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,8 @@ def convert_to_fp8_training(
         recipe: an `FP8Recipe`, or `tensor`, `delayed`, `row`, `block` or `none`.
         include: shell patterns of module names; only layers that one of them describes are converted. None: all. A
             pattern describes a whole name or its end after a dot.
-        exclude: patterns of layers that are left as they are; `lm_head` is, too, unless `include` asks for it.
+        exclude: patterns of modules that are left as they are, with all layers in them; `lm_head` is, too, unless
+            `include` asks for it.
         min_features: layers with fewer inputs or outputs are left as they are.
 
     Returns:
