@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from kpt_core import InputError
 from kpt_moe import TopKRouter
 from kpt_moe.balancing import BiasBalancer
-from kpt_moe.scheduling import ExpertWarmup
+from kpt_moe.scheduling import ExpertDropout, ExpertWarmup
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 SECONDS = 120
@@ -266,3 +266,22 @@ def test_experts_that_are_not_open_yet_keep_their_bias_and_count_in_no_average()
     model.first(torch.randn(9, HIDDEN))
     balancer.step()
     assert model.first.correction_bias.tolist() == [-0.25, 0.75, 0.75, 0.75, 0.25, 0.25]
+
+
+def test_dropped_experts_keep_their_bias_and_count_in_no_average():
+    router = TopKRouter(HIDDEN, num_experts=EXPERTS, top_k=TOP_K, correction_bias=True)
+    ExpertWarmup(router, 5, 10)
+    dropout = ExpertDropout(router, 0.5)
+    balancer = BiasBalancer(router, rate=0.5)
+    router.dropped = torch.tensor([False, False, True, False, True, False])
+    # With the dropped experts the average would be 2.4, and every other expert would fall.
+    index = torch.tensor([[0, 1], [0, 1], [0, 3], [0, 3], [1, 3], [1, 3]])
+    router.choose = lambda logits, scores, mask, token_ids: (index, None)
+    router(torch.randn(6, HIDDEN))
+    balancer.step()
+    dropout.step()
+    assert router.correction_bias.tolist() == [0, 0, 0, 0, 0, 0]
+    router.dropped.zero_()
+    router(torch.randn(6, HIDDEN))
+    balancer.step()
+    assert router.correction_bias.tolist() == [-0.5, -0.5, 0.5, -0.5, 0.5, 0]

@@ -19,7 +19,8 @@ class BiasBalancer(RouterCounts):
     (auxiliary-loss-free load balancing, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437). Loads are summed over the
     micro-batches between two steps and over ranks; in training alone, as `RouterStatistics` counts. Nothing is read on
     the host. The biases are buffers of the routers, so that they are saved with the model: the balancer has no state of
-    its own to save. An expert that `ExpertWarmup` has not opened yet keeps its bias, and counts in no average.
+    its own to save. An expert that `ExpertWarmup` has not opened yet, or `ExpertDropout` drops, keeps its bias, and counts
+    in no average. Call `step()` before theirs: those say who takes part in the next step.
 
     Args:
         model: its routers with a `correction_bias` are balanced (`TopKRouter(..., correction_bias=True)`).
@@ -70,9 +71,11 @@ class BiasBalancer(RouterCounts):
         for path, router in self._routers.items():
             load = self._counters[path].total[router.num_experts : -2]  # what was asked for
             bias = router.get_buffer("correction_bias")
-            closed = router.unavailable
-            # By 0 or 1: an expert that no token may choose would rise until it opens, and then take every token.
-            counts = torch.ones_like(load) if closed is None else (~closed).to(load)
+            # By 0 or 1: an expert that no token may choose would rise until it opens, and then take every token. Of
+            # dropped ones the zeros would pull the average so far down that all the others lost alike.
+            counts = torch.ones_like(load)
+            for closed in (router.unavailable, router.dropped):
+                counts = counts if closed is None else counts * (~closed).to(load)
             load = load * counts
             # The sign of mean - load, in whole numbers: no rounding on which ranks could differ.
             direction = (load.sum() - load * counts.sum()).sign() * counts

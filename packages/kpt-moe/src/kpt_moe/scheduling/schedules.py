@@ -100,7 +100,7 @@ class ExpertDropout(Schedule):
 
     At least `top_k` experts remain, those of `ExpertWarmup` counted out, and with groups of experts enough in each
     group; so the probability is somewhat below `probability` where that is binding. To be made, stepped and loaded
-    after the `ExpertWarmup` of the same model. Sets the routers' `dropped`.
+    after the `ExpertWarmup` of the same model, and stepped after its `BiasBalancer`. Sets the routers' `dropped`.
 
     Args:
         probability: of each expert at each step; at least 0 and below 1.
