@@ -95,6 +95,18 @@ def test_what_is_offloaded_is_a_copy():
     assert torch.equal(have, want)
 
 
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_weights_that_change_before_backward_are_named(name):
+    experts = make()[0].experts
+    checkpoint_experts(nn.ModuleList([experts]), "offload")
+    index = torch.rand(TOKENS, 4).topk(TOP_K).indices
+    out = experts(torch.randn(TOKENS, HIDDEN), Routing(index, torch.rand(TOKENS, TOP_K), torch.zeros(TOKENS, 4)))
+    with torch.no_grad():
+        experts.get_parameter(name).mul_(2)
+    with pytest.raises(InputError, match="was changed in place between forward and backward"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_router_runs_once(mode):
     model = make()[:1]

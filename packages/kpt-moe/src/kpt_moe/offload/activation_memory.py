@@ -63,7 +63,8 @@ def checkpoint_experts(model: nn.Module, mode: str = "recompute") -> Checkpointe
     """Save less for the backward pass of experts, and of nothing else in the model.
 
     Routers run once: what they decided is an argument of the experts, so a recomputation cannot route differently.
-    Gradients are the same to the bit wherever the experts compute the same twice.
+    Gradients are the same to the bit wherever the experts compute the same twice. Weights must stay as they are from
+    forward to backward: `offload` raises where they changed, as torch does; `recompute` can't tell.
 
     With `recompute` (activation checkpointing, arXiv:1604.06174) a module's arguments are kept, and its forward runs
     again in backward, under autocast and in `batch_invariant()` if it did so at first. With `offload` everything that
@@ -108,16 +109,24 @@ def _saved_on_host(module: nn.Module) -> AbstractContextManager[Any]:
     here = (parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in module.parameters())
     parameters = {parameter.untyped_storage()._cdata for parameter in here}
 
-    def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+    def pack(tensor: Tensor) -> tuple[torch.device | int, Tensor]:
         if tensor.untyped_storage()._cdata in parameters:
-            return None, tensor
+            # Torch asks for the version of what it saves itself, and not of what a hook saves.
+            return tensor._version, tensor
         # A copy on the CPU too: a tensor saved as it is would not be missed if someone changed it before backward.
         pin = tensor.device.type not in ("cpu", "meta")
         host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
         return tensor.device, host.copy_(tensor, non_blocking=pin)
 
-    def unpack(saved: tuple[torch.device | None, Tensor]) -> Tensor:
-        device, tensor = saved
-        return tensor if device is None else tensor.to(device, non_blocking=True, copy=True)
+    def unpack(saved: tuple[torch.device | int, Tensor]) -> Tensor:
+        before, tensor = saved
+        if not isinstance(before, int):
+            return tensor.to(before, non_blocking=True, copy=True)
+        if tensor._version != before:
+            raise InputError(
+                f"{type(module).__name__}: a weight {list(tensor.shape)} was changed in place between forward and "
+                "backward, whose gradients would be of neither: run backward before the optimizer's step"
+            )
+        return tensor
 
     return saved_tensors_hooks(pack, unpack)
