@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kpt_core import InputError, UnknownNameError
 from kpt_moe import Routing
@@ -270,6 +271,18 @@ def test_global_load_counts_over_micro_batches():
     torch.testing.assert_close(have, EXPERTS * (asked / asked.sum() * second.logits.softmax(-1).mean(0)).sum())
     load.reset()
     torch.testing.assert_close(global_batch_loss(second, load=load), switch_loss(second))
+
+
+def test_global_load_counts_what_checkpointing_repeats_once():
+    load, logits = GlobalLoad(), torch.randn(9, EXPERTS, dtype=torch.float64, requires_grad=True)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return global_batch_loss(routing_from_logits(logits, top_k=2), load=load)
+
+    for count in (18, 36):
+        have = checkpoint(loss, logits, use_reentrant=False)
+        have.backward()
+        assert load.asked.sum() == count
 
 
 def test_all_compile_without_a_break():

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kpt_core import InputError
 
+from ._recomputation import in_recomputation
 from .hf_modules import is_transformers_experts, told_routing
 from .routers import Router
 from .routing import Routing
@@ -38,14 +39,6 @@ def deciding_modules(model: nn.Module, caller: str) -> dict[str, Any]:
             "transformers"
         )
     return modules
-
-
-def in_recomputation() -> bool:
-    """Whether this forward is one of activation checkpointing, which repeats it inside of backward.
-
-    Such a run is no new decision. In a function that is being compiled it is not known yet: False.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 # An op, since a compiled forward inside of a checkpointed region must ask this when it runs, not when it is traced.

@@ -12,7 +12,8 @@ from torch import distributed as dist
 from kpt_core import InputError, KptWarning
 
 from ._checks import require_known, require_number
-from ._counting import Hooked, in_recomputation
+from ._counting import Hooked
+from ._recomputation import in_recomputation
 from .losses import GlobalLoad, Score, entropy_loss, global_batch_loss, gshard_loss, sequence_loss, switch_loss, z_loss
 from .routers import Router
 from .routing import Routing

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from kpt_core import InputError
 
-from ._counting import deciding_modules, in_recomputation
+from ._counting import deciding_modules
+from ._recomputation import in_recomputation
 from ._tensor_files import appearing, open_tensors
 from .hf_modules import replace_routing, told_routing
 from .routers import Router

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kpt_core import InputError
 from kpt_moe._checks import described, require_known, require_sequences, require_size
+from kpt_moe._recomputation import in_recomputation
 from kpt_moe.routing import SCORES as SCORES
 from kpt_moe.routing import Routing
 from kpt_moe.top_k_gating import score_experts
@@ -227,6 +228,8 @@ class GlobalLoad:
     def add(self, routings: Routings) -> Tensor:
         """Count the choices of routings on every rank, by one all-reduce of `num_experts + 1` numbers.
 
+        What activation checkpointing repeats in backward is not counted again.
+
         Returns:
             0-d int64, the tokens that count in these routings, of all ranks.
 
@@ -243,7 +246,8 @@ class GlobalLoad:
             )
         if self.group is not None:
             dist.all_reduce(counts, group=self.group)
-        self._counts = counts if self._counts is None else self._counts + counts
+        if not in_recomputation():
+            self._counts = counts if self._counts is None else self._counts + counts
         return counts[-1]
 
     def reset(self) -> None:
