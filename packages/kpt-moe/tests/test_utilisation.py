@@ -109,6 +109,13 @@ def test_several_dead_experts_are_copies_of_different_ones():
             assert torch.equal(parameter[dead], parameter[donor])
 
 
+def test_experts_that_are_not_open_yet_are_copied_to_none():
+    layer = make()
+    ExpertWarmup(layer, 4, 10)
+    report = {"router": summary((0, 9, 0, 0, 0, 0), (0, 2, 3))}
+    assert revive_dead_experts(layer, report) == [("router", 0, 1), ("router", 2, 1), ("router", 3, 1)]
+
+
 def test_noise_is_the_same_on_every_rank():
     report = {"router": summary((0, 9, 1, 7, 1, 8), (0,))}
     states = []

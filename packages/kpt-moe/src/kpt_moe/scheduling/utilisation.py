@@ -107,7 +107,8 @@ def revive_dead_experts(
     revived = []
     for path, (router, parameters) in layers.items():
         asked, dead = report[path].asked, report[path].dead
-        donors = sorted((e for e in range(len(asked)) if e not in dead), key=lambda e: -asked[e])
+        # What is not open yet is not dead, and has learned nothing that could be copied.
+        donors = sorted((e for e in range(len(asked)) if asked[e] and e not in dead), key=lambda e: -asked[e])
         for place, expert in enumerate(dead):
             donor = donors[place % len(donors)]
             for parameter in parameters:
