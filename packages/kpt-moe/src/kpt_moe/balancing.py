@@ -19,8 +19,8 @@ class BiasBalancer(RouterCounts):
     (auxiliary-loss-free load balancing, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437). Loads are summed over the
     micro-batches between two steps and over ranks; in training alone, as `RouterStatistics` counts. Nothing is read on
     the host. The biases are buffers of the routers, so that they are saved with the model: the balancer has no state of
-    its own to save. An expert that `ExpertWarmup` has not opened yet, or `ExpertDropout` drops, keeps its bias, and counts
-    in no average. Call `step()` before theirs: those say who takes part in the next step.
+    its own to save. An expert that `ExpertWarmup` has not opened yet, or `ExpertDropout` drops, keeps its bias, and
+    counts in no average. Call `step()` before theirs: those say who takes part in the next step.
 
     Args:
         model: its routers with a `correction_bias` are balanced (`TopKRouter(..., correction_bias=True)`).

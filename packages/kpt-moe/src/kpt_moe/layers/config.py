@@ -92,8 +92,6 @@ class MoEConfig:
                 require_size("MoEConfig", name, getattr(self, name), *most)
         require_bools("MoEConfig", bias=self.bias, shared_gate=self.shared_gate)
         require_size("MoEConfig", "num_shared_experts", self.num_shared_experts, least=0)
-        if self.num_shared_experts:
-            pass
         if not self.num_shared_experts and (self.shared_gate or self.shared_intermediate_size is not None):
             raise InputError(
                 "MoEConfig: shared_gate and shared_intermediate_size are of shared experts, but num_shared_experts is 0"
