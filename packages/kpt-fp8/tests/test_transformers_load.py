@@ -11,6 +11,7 @@ from kpt_fp8 import FP8Tensor, NativeFP8Linear
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import (
+    LlamaConfig,
     LlamaForSequenceClassification,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -247,6 +248,22 @@ def test_codes_are_not_loaded_as_numbers(models, tmp_path):
     change(tmp_path / "out", {"model.embed_tokens.weight": codes, "model.embed_tokens.weight_scale": scale}, ignore=[])
     with pytest.raises(InputError, match=r"has model\.embed_tokens\.weight in 8 bits, and Embedding would take"):
         load(tmp_path / "out")
+
+
+def test_load_takes_what_from_pretrained_takes(models, tmp_path):
+    (tmp_path / "in").mkdir()
+    quantized(tmp_path / "in" / "side", models["llama on disk"], "ct-channel")
+    wanted = logits(load(tmp_path / "in" / "side"))
+    changed = load(tmp_path / "in", subfolder="side", use_cache=False, torch_dtype="float32")
+    assert changed.config.use_cache is False
+    assert changed.dtype is torch.float32
+    assert torch.equal(logits(load(tmp_path / "in" / "side", config=str(tmp_path / "in" / "side"))), wanted)
+    config = LlamaConfig.from_pretrained(tmp_path / "in" / "side", use_cache=False)
+    before = config.to_dict()
+    assert load(tmp_path / "in" / "side", config=config).config.use_cache is False
+    assert config.to_dict() == before
+    shorter = load(tmp_path / "in" / "side", num_hidden_layers=1)
+    assert len(shorter.model.layers) == 1
 
 
 def test_what_is_no_checkpoint_is_a_sentence(models, tmp_path):

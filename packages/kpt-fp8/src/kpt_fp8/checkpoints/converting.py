@@ -138,8 +138,8 @@ def convert_checkpoint(
 
     Raises:
         InputError: the source is damaged or can't be understood, the target is taken, the format can't hold such
-            weights or scales, `exclude` describes nothing, weights hold NaN, or the same numbers can't be written and `requantize` is not given. Nothing is
-            written.
+            weights or scales, `exclude` describes nothing, weights hold NaN, or the same numbers can't be written and
+            `requantize` is not given. Nothing is written.
         UnknownNameError: no such format.
     """
     if to in PLAIN:

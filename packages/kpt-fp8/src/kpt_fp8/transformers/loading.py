@@ -1,10 +1,13 @@
 """Loading a checkpoint: `load`."""
 
+import copy
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from .layers import multiplied
 from .quantizer import METHOD
 
 _OWNER = "kpt_fp8.transformers.load"
+#: Arguments of `from_pretrained` itself, which configurations have under the same names.
+_OF_LOADING = ("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "trust_remote_code")
 
 
 def load(
@@ -28,7 +33,8 @@ def load(
     """Load an FP8 checkpoint of a Hugging Face model; weights stay 8-bit on every device.
 
     Linear layers become `NativeFP8Linear`, experts stay stacked in 8 bits. They are frozen. Experts are run by kpt-moe
-    where it is installed; by `fp8.linear`, one after the other, where activations are to be quantised always or `experts_implementation="eager"` is given.
+    where it is installed; by `fp8.linear`, one after the other, where activations are to be quantised always or
+    `experts_implementation="eager"` is given.
 
     Args:
         path: a folder with config.json and weights in safetensors, in one of the formats of `convert_checkpoint`.
@@ -37,7 +43,8 @@ def load(
             they are, which is more exact and, where no device multiplies 8-bit numbers, faster. None: those of linear
             layers where the device that `device_map` names multiplies 8-bit numbers, which no CPU does; there kernels
             of experts may round those of many tokens, see `activations` of kpt-moe's `experts`.
-        arguments: of `from_pretrained`: device_map, dtype, attn_implementation, experts_implementation and so on.
+        arguments: of `from_pretrained`: device_map, dtype, attn_implementation, experts_implementation, config,
+            subfolder, what the configuration has (`use_cache=False`), and so on.
             `"kpt"` needs no import of kpt_attention.transformers or kpt_moe.transformers.
 
     Raises:
@@ -47,6 +54,7 @@ def load(
     """
     if "quantization_config" in arguments:
         raise InputError(f"{_OWNER}: quantization_config comes from the checkpoint; got another: leave it out")
+    path = Path(path, arguments.pop("subfolder", None) or "")
     contents = describe(CheckpointFolder(path))
     contents.require_good()
     if contents.format is None:
@@ -58,11 +66,7 @@ def load(
     if caches:
         message = f"{_OWNER}: scales of attention's caches are ignored, as {caches[0]}: caches hold the model's dtype"
         warnings.warn(message, KptWarning, stacklevel=2)
-    # A class for a part of a model reads that part's configuration.
-    kind = getattr(model_class, "config_class", None) or AutoConfig
-    config = arguments.pop("config", None) or kind.from_pretrained(
-        path, trust_remote_code=arguments.get("trust_remote_code")
-    )
+    config = _config(path, model_class, arguments)
     _register(arguments)
     activations = quantize_activations
     if activations is None:
@@ -81,6 +85,20 @@ def load(
     model, info = chosen.from_pretrained(path, config=config, output_loading_info=True, **arguments)
     _require_complete(path, info)
     return (model, info) if wanted else model
+
+
+def _config(path: Path, model_class: Any, arguments: dict[str, Any]) -> Any:
+    """Return the configuration, and take it, and what it is to have otherwise, out of the arguments."""
+    given = arguments.pop("config", None)
+    if given is not None and not isinstance(given, str | os.PathLike):
+        return copy.deepcopy(given)  # the caller's own stays as it is
+    # A class for a part of a model reads that part's configuration.
+    kind = getattr(model_class, "config_class", None) or AutoConfig
+    read = partial(kind.from_pretrained, given or path, trust_remote_code=arguments.get("trust_remote_code"))
+    config = read()
+    # `from_pretrained` would do this itself, if it were not given a configuration.
+    other = [name for name in arguments if name not in _OF_LOADING and hasattr(config, name)]
+    return read(**{name: arguments.pop(name) for name in other}) if other else config
 
 
 def _register(arguments: Mapping[str, Any]) -> None:
