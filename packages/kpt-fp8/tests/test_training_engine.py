@@ -159,6 +159,20 @@ def test_a_planted_overflow_is_found_skipped_and_recovered_from(recipe):
     assert "step 4 skipped: " in str(report)
 
 
+def test_a_jump_that_also_overflows_is_gone_on_from_alike():
+    engine, batch = perceptron("delayed"), torch.randn(8, 64)
+    for _ in range(3):
+        engine.step(engine(batch).square().mean())
+    report = engine.step(engine(batch * 100).square().mean() * 1e38)
+    assert "saturated" in report.reason
+    assert "is not finite" in report.reason
+    other = perceptron("delayed")
+    other.load_state_dict(copy.deepcopy(engine.state_dict()))
+    for each in (engine, other):
+        assert each.step(each(batch * 100).square().mean()).outcome == "taken"
+    assert all(map(torch.equal, engine.model.parameters(), other.model.parameters()))
+
+
 def test_a_jump_that_saturates_is_skipped_and_scaled_by_what_is_there():
     engine = perceptron(FP8Recipe(delayed=True, history=4), Guards(patience=2, check_every=1000))
     x, y = torch.rand(8, 64), torch.randn(8, 64)

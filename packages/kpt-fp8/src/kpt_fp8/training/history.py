@@ -119,7 +119,8 @@ def multiply_gradients(layer: Watched, factor: float) -> None:
     """Follow a change of the loss scale."""
     if layer.amax_history is not None and layer.scales is not None:
         layer.amax_history[GRADIENT] *= factor
-        layer.scales.copy_(_suggested(layer.amax_history, layer.recipe))
+        # Scales that are not trusted stay 0: a checkpoint tells by them how the next step scales.
+        layer.scales.copy_(torch.where(layer.scales == 0, 0.0, _suggested(layer.amax_history, layer.recipe)))
 
 
 def _suggested(history: Tensor, recipe: FP8Recipe) -> Tensor:
