@@ -337,3 +337,11 @@ def test_a_static_scale_is_float32_whatever_the_default_is():
         assert made(torch.randn(2, 64)).dtype is torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_layer_without_memory_is_reset_to_a_new_one():
+    layer = NativeFP8Linear(64, 64, activations="tensor", static=True, device="meta").to_empty(device="cpu")
+    layer.input_scale.fill_(math.nan)  # as memory that nothing was written to may be
+    layer.reset_parameters()
+    assert torch.equal(layer(torch.randn(2, 64)), torch.zeros(2, 64))
+    assert float(layer.input_scale) == 1

@@ -259,6 +259,8 @@ class NativeFP8Linear(FP8Module, nn.Linear):
         weight = getattr(self.weight, "_local_tensor", self.weight)
         weight.codes.view(torch.uint8).zero_()
         weight.scale.fill_(1)
+        if self.input_scale is not None:  # after `to_empty` it holds anything
+            self.input_scale.fill_(1)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
