@@ -296,6 +296,10 @@ def test_positions_may_be_shared_by_the_sequences():
             lambda: LAYER(X[:1].expand(12, -1, -1), SQUARE),
             r"a mask of \[12, 12\] for 12 sequences of as many tokens may be padding or say .*: pass kpt_attention\.p",
         ),
+        (
+            lambda: LAYER(X[:1].expand(4, -1, -1), SQUARE.expand(4, -1, -1)),
+            r"a mask of \[4, 12, 12\] for 4 sequences and as many heads may have .*: pass mask\[:, None\] for sequen",
+        ),
         (lambda: ROTARY(X, positions=list(range(12))), r"positions must be a tensor of integers on cpu; got \[0, 1"),
         (lambda: ROTARY(X, positions=X[:, :, 0]), "positions must be a tensor of integers on cpu; got torch.float64"),
         (

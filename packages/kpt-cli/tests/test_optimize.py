@@ -267,3 +267,12 @@ def test_architecture_that_transformers_lacks_falls_back_to_the_model_type(kpt, 
     (model / "config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))
     assert kpt("optimize", model, "--tokens", 4).exit_code == 0
     assert type(quick_optimize[0]["model"]).__name__ == "MixtralForCausalLM"
+
+
+def test_a_plan_is_not_written_where_the_copy_will_be(kpt, mixtral, tmp_path):
+    """It would be lost with the folder that the copy takes the place of."""
+    earlier = shutil.copytree(mixtral, tmp_path / "earlier")
+    result = kpt("optimize", mixtral, "--copy", earlier, "--force", "--output", earlier / "plan.json", "--tokens", 4)
+    assert result.exit_code == 2
+    assert "lies in --copy" in result.output
+    assert not (earlier / "plan.json").exists()

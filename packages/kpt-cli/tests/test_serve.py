@@ -77,6 +77,8 @@ def test_the_token_comes_from_a_file_or_the_environment(
         (("--token-file", "nowhere"), "--token-file nowhere can't be read"),
         (("--token-file", "/dev/null"), "--token-file /dev/null is empty; expected the token"),
         (("--tls-key", "nowhere"), "nowhere is no file; expected a PEM file"),
+        (("--max-prompt", "9"), "--max-tokens and --max-prompt are for --openai"),
+        (("--max-tokens", "9"), "--max-tokens and --max-prompt are for --openai"),
         (("--openai", "--grace", "3s"), "--delay, --grace, --unsigned and --batch-invariant are not for --openai"),
         (("--openai", "--delay", "9ms"), "--delay, --grace, --unsigned and --batch-invariant are not for --openai"),
     ],

@@ -120,6 +120,11 @@ class _Projected(nn.Module):
                     f"{who}: a mask of {list(mask.shape)} for {batch} sequences of as many tokens may be padding "
                     "or say which keys a query sees: pass kpt_attention.padding(mask), or mask[None, None]"
                 )
+            if mask.dim() == 3 and not exporting() and mask.shape[0] == batch == self.num_heads > 1:
+                raise InputError(
+                    f"{who}: a mask of {list(mask.shape)} for {batch} sequences and as many heads may have one "
+                    "for each of either: pass mask[:, None] for sequences, mask[None] for heads"
+                )
             while mask.dim() == 3 or (mask.dim() == 2 and mask.shape != (batch, keys)):
                 mask = mask.unsqueeze(0)
             mask = masks.padding(mask) if mask.dim() == 2 else masks.dense_mask(mask)

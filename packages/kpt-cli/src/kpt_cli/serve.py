@@ -15,6 +15,7 @@ from .errors import CliError
 #: What of serving is imported before anything is loaded, by the option that asks for it.
 _NEEDED = {False: "uvicorn", True: "fastapi"}
 _GRACE, _DELAY = "30s", "2ms"
+_MAX_TOKENS, _MAX_PROMPT = 1024, 4096
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -53,8 +54,8 @@ def serve(
             help="Most megabytes of a request; with --openai at most 64 bytes a token of --max-prompt and 4 KiB too.",
         ),
     ] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="With --openai: most tokens of an answer.")] = 1024,
-    max_prompt: Annotated[int, typer.Option(min=1, help="With --openai: most tokens of a prompt.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --openai: most tokens of an answer.")] = _MAX_TOKENS,
+    max_prompt: Annotated[int, typer.Option(min=1, help="With --openai: most tokens of a prompt.")] = _MAX_PROMPT,
     settle: Annotated[
         str, typer.Option(metavar="TIME", help="Time between a signal to stop and the last new request.")
     ] = "0s",
@@ -88,6 +89,8 @@ def serve(
         raise CliError(
             "--grpc-port, --delay, --grace, --unsigned and --batch-invariant are not for --openai: leave them out"
         )
+    if not openai and (max_tokens, max_prompt) != (_MAX_TOKENS, _MAX_PROMPT):
+        raise CliError("--max-tokens and --max-prompt are for --openai: leave them out, or add it")
     token = _token(token_file)
     for path in (tls_certificate, tls_key, key):
         if path is not None and not path.is_file():

@@ -58,6 +58,9 @@ def optimize(
     directory = read_model_directory(model_dir)
     real_copy = None if copy is None else check_copy(copy, directory, force=force)
     check_output_file(output, "--output", force=force)
+    if real_copy is not None and output is not None and output.resolve().is_relative_to(real_copy):
+        # It would be lost with what the copy takes the place of.
+        raise CliError(f"--output {output} lies in --copy {copy}, which has the plan as {PLAN}: leave --output out")
     wanted = {"level": level, "objective": objective, "max_error": max_error}
     with redirect_stdout(sys.stderr):  # stdout is for the result
         plan, inputs = _measure(directory, device, dtype, tokens, seed, **wanted)
