@@ -158,6 +158,16 @@ def test_state_dict_stays_complete_and_restoring_gives_the_parameters_back(store
     assert parameters["0.moe.experts.down_proj"].grad is not None
 
 
+def test_another_dtype_is_refused_and_a_device_is_not():
+    """The store's numbers would keep theirs, and the next call would fail by them."""
+    model = make()
+    with offload_experts(model, "25%"), torch.no_grad():
+        with pytest.raises(InputError, match=r"is offloaded as torch.float32 and can't become .*: restore\(\)"):
+            model.to(torch.bfloat16)
+        model.to("cpu", torch.float32)
+        model(torch.randn(3, HIDDEN))
+
+
 def test_loading_weights_into_an_offloaded_model_is_refused():
     model = make()
     state = model.state_dict()

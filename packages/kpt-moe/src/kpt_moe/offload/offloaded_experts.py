@@ -145,6 +145,17 @@ class OffloadedExperts(nn.Module):
         self._source.network.train(mode)
         return super().train(mode)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse another dtype: the store's numbers would keep theirs, and fit nothing around them."""
+        for name, parameter in self._source.parameters.items():
+            wanted = fn(torch.empty(0, dtype=parameter.dtype)).dtype
+            if parameter.itemsize > 1 and wanted is not parameter.dtype:
+                raise InputError(
+                    f"{self._source.name}: {name} is offloaded as {parameter.dtype} and can't become {wanted}: "
+                    "restore() the model, convert it, and offload it again"
+                )
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
     def _choices(self, x: Tensor, index: Tensor, weights: Tensor, compute: Callable[[Any, Tensor], Tensor]) -> Tensor:
         """Each row's experts, weighted and summed, for experts that take each token by itself.
 
