@@ -141,10 +141,12 @@ def _on_meta(directory: ModelDirectory, dtype: str) -> tuple[Any, str, float]:
     """Return the model without data, the name of its dtype, and how many tokens it reads at most."""
     import torch
 
+    from .optimize.model import as_sentence, config_and_class, quiet_transformers
+
+    quiet_transformers()  # before anything imports what it is to be quiet about
+
     import kpt_moe.transformers  # noqa: F401  registers its experts
     from kpt_optimize.forecast import ATTENTION, register_attention
-
-    from .optimize.model import as_sentence, config_and_class
 
     config, cls = config_and_class(directory)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
