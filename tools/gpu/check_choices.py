@@ -27,6 +27,7 @@ def _names(setting: Setting) -> Iterator[tuple[str, Callable[[Setting], Sides]]]
         yield f"experts' {product}: pointers, TMA", partial(_product, product)
     yield "causal attention: SDPA, FlexAttention", _attentions
     yield "experts in 8 bits: widened in the kernel, or before", _widened
+    yield "experts in 8 bits: activations as they come, rounded", _rounded
 
 
 PARAMETERS: dict[str, Any] = {"made": _names}
@@ -85,6 +86,19 @@ def _widened(setting: Setting) -> Sides:
         return plain
 
     return {"in the kernel": partial(scaled, call), "before it": before}
+
+
+def _rounded(setting: Setting) -> Sides:
+    from kpt_fp8 import quantize_to_fp8
+    from kpt_triton.moe.experts import forward
+
+    name, arguments = experts(setting)
+    given = {n: t.detach() for n, t in arguments.items()}
+    for part in ("gate_up", "down"):
+        narrow = quantize_to_fp8(given[f"{part}_proj"], granularity="128x128")
+        given |= {f"{part}_proj": narrow.codes, f"{part}_scale": narrow.scale}
+    calls = {how: kpt_core.get_op(name).bind(**given, activations=how) for how in ("none", "1x128", "row")}
+    return {how: partial(_first, forward, call) for how, call in calls.items()}
 
 
 def test_choice(made: Callable[[Setting], Sides], setting: Setting, row: Row) -> None:
