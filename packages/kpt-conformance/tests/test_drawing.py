@@ -178,6 +178,13 @@ def _away(arguments: Arguments) -> bool:
     return bool(((ids < 0) | (ids >= len(arguments["gate_up_proj"]))).any())
 
 
+def _of_swiglu(arguments: Arguments) -> tuple[bool, bool, bool]:
+    """Whether alpha, beta and limit are others than usual."""
+    return (
+        arguments.get("alpha", 1.0) != 1.0, arguments.get("beta", 0.0) != 0.0, arguments.get("limit") is not None
+    )  # fmt: skip
+
+
 #: What kernels got wrong that passed when every case was a named one.
 MISSED = {
     **{
@@ -194,9 +201,9 @@ MISSED = {
     "all experts": ("moe.top_k_gating", lambda a: 1 < a["top_k"] == a["logits"].shape[1]),
     "tokens": ("moe.experts", lambda a: len(a["x"]) > 64),
     "one bias": ("moe.experts", lambda a: (a["gate_up_proj_bias"] is None) != (a["down_proj_bias"] is None)),
-    "alpha alone": ("moe.experts", lambda a: a["alpha"] != 1 and a["beta"] == 0 and a["limit"] is None),
-    "beta alone": ("moe.experts", lambda a: a["beta"] != 0 and a["alpha"] == 1 and a["limit"] is None),
-    "limit alone": ("moe.experts", lambda a: a["limit"] is not None and a["alpha"] == 1 and a["beta"] == 0),
+    "alpha alone": ("moe.experts", lambda a: _of_swiglu(a) == (True, False, False)),
+    "beta alone": ("moe.experts", lambda a: _of_swiglu(a) == (False, True, False)),
+    "limit alone": ("moe.experts", lambda a: _of_swiglu(a) == (False, False, True)),
     "e5m2": ("moe.experts", lambda a: a["gate_up_proj"].dtype is torch.float8_e5m2),
     "one scale": ("moe.experts", lambda a: ("gate_up_scale" in a) != ("down_scale" in a)),
     "bias and absent pairs": ("moe.experts", lambda a: a["gate_up_proj_bias"] is not None and _away(a)),

@@ -169,6 +169,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "DeepSeek-V3 of one rank": {"tokens": 40, "hidden": 640, "inner": 60, "num_experts": 16, "load": "partly away"},
     "Llama 4": {"tokens": 9, "hidden": 320, "inner": 160, "num_experts": 16, "top_k": 1, "transposed": True},
+    "clamped": {"tokens": 12, "hidden": 192, "inner": 96, "num_experts": 16, "top_k": 4, "limit": 7.0},
     "sixteen choices": {"tokens": 5, "hidden": 64, "inner": 40, "num_experts": 24, "top_k": 16},
     "Switch": {"tokens": 33, "hidden": 256, "inner": 200, "num_experts": 8, "top_k": 1, "activation": "relu"},
 }
