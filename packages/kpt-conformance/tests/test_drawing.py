@@ -179,7 +179,7 @@ def _away(arguments: Arguments) -> bool:
 
 
 def _of_swiglu(arguments: Arguments) -> tuple[bool, bool, bool]:
-    """Whether alpha, beta and limit are others than usual."""
+    """Tell whether alpha, beta and limit are others than usual."""
     return (
         arguments.get("alpha", 1.0) != 1.0, arguments.get("beta", 0.0) != 0.0, arguments.get("limit") is not None
     )  # fmt: skip

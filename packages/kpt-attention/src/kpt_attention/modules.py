@@ -356,7 +356,8 @@ class CrossAttention(_Projected):
             context: `[batch, keys, kv_dim]`; or None, with `kv`.
             mask: a `Mask`; a `Plan` for as many tokens and keys; a bool tensor `[batch, keys]` that is False for
                 padding, or one that broadcasts to `[batch, heads, tokens, keys]`. One of two dimensions is refused
-                where there are as many sequences as tokens, since it could be either.
+                where there are as many sequences as tokens, one of three where there are as many as heads, since it
+                could be either.
             kv: what `project` gave of a context, in its place.
             need_weights: whether to return the probabilities, too. They are computed beside, in memory of all of them.
 

@@ -103,7 +103,7 @@ def _assert_right(got: Outcome, baseline: Outcome, oracle: Outcome, floor: Mappi
 
 
 def _left(part: float, out: Tensor) -> Tensor:
-    """The errors that are a part of a result's size: of each number's own, and of the usual one, which few exceed."""
+    """Return errors that are a part of a result's size: of each number's own, and of the usual one."""
     sizes = _wide(out).abs().nan_to_num_(0, 0, 0)
     return part * (sizes + 2 * sizes.square().mean().sqrt())
 

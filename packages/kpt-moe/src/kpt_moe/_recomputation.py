@@ -1,10 +1,10 @@
-"""Whether a forward is a repetition."""
+"""Tell whether a forward is a repetition."""
 
 import torch
 
 
 def in_recomputation() -> bool:
-    """Whether this forward is one of activation checkpointing, which repeats it inside of backward.
+    """Tell whether this forward is one of activation checkpointing, which repeats it inside of backward.
 
     Such a run is no new decision. In a function that is being compiled it is not known yet: False.
     """

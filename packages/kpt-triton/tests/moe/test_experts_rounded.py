@@ -59,7 +59,7 @@ def make(device, activation="swiglu", by_blocks=True, transposed=False, biased=F
 
 
 def truth(call, weights, width, interleaved=False):
-    """What comes of activations that were rounded by `width`, or with None were not."""
+    """Compute what comes of activations that were rounded by `width`, or with None were not."""
     rounded = lambda x: x.double() if width is None else quantised(x.bfloat16(), width or x.shape[1])[2]  # noqa: E731
     x, out = rounded(call["x"].cpu()), 0
     for expert, (up, down) in enumerate(zip(*weights, strict=True)):

@@ -131,7 +131,7 @@ def kpt_fp8_experts_forward(
 
 
 def _roundable(module: Any) -> str:
-    """What activations may be rounded by, see `moe.experts`: kpt-fp8's experts name it, transformers' say when."""
+    """Return what activations may be rounded by: kpt-fp8's experts name it, transformers' say when."""
     if any(getattr(module, f"{name}_activation_scale", None) is not None for name in ("gate_up_proj", "down_proj")):
         return "none"
     dynamic = getattr(module, "activation_scheme", None) == "dynamic"

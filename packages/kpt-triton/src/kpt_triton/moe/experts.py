@@ -36,7 +36,7 @@ def is_few(tokens: int, top_k: int, experts: int) -> bool:
 
 
 def rounds(call: Any) -> bool:
-    """Whether activations of a call are rounded to 8 bits: where that is allowed, and units multiply them faster so."""
+    """Tell whether activations are rounded to 8 bits: where it is allowed, and units multiply them faster so."""
     if call.activations == "none" or call.needs or call.x.dtype is not torch.bfloat16:
         return False
     if call.top_k_index.numel() <= MOST_ROWS_EXACT * call.gate_up_proj.shape[0]:

@@ -29,8 +29,7 @@ from kpt_triton.moe.experts_forward import up_kernel
 from kpt_triton.tile import Tile
 
 from . import decode, grouped_mm, grouped_mm_wgrad
-from .codes import multiplying_codes, of_units
-from .common import ROWS, every, usual, weight_descriptor, weight_strides
+from .common import ROWS, every, multiplying_codes, of_units, usual, weight_descriptor, weight_strides
 
 _ALWAYS = {
     "EXPERTS": 128, "EVEN_K": True, "EVEN_N": True, "NAME": "swiglu", "IS_GATED": True, "INTERLEAVED": False,

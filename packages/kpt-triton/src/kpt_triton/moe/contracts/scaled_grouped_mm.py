@@ -9,8 +9,7 @@ from typing import Any
 from kpt_triton.aot import Program
 from kpt_triton.contracts import BF16, E4M3, E5M2, FP32, Tiles, lean, products, spilling
 
-from .codes import multiplying_codes, of_units
-from .common import ROWS, usual
+from .common import ROWS, multiplying_codes, of_units, usual
 from .grouped_mm import program
 
 _WIDENED = products(BF16)
